@@ -16,6 +16,7 @@ from typing import Any
 from dsreason.data.rows import as_list
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
+from dsreason.problems import parse_error
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
@@ -36,7 +37,7 @@ def parse(value: Any, column: str) -> list[Message]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"field {column!r}: not valid JSON: {error}") from error
+            raise DataError(f"field {column!r}: not valid JSON: {parse_error(error)}") from error
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise DataError(f"field {column!r}: must be a list of messages with role and content")
     return value
@@ -78,5 +79,5 @@ def last_reply(messages: list[Message]) -> str | None:
 
 def text_of(content: Any) -> str:
     if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return str(content)

@@ -3,15 +3,17 @@
     {"id": "7", "prompt": "Which way does it move?", "chosen": "left", "rejected": "right", "videos": ["clips/7.mp4"]}
 
 Each is a text or messages (a list, or JSON text of one); `chosen` and `rejected` may also be whole conversations with a common
-beginning, which need no `prompt`. `images` and `videos` (`image`, `video`) hold one medium or a list: paths, relative ones below
-`data.media_path`, or Hugging Face images (their bytes). A part `{"type": "image"}` of the prompt shows the next of them; where
-the prompt has no such parts, all of them stand before the first text of the user. A question may be called `question`, and have
-`system` beside it. Reference log-probabilities may be there as `ref_chosen_logprob` and `ref_rejected_logprob`.
+beginning, which need no `prompt`, and begin with it where there is one. `images` and `videos` (`image`, `video`) hold one
+medium or a list: paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part
+`{"type": "image"}` of the prompt shows the next of them; where the prompt has no such parts, all of them stand before the
+first text of the user. A question may be called `question`, and have `system` beside it. Reference log-probabilities may be
+there as `ref_chosen_logprob` and `ref_rejected_logprob`.
 """
 
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from typing import Any
 
 from data_adapters.conversations import dict_parts, media_in_columns, parse, text_of, with_media
@@ -47,19 +49,24 @@ def prompt_of(row: dict[str, Any]) -> list[Message]:
 
 def as_messages(given: Any, field: str) -> str | list[Message]:
     """A text as it is, messages without the columns that Arrow fills in; JSON text of messages counts as messages."""
-    if isinstance(given, str) and not looks_like_messages(given):
-        return given
+    if isinstance(given, str):
+        listed = listed_messages(given)
+        if listed is None:
+            return given
+        given = listed
     messages = parse([] if given is None else given, field)
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def looks_like_messages(text: str) -> bool:
-    if not text.lstrip().startswith("[{"):
-        return False
+def listed_messages(text: str) -> list[Message] | None:
+    """What a JSON text lists, where each has a role: an answer may list other things, such as boxes."""
+    if not text.lstrip().startswith("["):
+        return None
     try:
-        return isinstance(json.loads(text), list)
-    except ValueError:
-        return False
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if found and all(isinstance(one, dict) and "role" in one for one in found) else None
 
 
 def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
@@ -72,13 +79,40 @@ def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list
     if not given:
         raise DataError(f"field {field!r}: the list is empty; it must have an answer")
     if given[0].get("role") != "assistant":
-        return given
+        return whole_conversation(given, field, prompt)
     if not prompt:
         raise DataError(
             f"field {field!r} has an answer only, and the row has no prompt; add the column 'prompt', or give whole "
             "conversations in 'chosen' and 'rejected'"
         )
     return [*prompt, *given]
+
+
+def whole_conversation(given: list[Message], field: str, prompt: list[Message]) -> list[Message]:
+    """With the system message that stands beside. DataError where the row's prompt is another one."""
+    if given[0].get("role") not in ("system", "user"):
+        return given  # its role is refused with those of all messages
+    if has_system(prompt) and not has_system(given):
+        given = [prompt[0], *given]
+    start = given[1:] if has_system(given) and not has_system(prompt) else given
+    for asked, said in zip_longest(prompt, start[: len(prompt)]):
+        if said is None or not is_same(asked, said):
+            raise DataError(
+                f"field {field!r} is a conversation whose message is {said!r:.200} where the row's prompt has {asked!r:.200}; "
+                "give one of the two, or make them the same"
+            )
+    return given
+
+
+def has_system(messages: list[Message]) -> bool:
+    return bool(messages) and messages[0].get("role") == "system"
+
+
+def is_same(asked: Message, said: Message) -> bool:
+    """By role, text and the media that are named in the message of the prompt."""
+    texts = [text_of(message.get("content")).strip() for message in (asked, said)]
+    media = [[part[kind] for part in dict_parts(one) for kind in KINDS if part.get(kind)] for one in (asked, said)]
+    return asked.get("role") == said.get("role") and texts[0] == texts[1] and media[0] in ([], media[1])
 
 
 def shown(messages: list[Message], row: dict[str, Any], field: str) -> list[Message]:

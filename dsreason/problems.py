@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,12 @@ def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> s
     if problem["type"] == "missing":
         return hide(f"{place} is missing")
     return hide(f"{place} is {hide(repr(problem['input'])):.80}: {message}" if place else message)
+
+
+def parse_error(error: Exception) -> str:
+    """What a parser of JSON, TOML or YAML says, in one line. Python gives programmers advice on numbers that it does not read."""
+    text = " ".join(str(error).split())
+    return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -55,7 +55,7 @@ def infer(
         typer.Option(min=1, help="Largest sum over a video's frames, two frames counted once; 784 or 1024 a token."),
     ] = 6_422_528,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 4096,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.6,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.6,
     top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens of this probability together.")] = 0.95,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that were used are drawn less.")] = 1.05,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answer.")] = 0,
@@ -78,8 +78,10 @@ def infer(
     vision = frame_settings(fps, nframes, max_pixels, total_pixels)
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p ({top_p:g}) must be greater than 0 and at most 1")
-    if repetition_penalty <= 0:
-        raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be greater than 0; 1 is none")
+    if temperature != 0 and not 0.01 <= temperature <= 2:
+        raise ConfigError(f"--temperature ({temperature:g}) must be 0, or from 0.01 to 2")
+    if not 0.01 <= repetition_penalty <= 2:
+        raise ConfigError(f"--repetition-penalty ({repetition_penalty:g}) must be from 0.01 to 2; 1 is none")
     if not (image or video):
         raise ConfigError("no image or video given; give --image FILE or --video FILE")
     launch.prepare_environment()
@@ -133,8 +135,8 @@ def frame_settings(
     """The keys of a media part; `fps` is 4 where nothing says how many frames."""
     if fps is not None and nframes is not None:
         raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) exclude each other; give one")
-    if fps is not None and fps <= 0:
-        raise ConfigError(f"--fps ({fps:g}) must be greater than 0")
+    if fps is not None and not 0 < fps <= 1000:
+        raise ConfigError(f"--fps ({fps:g}) must be greater than 0 and at most 1000")
     found = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
     return {key: value for key, value in found.items() if value is not None} | {"total_pixels": total_pixels}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOG_WIDTH = 120
 """Columns of tables in a pipe or a file, where there is no terminal to ask."""
-GPU_MEMORY = 80.0
+GPU_MEMORY, MOST_GPU_MEMORY = 80.0, 1e6
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
         ),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=1, metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
+        float | None, typer.Option(metavar="GB", help="Of one GPU; default: that of this machine's, else 80.")
     ] = None,
     gpus_per_host: Annotated[int, typer.Option(min=1, help="For the memory of a host.")] = 8,
     ds_config: DeepSpeedOption = None,
@@ -57,8 +57,10 @@ def plan(
     """
     trainer = choose_trainer(config, overrides, command)
     if not issubclass(trainer.schema, RunConfig):
+        name = config or "the shipped recipe"
+        said = f"{name}: is" if command is None else f"--for {command}: {name} is then"
         raise ConfigError(
-            f"{config}: is a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
+            f"{said} a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
@@ -68,9 +70,13 @@ def plan(
         from dsreason.planning.advice import suggestions
         from dsreason.planning.plan import plan_run
         from dsreason.planning.request import Request
+        from dsreason.train.common.preflight import check_deepspeed
 
     name = str(config or f"{trainer.recipe} (shipped)")
-    planned = plan_run(Request(trainer.name, run, machine, ds_config or run.deepspeed, name))
+    run = run.model_copy(update={"deepspeed": ds_config or run.deepspeed})
+    request = Request(trainer.name, run, machine, run.deepspeed, name)
+    check_deepspeed(run)
+    planned = plan_run(request)
     show(planned, suggestions(planned), as_json=as_json)
     if not planned.fits:
         raise typer.Exit(1)
@@ -84,6 +90,8 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
         from dsreason.planning.phases import GIB
         from dsreason.planning.request import USABLE, Machine
 
+    if gpu_memory is not None and not 1 <= gpu_memory <= MOST_GPU_MEMORY:
+        raise ConfigError(f"--gpu-memory ({gpu_memory:g}) must be from 1 to {MOST_GPU_MEMORY:.0f} GB")
     here = launch.gpu_count() if cuda_fault() is None else 0
     if gpus is None and here == 0:
         raise ConfigError("--gpus: this machine has no GPU to count; say how many the run will have, such as --gpus 4")

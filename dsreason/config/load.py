@@ -19,7 +19,7 @@ from dsreason.config.messages import path_in, reworded
 from dsreason.config.schema import SourceConfig
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
-from dsreason.problems import config_error
+from dsreason.problems import config_error, parse_error
 from dsreason.secrets import hidden, without_credentials
 
 S = TypeVar("S", bound=BaseModel)
@@ -107,8 +107,7 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it") from None
     except UNREADABLE as error:
-        cause = " ".join(str(error).split())
-        raise ConfigError(f"{name}: holds a value that cannot be read ({cause}); correct it") from None
+        raise ConfigError(f"{name}: holds a value that cannot be read ({parse_error(error)}); correct it") from None
     _check_extent(document, name)
     if document is None:  # an empty YAML file
         return {}
@@ -227,7 +226,7 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:  # ValueError: also 5000 digits
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
-                f"--set: {text} is not TOML ({error}); in \"…\" a backslash counts double, in '…' it does not"
+                f"--set: {text} is not TOML ({parse_error(error)}); in \"…\" a backslash counts double, in '…' it does not"
             ) from None
         return text
     return json_like(parsed["value"]) if len(parsed) == 1 else text

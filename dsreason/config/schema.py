@@ -160,13 +160,6 @@ class DataConfig(SourceConfig):
             raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
         return self
 
-    @field_validator("validation", mode="before")
-    @classmethod
-    def check_number(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError(f"{value} is neither a share nor a number of rows")
-        return value
-
     def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
         """The training sources: `sources`, or the section itself as the only one."""
         if self.sources:
@@ -320,10 +313,13 @@ class MonitorConfig(Section):
     """Name of the run there; unset: that of the output folder."""
 
 
+RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
 class RewardFunctionsConfig(Section):
     """What every trainer by rewards has of `[reward]`."""
 
-    functions: dict[str, float] = {}
+    functions: dict[str, RewardWeight] = {}
     options: dict[str, dict[str, Any]] = {}
 
     @model_validator(mode="after")

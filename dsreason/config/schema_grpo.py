@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.engine_options import ROLLOUT, check_owned
-from dsreason.config.schema import RewardFunctionsConfig, RunConfig, UpdateConfig
+from dsreason.config.schema import RewardFunctionsConfig, RewardWeight, RunConfig, UpdateConfig
 from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
@@ -204,7 +204,7 @@ class DistillConfig(Section):
 
 
 class RewardConfig(RewardFunctionsConfig):
-    functions: dict[str, float] = {}
+    functions: dict[str, RewardWeight] = {}
     """Reward name (built in, `package.module:attr`, `file.py:attr` or `remote:<score>`) = weight."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name, such as `format.pattern`. Those named `api_key`, `token` … are written masked."""

@@ -8,13 +8,15 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dsreason.config.section import Section, check_regex
 
+LARGEST_RANK = 2**16
+"""No layer has more inputs."""
 Pattern = Annotated[str, AfterValidator(check_regex)]
 
 
 class AdapterConfig(Section):
     """What adapters of every kind of model have."""
 
-    rank: int = Field(0, ge=0)
+    rank: int = Field(0, ge=0, le=LARGEST_RANK)
     """Rank of the adapter; 0: all weights are trained."""
     alpha: float | None = Field(None, gt=0)
     """The adapter's output is scaled by alpha / rank. Unset: twice the rank."""
@@ -48,7 +50,7 @@ class LoRAConfig(AdapterConfig):
     """Also the linear layers of the vision tower and its mergers."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank), which lets high ranks learn as fast as low ones (rsLoRA, 2312.03732)."""
-    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] = {}
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=LARGEST_RANK)]] = {}
     """Ranks of some of the layers, by regular expressions as in targets; the first that matches counts (`{"visual" = 4}`)."""
     alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = {}
     """The same of alpha. It has the alpha above where only its rank is another."""

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from dsreason.config.schema import Count, JobConfig, JobTrainConfig, JobValidationConfig, RewardFunctionsConfig, Share
+from dsreason.config.schema import (
+    Count,
+    JobConfig,
+    JobTrainConfig,
+    JobValidationConfig,
+    RewardFunctionsConfig,
+    RewardWeight,
+    Share,
+)
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_lora import AdapterConfig
 from dsreason.config.section import Section
@@ -179,7 +187,7 @@ class WorldConfigSection(Section):
         return self
 
 
-Weight = Annotated[float, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class RewardServiceConfig(Section):
@@ -203,14 +211,14 @@ class RewardServiceConfig(Section):
 
 
 class WorldRewardConfig(RewardFunctionsConfig):
-    functions: dict[str, float] = {}
+    functions: dict[str, RewardWeight] = {}
     """Reward name (built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`, `red_solid`;
     yours: `package.module:attr` or `file.py:attr`) = weight."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()
     """Scores of a reward service, see `enqueue_url`."""
-    scale: float = 1.0
+    scale: RewardWeight = 1.0
     """Of the weighted sum of the services' scores, after it was clipped at ± 5."""
     enqueue_url: str | None = None
     """Where clips are sent; unset: REMOTE_REWARD_ENQUEUE_URL or WFM_REWARD_ENQUEUE_URL of the environment."""

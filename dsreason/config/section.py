@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from dsreason.config.keys import section_of
 
 LARGEST_NUMBER = 2**53
 """Of whole numbers: torch takes none of more than 64 bits as a seed, and JSON readers round above this one."""
@@ -17,6 +19,18 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def check_no_flag(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts with true and false as 1 and 0."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        plain = plain_types(annotation)
+        is_section = isinstance(value, dict) and section_of(annotation) is not None  # which looks at its own keys
+        if plain & {int, float} and not is_section and (flag := first_flag(value)) is not None:
+            what = "a number" if float in plain else "a whole number"
+            raise ValueError(f"{str(flag).lower()} is not {what}; set one")
+        return value
 
     @field_validator("*")
     @classmethod
@@ -44,6 +58,20 @@ class Section(BaseModel):
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
+
+
+def plain_types(annotation: Any) -> set[type]:
+    """What an annotation is made of: `dict[str, float] | None` → `{str, float, NoneType}`."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    inside = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return set().union(*map(plain_types, inside)) if inside else {annotation}
+
+
+def first_flag(value: Any) -> bool | None:
+    """The value, or the first one in a list or mapping of values, that is true or false."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return next((one for one in inside if isinstance(one, bool)), None)
 
 
 def check_regex(pattern: str) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from dsreason.data.types import Message
+
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+"""Half a character: valid in JSON, but tokenizers reject it."""
 
 
 def text_of(message: Message) -> str:

@@ -21,6 +21,7 @@ from dsreason.files.archives import Budget, unpacked
 from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.files.remote import local_copy, local_folder
+from dsreason.problems import parse_error
 
 if TYPE_CHECKING:
     import datasets
@@ -92,7 +93,7 @@ class JsonListRows(Rows):
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
-            raise DataError(f"{path}: not JSON ({error}); correct the file") from error
+            raise DataError(f"{path}: not JSON ({parse_error(error)}); correct the file") from error
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
@@ -143,7 +144,7 @@ class JsonLinesRows(Rows):
             return json.loads(line.decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.path}, line {self.lines[index]}: not a JSON object ({error}); correct the line"
+                f"{self.path}, line {self.lines[index]}: not a JSON object ({parse_error(error)}); correct the line"
             ) from error
 
     def location(self, index: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
-from dsreason.data.messages import media_parts
+from dsreason.data.messages import SURROGATE, media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
@@ -32,9 +31,6 @@ from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, is_nested_deeper, nearest
 from dsreason.secrets import without_credentials
 from dsreason.user_code import RAISED_BY_USER_CODE
-
-SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""Half a character: valid in JSON, but tokenizers reject it."""
 
 HELD_OUT_SEED = 0
 """Not `train.seed`: runs that differ in their seed are measured on the same rows."""

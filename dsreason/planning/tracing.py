@@ -15,8 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
+from dsreason.errors import ConfigError
+
 ATTENTION = "flash_planned"
 """Name for transformers. A vision tower hands over all of a medium at once where the name has "flash" in it."""
+MOST_TOKENS = 10**9
+"""Of one forward: the bytes of what is made of more do not fit 64 bits."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -95,8 +99,13 @@ def trace(
 ) -> Traced:
     """Of `run` on an input of that shape, which needs a gradient itself.
 
-    `training=False`: of the forward alone, which keeps nothing.
+    `training=False`: of the forward alone, which keeps nothing. ConfigError where torch could not say how large that is.
     """
+    if shape[-2] > MOST_TOKENS:
+        raise ConfigError(
+            f"one forward would take {shape[-2]:.3g} tokens or patches, and a plan reckons with {MOST_TOKENS:.3g} at most; lower "
+            "model.max_length, micro_batch_size, max_tokens_per_micro_batch or max_completion_length"
+        )
     given = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
     live = LiveBytes()
     with live, torch.set_grad_enabled(training):

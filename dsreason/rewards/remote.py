@@ -25,11 +25,10 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, variable
+from dsreason.rewards.worker import LARGEST
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 """Of a score: it becomes that of a metric."""
-LARGEST = 1e12
-"""Of a score: its square, and the sum of many, are still numbers in float32."""
 
 
 class Answer(BaseModel):

@@ -25,12 +25,16 @@ from numbers import Real
 from typing import Any
 
 from dsreason.errors import ConfigError
+from dsreason.problems import parse_error
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
 """Of one async function in one worker."""
 ERROR_CHARACTERS = 4000
 """Of an error's text."""
+LARGEST = 1e12
+"""Of a reward: its square, and the sum of many, are still numbers in float32."""
+BOUND = f"a reward is from {-LARGEST:g} to {LARGEST:g}, scale it"
 
 
 Function = Callable[..., Any]
@@ -220,6 +224,8 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(f"returned {shown(result)}; a reward is a finite number, or (number, dict of metrics)")
+    if abs(score) > LARGEST:
+        raise ValueError(f"returned {shown(result)}; {BOUND}")
     if not isinstance(metrics, Mapping):
         raise ValueError(f"returned {shown(metrics)} beside the number; metrics are a dict of names and numbers")
     for name, value in metrics.items():
@@ -229,11 +235,17 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return False
 
 
 def shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError as error:  # Python writes no number of so many digits
+        text = parse_error(error)
     return f"{text[:200]}… ({type(value).__name__})" if len(text) > 200 else f"{text} ({type(value).__name__})"
 
 

@@ -23,7 +23,7 @@ from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import read_small
-from dsreason.problems import first_problem
+from dsreason.problems import first_problem, parse_error
 
 RUN_FILE = "run.json"
 """Settings of the evaluation, beside its `<dataset>/` folders."""
@@ -210,7 +210,7 @@ def read_json(file: Path) -> Any:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not valid JSON ({error}); evaluate again, or remove it") from error
+        raise DataError(f"{file}: is not valid JSON ({parse_error(error)}); evaluate again, or remove it") from error
 
 
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:

@@ -26,9 +26,9 @@ from dsreason.train.dpo.loader import Chunks, PairLoader, StepPairs
 from dsreason.train.dpo.preflight import check, pair_encoder, step_order
 from dsreason.train.dpo.reference import (
     AdapterOff,
-    GivenReference,
     NoReference,
     Reference,
+    RowReference,
     StoredReference,
     open_stored,
     read_given,
@@ -123,10 +123,14 @@ def open_reference(opened: OpenedRun[DPOConfig], engine: DeepSpeedEngine, order:
         return NoReference()
     if dpo.reference == "adapter_off":
         return AdapterOff(BaseReference(engine))
-    if dpo.reference == "precomputed":
-        file = dpo.reference_file
-        return GivenReference(None if file is None else on_rank_zero(partial(read_given, file)), file)
+    if dpo.reference == "precomputed" and dpo.reference_file is None:
+        return RowReference()
     model = on_rank_zero(lambda: model_fingerprint(opened.model_path))
+    if dpo.reference_file is not None:
+        given = on_rank_zero(partial(read_given, dpo.reference_file))
+        if opened.world.rank == 0:
+            given.tell_other_model(model)
+        return given
     stored = on_rank_zero(lambda: open_stored(opened.output_dir, opened.checkpoint, model))
     trained = {row for step in range(order.num_steps) for row in order.indices(step)}
     held_out = evenly(len(opened.validation), opened.config.validation.max_samples)

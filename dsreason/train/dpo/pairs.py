@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from PIL import Image
 
@@ -19,6 +19,8 @@ from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
 """Fields of a row, which adapters keep in `sample.meta`."""
+LOWEST_LOGPROB = -1e12
+"""Of an answer: a million tokens, each far less probable than any that a model can tell from impossible."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,16 @@ def given_logprobs(sample: Sample) -> tuple[float, float] | None:
     if not found:
         return None
     for name in GIVEN:
-        value = found.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > 0:
-            raise DataError(
-                f"sample {sample.id!r}: field {name!r} is {value!r}; it must be the log-probability of an answer"
-            )
+        if not is_logprob(found.get(name)):
+            raise DataError(f"sample {sample.id!r}: field {name!r} is {found.get(name)!r:.100}; it must be {LOGPROB}")
     return float(found[GIVEN[0]]), float(found[GIVEN[1]])
+
+
+LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
+
+
+def is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_LOGPROB <= value <= 0
 
 
 def fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedSample) -> str:

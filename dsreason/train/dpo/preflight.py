@@ -16,7 +16,7 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.preflight import check_dataset, check_model
 from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
-from dsreason.train.dpo.reference import nothing_given, read_given
+from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_given
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +27,13 @@ def check(config: DPOConfig) -> None:
     Raises:
         DsReasonError: unusable model folder or reference file, no data, too few rows for one step, a bad row.
     """
-    if config.dpo.reference_file is not None:
-        read_given(config.dpo.reference_file)
+    file = given_file(config)
     encoder = pair_encoder(check_model(config))
     training, validation = open_datasets(config.data)
     check_best_metric(config, validation)
     if note := warmup_note(step_order(training, config).num_steps, config.optim):
         log.warning("%s", note)
-    given = partial(check_given, config)
+    given = partial(check_given, config, file)
     check_dataset("training", training, encoder, config, given)
     check_dataset("validation", validation, encoder, config, given)
 
@@ -49,12 +48,16 @@ def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
         )
 
 
-def check_given(config: DPOConfig, sample: Sample) -> None:
-    """DataError where the row should say what the reference gives its answers, and does not."""
-    if config.dpo.reference != "precomputed" or config.dpo.reference_file is not None:
-        return
-    if given_logprobs(sample) is None:
-        raise DataError(f"sample {sample.id!r}: {nothing_given(None)}")
+def given_file(config: DPOConfig) -> GivenReference | None:
+    return None if config.dpo.reference_file is None else read_given(config.dpo.reference_file)
+
+
+def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, fingerprint: str | None = None) -> None:
+    """DataError where the row or the file should say what the reference gives the row's answers, and does not."""
+    if file is not None and (problem := file.problem(sample.id, fingerprint)):
+        raise DataError(f"sample {sample.id!r}: {problem}")
+    if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
+        raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
 
 
 def step_order(training: SampleDataset, config: DPOConfig) -> StepOrder:
@@ -75,9 +78,10 @@ def pair_encoder(encoder: Encoder) -> PairEncoder:
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """What a row of training goes through; raises DataError for one that cannot be used."""
-    return partial(encode_row, config, pair_encoder(encoder))
+    return partial(encode_row, config, given_file(config), pair_encoder(encoder))
 
 
-def encode_row(config: DPOConfig, encoder: PairEncoder, sample: Sample) -> object:
-    check_given(config, sample)
-    return encoder.encode_pair(sample)
+def encode_row(config: DPOConfig, file: GivenReference | None, encoder: PairEncoder, sample: Sample) -> object:
+    pair = encoder.encode_pair(sample)
+    check_given(config, file, sample, pair.fingerprint)
+    return pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,17 @@ from dsreason.files.atomic import write_file
 from dsreason.files.disk import instead_of_file
 from dsreason.job.ranks import World, gather_objects, on_rank_zero
 from dsreason.losses.preference import Pairs, pairs_of
+from dsreason.problems import parse_error
 from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
+from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
 """In the run folder: first the model, then a line for each row."""
+START = b'{"model"'
+VALUES = ("chosen", "rejected")
+REMOVE = "remove the file: what it says is then measured anew"
 
 
 class Reference(Protocol):
@@ -59,30 +64,73 @@ class AdapterOff:
         return torch.stack([pairs.chosen, pairs.rejected], dim=1)
 
 
-class GivenReference:
-    """What the rows say, or a file by their ids."""
+NOTHING_GIVEN = (
+    'no fields ref_chosen_logprob and ref_rejected_logprob, which dpo.reference = "precomputed" needs; add them, give '
+    'dpo.reference_file, or set dpo.reference = "model"'
+)
 
-    def __init__(self, by_id: Mapping[str, tuple[float, float]] | None, file: str | None) -> None:
-        self.by_id, self.file = by_id, file
+
+class RowReference:
+    """What the rows say."""
 
     def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
         return as_tensor([self.of(pair) for pair in one.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
-        found = pair.given if self.by_id is None else self.by_id.get(pair.id)
+        if pair.given is None:
+            raise DataError(f"{pair.where} (sample {pair.id!r}): {NOTHING_GIVEN}")
+        return pair.given
+
+
+@dataclass(frozen=True)
+class GivenLine:
+    """A line of `dpo.reference_file`: of one that a run measured it has the row's fingerprint."""
+
+    chosen: float
+    rejected: float
+    fingerprint: str | None = None
+
+
+@dataclass
+class GivenReference:
+    """What `dpo.reference_file` says."""
+
+    file: str
+    by_id: dict[str, GivenLine] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    """Fingerprints of those that it was measured with, where it says so."""
+
+    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
+        return as_tensor([self.of(pair) for pair in one.pairs], engine)
+
+    def of(self, pair: PairFacts) -> tuple[float, float]:
+        if problem := self.problem(pair.id, pair.fingerprint):
+            raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
+        found = self.by_id[pair.id]
+        return found.chosen, found.rejected
+
+    def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
+        """Why the row cannot be used, as far as is known without its fingerprint."""
+        found = self.by_id.get(row_id)
         if found is None:
-            raise DataError(f"{pair.where} (sample {pair.id!r}): {nothing_given(self.file)}")
-        return found
+            return f"dpo.reference_file ({self.file}) has no line of this id; add it"
+        if None not in (fingerprint, found.fingerprint) and fingerprint != found.fingerprint:
+            return (
+                f"the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, there "
+                f'{found.fingerprint}); put the data back, give the file of these rows, or set dpo.reference = "model"'
+            )
+        return None
 
-
-def nothing_given(file: str | None) -> str:
-    """Why a row cannot be used with `dpo.reference = "precomputed"`."""
-    if file is not None:
-        return f"dpo.reference_file ({file}) has no line of this id; add it"
-    return (
-        'no fields ref_chosen_logprob and ref_rejected_logprob, which dpo.reference = "precomputed" needs; add them, give '
-        'dpo.reference_file, or set dpo.reference = "model"'
-    )
+    def tell_other_model(self, model: str) -> None:
+        """Where it was measured with another model than the one of this fingerprint, which training begins with."""
+        if others := sorted(self.models - {model}):
+            log.warning(
+                "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training begins with (%s): "
+                'log-ratios do not begin at 0; if that is not meant, set dpo.reference = "model"',
+                self.file,
+                " and ".join(others),
+                model,
+            )
 
 
 @dataclass(frozen=True)
@@ -167,8 +215,8 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     file = output_dir / FILE
     places = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
     found = next((place for place in places if place.is_file()), None)
-    lines = [] if found is None else read_lines(found)
-    then = lines[0].get("model") if lines else model
+    lines = [] if found is None else read_lines(found, REMOVE)
+    then = lines[0][1].get("model") if lines else model
     if then != model and checkpoint is not None:
         raise ConfigError(
             f"model.path is another model than the reference of this run was measured with (fingerprint {model}, in {found} "
@@ -177,16 +225,17 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     if then != model:
         log.warning("%s was measured with another model; it is made anew", found)
         lines = []
-    rows = [as_measured(line, found) for line in lines[1:]]
+    rows = [as_measured(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))
     return StoredReference(file, {(one.part, one.row): one for one in rows})
 
 
-def as_measured(line: dict[str, Any], file: Path | None) -> Measured:
-    try:
-        return Measured(**line)
-    except TypeError as error:
-        raise DataError(f"{file}: {line!r:.200} is no measured row; correct or delete the file") from error
+def as_measured(line: dict[str, Any], where: str) -> Measured:
+    kinds = {"part": str, "row": int, "id": str, "fingerprint": str}
+    fits = line.keys() == {*kinds, *VALUES} and all(type(line[name]) is kind for name, kind in kinds.items())
+    if not fits or not all(is_logprob(line[name]) for name in VALUES):
+        raise DataError(f"{where}: {line!r:.200} is no measured row; {REMOVE}")
+    return Measured(**line)
 
 
 def append(file: Path, rows: Iterable[Measured]) -> None:
@@ -194,25 +243,33 @@ def append(file: Path, rows: Iterable[Measured]) -> None:
         lines.writelines(json.dumps(asdict(one)) + "\n" for one in rows)
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Without a last line that a killed process left unfinished. DataError for anything that is no object."""
+def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
+    """With where each stands, for messages. DataError for anything that is no object.
+
+    Where a run writes, a last line without its end is what a killed process left, and does not count.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror}); correct or delete it") from error
+        raise DataError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
+    if content.startswith(START):
+        content = content[: content.rfind(b"\n") + 1]
     found = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
+        where = f"{file}, line {number}"
+        if not line.strip():
+            continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}, line {number}: not JSON ({error}); correct or delete the file") from error
+            raise DataError(f"{where}: not JSON ({parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
-            raise DataError(f"{file}, line {number}: not an object; correct or delete the file")
-        found.append(value)
+            raise DataError(f"{where}: not an object; {advice}")
+        found.append((where, value))
     return found
 
 
-def read_given(path: str) -> dict[str, tuple[float, float]]:
+def read_given(path: str) -> GivenReference:
     """`dpo.reference_file`: by id the log-probabilities of the chosen and the rejected answer.
 
     Raises:
@@ -221,18 +278,15 @@ def read_given(path: str) -> dict[str, tuple[float, float]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"dpo.reference_file {file.absolute()}: {instead_of_file(file)}")
-    found: dict[str, tuple[float, float]] = {}
-    for number, line in enumerate(read_lines(file), start=1):
+    found = GivenReference(path)
+    for where, line in read_lines(file, "correct it"):
         if line.keys() == {"model"}:
+            found.models.add(str(line["model"]))
             continue
-        values = line.get("chosen"), line.get("rejected")
-        if "id" not in line or not all(isinstance(one, int | float) and math.isfinite(one) for one in values):
-            raise DataError(
-                f"{file}, line {number}: must have id, chosen and rejected, two log-probabilities; is {line!r:.200}"
-            )
-        key, both = str(line["id"]), (float(line["chosen"]), float(line["rejected"]))
-        if found.setdefault(key, both) != both:
-            raise DataError(
-                f"{file}, line {number}: the id {key!r} is there twice with other values; give each row an id"
-            )
+        if "id" not in line or not all(is_logprob(line.get(name)) for name in VALUES):
+            raise DataError(f"{where}: must have id, chosen and rejected, each of the two {LOGPROB}; is {line!r:.200}")
+        key = str(line["id"])
+        given = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
+        if found.by_id.setdefault(key, given) != given:
+            raise DataError(f"{where}: the id {key!r} is there twice with other values; give each row an id")
     return found

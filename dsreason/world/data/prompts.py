@@ -10,6 +10,7 @@ from dsreason.files.address import is_s3
 from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import join_address, local_copy, read_address
+from dsreason.problems import parse_error
 from dsreason.secrets import without_credentials
 from dsreason.world.data.rows import Rows
 
@@ -73,7 +74,7 @@ def _add_object(found: Rows, path: str, row_id: str, line: str) -> None:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        found.bad.append(f"{row_id}: is not JSON: {error}")
+        found.bad.append(f"{row_id}: is not JSON: {parse_error(error)}")
         return
     video = fields.pop("video", None) if isinstance(fields, dict) else None
     try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsreason.rewards.functions import find_function, with_options
-from dsreason.rewards.worker import Kind, shown
+from dsreason.rewards.worker import BOUND, LARGEST, Kind, shown
 from dsreason.world.rewards import pixels
 from dsreason.world.types import WorldRow
 
@@ -69,6 +69,9 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
     if not np.isfinite(scores).all():
         worst = int(np.flatnonzero(~np.isfinite(scores))[0])
         raise ValueError(f'returned {scores[worst]} for "{arguments[1][worst].id}"; rewards must be finite')
+    if (np.abs(scores) > LARGEST).any():
+        worst = int(np.abs(scores).argmax())
+        raise ValueError(f'returned {scores[worst]} for "{arguments[1][worst].id}"; {BOUND}')
     return scores.tolist(), {}
 
 

@@ -82,6 +82,49 @@ def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
     assert "sft, grpo and dpo alone" in raised("--config", file, "--gpus", 1)
 
 
+def test_a_command_that_is_named_is_told_beside_the_file(config: Path) -> None:
+    text = raised("--config", config, "--gpus", 1, "--for", "world")
+    assert text.startswith(f"--for world: {config} is then a configuration of `dsreason world`; a plan")
+
+
+@pytest.mark.parametrize("memory", ["inf", "1e308", "nan", "0.5"])
+def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
+    text = raised("--config", config, "--gpus", 1, "--gpu-memory", memory)
+    assert text.startswith("--gpu-memory (") and text.endswith("must be from 1 to 1000000 GB")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model.max_length=9000000000000000",),
+        ("train.micro_batch_size=100000000000", "train.packing=false"),
+        ("validation.micro_batch_size=100000000000", "validation.generate=true", "data.validation=0.1"),
+    ],
+)
+def test_a_forward_of_more_tokens_than_can_be_reckoned_is_refused(config: Path, settings: tuple[str, ...]) -> None:
+    config.write_text(f'[model]\npath = "{config.parent}"\n')
+    text = raised("--config", config, "--gpus", 1, *(part for one in settings for part in ("--set", one)))
+    assert "tokens or patches, and a plan reckons with 1e+09 at most; lower model.max_length" in text
+
+
+@pytest.mark.parametrize(
+    ("zero", "error"),
+    [
+        ('"reduce_bucket_size": "5e8"', 'zero_optimization.reduce_bucket_size ("5e8"): DeepSpeed rejects it'),
+        ('"reduce_bucket_size": NaN', "zero_optimization.reduce_bucket_size (NaN): DeepSpeed rejects it"),
+        ('"reduce_bucket_size": Infinity', "zero_optimization.reduce_bucket_size (Infinity): DeepSpeed rejects it"),
+        ('"reduce_bucket_size": [1]', "zero_optimization.reduce_bucket_size ([1]): DeepSpeed rejects it"),
+        ('"stagee": 3', "did you mean stage?"),
+        ('"offload_param": {"device": "floppy"}', 'zero_optimization.offload_param.device ("floppy"): DeepSpeed'),
+    ],
+)
+def test_what_deepspeed_rejects_is_named(config: Path, zero: str, error: str) -> None:
+    file = config.parent / "ds.json"
+    file.write_text(f'{{"zero_optimization": {{"stage": 3, {zero}}}}}')
+    text = raised("--config", config, "--gpus", 1, "--ds-config", file)
+    assert text.startswith(f"{file}: ") and error in text
+
+
 def test_a_number_of_gpus_that_the_run_would_refuse_is_refused(config: Path) -> None:
     text = raised("--config", config, "--gpus", 3, "--set", "train.sequence_parallel_size=2")
     assert "does not divide the number of ranks (3)" in text

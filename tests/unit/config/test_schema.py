@@ -22,7 +22,7 @@ REWARD = {"reward": {"functions": {"format": 1.0}}}
         ("data", {"vision": {"fps": 2, "nframes": 4}}, {"vision": {"fps": 2}}, "exclude each other"),
         ("data", {"validation": 1.5}, {"validation": 2.0}, "should be less than 1"),
         ("data", {"validation": -1}, {"validation": 0}, "should be greater than or equal to 0"),
-        ("data", {"validation": True}, {"validation": 1}, "True is neither"),
+        ("data", {"validation": True}, {"validation": 1}, "true is not a number"),
         ("data", {"sources": [{"path": "a"}], "limit": 3}, {"sources": [{"path": "a", "limit": 3}]}, "limit belong"),
         ("optim", {"warmup": 1.5}, {"warmup": 2.0}, "should be less than 1"),
         ("train", {"micro_batch_size": 2, "max_tokens_per_micro_batch": 9}, {"micro_batch_size": 2}, "exclude"),

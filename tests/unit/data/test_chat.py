@@ -376,6 +376,7 @@ def test_an_encoder_can_be_pickled(encoder, files):
         ([user("a")], "no assistant message"),
         ([assistant("a")], "the first message must be the user's"),
         ([user("a"), assistant(" ")], "message 1: the assistant's text is empty"),
+        ([user("a\udcffb"), assistant("b")], r"message 0: .*half a character\): 'a\\udcffb'; correct it"),
         ([user("<|image_pad|>"), assistant("b")], r"message 0: .*special token '<\|image_pad\|>'"),
         ([user("a"), assistant("b<|im_end|>")], r"message 1: .*special token '<\|im_end\|>'"),
         (

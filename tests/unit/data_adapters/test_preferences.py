@@ -47,6 +47,56 @@ def test_text_messages_and_whole_conversations_are_one_sample(row: dict[str, Any
     assert sample.answer == "left"
 
 
+@pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]', "[1]", "[]", "[" * 100_000])
+def test_an_answer_that_lists_no_messages_is_a_text(text: str) -> None:
+    sample = preferences.to_sample({"prompt": "Where is the cup?", "chosen": text, "rejected": "left"})
+    assert sample.messages[-1] == says("assistant", text)
+    assert sample.answer == text
+
+
+SYSTEM = says("system", "Be short.")
+PARTS = [says("user", [{"type": "image", "text": None}, text("Which way?")])]
+SHOWN = [says("user", [{"type": "image", "image": "a.png"}, text("Which way?")])]
+
+
+@pytest.mark.parametrize(
+    ("beside", "begin", "expected"),
+    [
+        ({"prompt": "Which way?", "image": "a.png"}, PARTS, SHOWN),
+        ({"prompt": PARTS, "image": "a.png"}, ASKED, SHOWN),
+        ({"prompt": "Which way?", "system": "Be short."}, ASKED, [SYSTEM, *ASKED]),
+        ({"system": "Be short."}, ASKED, [SYSTEM, *ASKED]),
+        ({"prompt": "Which way?", "system": "Be short."}, [SYSTEM, *ASKED], [SYSTEM, *ASKED]),
+        ({"prompt": "Which way?"}, [SYSTEM, *ASKED], [SYSTEM, *ASKED]),
+    ],
+)
+def test_a_prompt_and_a_system_text_may_stand_beside_whole_conversations(
+    beside: Any, begin: Any, expected: Any
+) -> None:
+    row = beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT}
+    sample = preferences.to_sample(row)
+    assert sample.messages == expected + LEFT
+    assert sample.rejected == expected + RIGHT
+
+
+@pytest.mark.parametrize(
+    ("beside", "first", "second"),
+    [
+        ({"prompt": "Which colour?"}, "Which way", "Which colour"),
+        ({"prompt": "Which way?", "system": "Be long."}, "Be short", "Be long"),
+        ({"system": "Be long."}, "Be short", "Be long"),
+        ({"prompt": [says("user", [{"type": "image", "image": "a.png"}, text("Which way?")])]}, "Which way", "a.png"),
+        ({"prompt": [*ASKED, *LEFT, *ASKED]}, "None", "Which way"),
+    ],
+)
+def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, first: str, second: str) -> None:
+    begin = [SYSTEM, *ASKED]
+    with pytest.raises(
+        DataError, match=f"field 'chosen' is a conversation .*{first}.* the row's prompt has .*{second}"
+    ):
+        preferences.to_sample(beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT})
+
+
 @pytest.mark.parametrize(
     ("prompt", "content"),
     [

@@ -57,7 +57,23 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--video=a.mp4", "--prompt=?", "--fps=2", "--nframes=8"), r"--fps \(2\) and --nframes \(8\) exclude"),
         (("--video=a.mp4", "--prompt=?", "--fps=0"), r"--fps \(0\) must be greater than 0"),
         (("--image=a.png", "--prompt=?", "--top-p=0"), r"--top-p \(0\) must be greater than 0 and at most 1"),
-        (("--image=a.png", "--prompt=?", "--repetition-penalty=0"), r"--repetition-penalty \(0\) must be greater"),
+        (("--video=a.mp4", "--prompt=?", "--fps=nan"), r"--fps \(nan\) must be greater than 0 and at most 1000"),
+        (("--video=a.mp4", "--prompt=?", "--fps=inf"), r"--fps \(inf\) must be greater than 0 and at most 1000"),
+        (("--image=a.png", "--prompt=?", "--top-p=nan"), r"--top-p \(nan\) must be greater than 0 and at most 1"),
+        *(
+            (
+                ("--image=a.png", "--prompt=?", f"--repetition-penalty={value}"),
+                rf"--repetition-penalty \({value}\) must be",
+            )
+            for value in ("0", "nan", "inf", "1e-300")
+        ),
+        *(
+            (
+                ("--image=a.png", "--prompt=?", f"--temperature={value}"),
+                rf"--temperature \({value}\) must be 0, or from",
+            )
+            for value in ("nan", "inf", "1e-300", "3")
+        ),
     ],
 )
 def test_options_that_make_no_question(options, text, tmp_path, monkeypatch) -> None:

@@ -32,6 +32,9 @@ def samples(path: Path | str, **keys: Any) -> list[Any]:
     return list(training)
 
 
+COUNTLESS = "(a number of more than 4300 digits); correct the"
+
+
 def deep(levels: int) -> str:
     return '{"id": ' + "[" * levels + "]" * levels + "}"
 
@@ -39,13 +42,13 @@ def deep(levels: int) -> str:
 FILES: dict[str, tuple[str, str | bytes, str]] = {
     "list, nested": ("a.json", "[" * 100_000, "a.json: not JSON"),
     "list, nested rows": ("a.json", f"[{deep(100_000)}]", "a.json: not JSON"),
-    "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", "a.json: not JSON"),
+    "list, 5000 digits": ("a.json", '[{"id": ' + "9" * 5000 + "}]", f"a.json: not JSON {COUNTLESS}"),
     "list, cut": ("a.json", "[" + GOOD, "a.json: not JSON"),
     "list, UTF-16": ("a.json", f"[{GOOD}]".encode("utf-16"), "a.json"),
     "one object over several lines": ("a.json", json.dumps(ROW, indent=1), "a.json, line 1: not a JSON object"),
     "empty list": ("a.json", "[]", "a.json (split train): the data set is empty"),
     "lines, nested": ("a.jsonl", deep(100_000), "a.jsonl, line 1"),
-    "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", "a.jsonl, line 1"),
+    "lines, 5000 digits": ("a.jsonl", '{"id": ' + "9" * 5000 + "}", f"line 1: not a JSON object {COUNTLESS}"),
     "lines, UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "a.jsonl, line 1: not a JSON object"),
     "lines, Latin-1": ("a.jsonl", '{"id": "é"}'.encode("latin-1"), "a.jsonl, line 1: not a JSON object"),
     "lines, NUL": ("a.jsonl", '{"id": "\0"}', "a.jsonl, line 1: not a JSON object"),

@@ -226,6 +226,11 @@ def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
         ("(1.0, {'a': float('nan')})", "metric 'a'"),
         ("(1.0, 2.0)", "metrics are a dict"),
         ("1j", "complex"),
+        ("1e300", "a reward is from -1e+12 to 1e+12, scale it"),
+        ("(-1e13, {})", "a reward is from -1e+12 to 1e+12, scale it"),
+        ("10**400", "a reward is a finite number"),
+        ("10**5000", "returned a number of more than 4300 digits (int); a reward is a finite number"),
+        ("(1.0, {'a': 10**400})", "metric 'a'"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error(file, value, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.train.common.preflight import build_encoder
 from dsreason.train.dpo.pairs import Pair, PairEncoder, check_differ, cut_pairs
-from dsreason.train.dpo.preflight import encode_row, pair_encoder
+from dsreason.train.dpo.preflight import check_given, encode_row, given_file, pair_encoder, row_encoder
 from tests.unit.media.videos import write_video
 
 
@@ -134,6 +135,8 @@ def test_a_pair_is_as_long_as_its_prompt_and_both_answers(encoder: PairEncoder) 
         ({}, "no fields ref_chosen_logprob and ref_rejected_logprob"),
         ({"ref_chosen_logprob": -1.0}, "field 'ref_rejected_logprob' is None"),
         ({"ref_chosen_logprob": 0.5, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is 0.5"),
+        ({"ref_chosen_logprob": -(10**400), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is -1000"),
+        ({"ref_chosen_logprob": -1e308, "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is -1e.308"),
         ({"ref_chosen_logprob": "-1", "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is '-1'"),
         ({"ref_chosen_logprob": float("nan"), "ref_rejected_logprob": -1.0}, "field 'ref_chosen_logprob' is nan"),
     ],
@@ -141,7 +144,19 @@ def test_a_pair_is_as_long_as_its_prompt_and_both_answers(encoder: PairEncoder) 
 def test_precomputed_values_must_be_log_probabilities(encoder: PairEncoder, meta: dict[str, Any], error: str) -> None:
     config = DPOConfig.model_validate({"dpo": {"reference": "precomputed"}})
     with pytest.raises(DataError, match=error):
-        encode_row(config, encoder, preference(LEFT, rejected=[RIGHT], **meta))
+        encode_row(config, None, encoder, preference(LEFT, rejected=[RIGHT], **meta))
+
+
+def test_a_file_of_references_that_does_not_fit_is_found_before_training(encoder: PairEncoder, tmp_path: Path) -> None:
+    sample, file = preference(LEFT, rejected=[RIGHT]), tmp_path / "given.jsonl"
+    line = {"id": "7", "chosen": -1.0, "rejected": -2.0, "fingerprint": encoder.encode_pair(sample).fingerprint}
+    config = DPOConfig.model_validate({"dpo": {"reference": "precomputed", "reference_file": str(file)}})
+    file.write_text(json.dumps(line))
+    row_encoder(config, encoder)(sample)
+    with pytest.raises(DataError, match=r"sample '7': the row is not as it was when dpo\.reference_file"):
+        row_encoder(config, encoder)(preference(LEFT, rejected=[says("assistant", "up")]))
+    with pytest.raises(DataError, match=r"sample '8': dpo\.reference_file \(.*\) has no line of this id; add it"):
+        check_given(config, given_file(config), replace(sample, id="8"))
 
 
 def test_a_fingerprint_tells_texts_and_pixels_apart(encoder: PairEncoder, tmp_path: Path) -> None:

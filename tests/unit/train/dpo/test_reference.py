@@ -10,7 +10,7 @@ import pytest
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.dpo.loader import PairFacts
-from dsreason.train.dpo.reference import GivenReference, Measured, StoredReference, append, open_stored, read_given
+from dsreason.train.dpo.reference import GivenLine, Measured, StoredReference, append, open_stored, read_given
 
 ROWS = [Measured("training", 3, "7", "ab", -10.5, -9.25), Measured("validation", 3, "8", "cd", -1.0, -2.0)]
 
@@ -73,15 +73,40 @@ def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
 
 
 def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: Path) -> None:
-    assert read_given(str(run / "reference.jsonl")) == {"7": (-10.5, -9.25), "8": (-1.0, -2.0)}
+    given = read_given(str(run / "reference.jsonl"))
+    assert given.by_id == {"7": GivenLine(-10.5, -9.25, "ab"), "8": GivenLine(-1.0, -2.0, "cd")}
+    assert given.of(facts()) == (-10.5, -9.25)
     plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n')
-    reference = GivenReference(read_given(str(plain)), str(plain))
-    assert reference.of(facts()) == (-1.0, -2.5)
+    plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n\n{"id": 8, "chosen": -3, "rejected": 0}')
+    given = read_given(str(plain))
+    assert given.of(facts()) == (-1.0, -2.5)
+    assert given.of(facts(name="8")) == (-3.0, 0.0)
     with pytest.raises(
         DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line of this id; add it"
     ):
-        reference.of(facts(name="9"))
+        given.of(facts(name="9"))
+
+
+def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> None:
+    given = read_given(str(run / "reference.jsonl"))
+    with pytest.raises(
+        DataError, match=r"row 4 \(sample '7'\): the row is not as it was.*\(fingerprint xx, there ab\)"
+    ):
+        given.of(facts(fingerprint="xx"))
+
+
+def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given = read_given(str(run / "reference.jsonl"))
+    given.tell_other_model("model-1")
+    assert not caplog.records
+    given.tell_other_model("model-2")
+    assert "another model (fingerprint model-1) than training begins with (model-2)" in caplog.text
+
+
+def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
+    with (run / "reference.jsonl").open("a") as file:
+        file.write('{"part": "training", "row": 9')
+    assert read_given(str(run / "reference.jsonl")).by_id.keys() == {"7", "8"}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,10 @@ def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: P
         ('{"id": "7", "chosen": -1}\n', "line 1: must have id, chosen and rejected"),
         ('{"id": "7", "chosen": "-1", "rejected": -2}\n', "line 1: must have id, chosen and rejected"),
         ('{"id": "7", "chosen": NaN, "rejected": -2}\n', "line 1: must have id, chosen and rejected"),
+        *(
+            (f'{{"id": "7", "chosen": {value}, "rejected": -2}}\n', "line 1: must have id, chosen and rejected")
+            for value in ("5", "true", "-1e308", "-1" + 400 * "0")
+        ),
         ("[1]\n", "line 1: not an object"),
         ("{}\n{\n", "line 2: not JSON"),
         (
@@ -109,7 +138,18 @@ def test_a_file_that_is_not_there_is_told() -> None:
         read_given("nowhere.jsonl")
 
 
-def test_a_file_that_holds_other_lines_is_no_reference_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "reference.jsonl").write_text('{"model": "model-1"}\n{"id": "7", "chosen": -1.0}\n')
-    with pytest.raises(DataError, match="is no measured row; correct or delete the file"):
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": "7", "chosen": -1.0}',
+        *(
+            f'{{"part": "training", "row": 3, "id": "7", "fingerprint": "ab", "chosen": {value}, "rejected": -1}}'
+            for value in ("NaN", '"-1"', "true", "1", "-1" + 400 * "0")
+        ),
+        '{"part": "training", "row": [3], "id": "7", "fingerprint": "ab", "chosen": -1, "rejected": -1}',
+    ],
+)
+def test_a_file_that_holds_other_lines_is_no_reference_of_a_run(tmp_path: Path, line: str) -> None:
+    (tmp_path / "reference.jsonl").write_text(f'{{"model": "model-1"}}\n{line}\n')
+    with pytest.raises(DataError, match=r"reference\.jsonl, line 2: .* is no measured row; remove the file"):
         open_stored(tmp_path, None, "model-1")

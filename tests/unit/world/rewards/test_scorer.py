@@ -45,6 +45,9 @@ def too_few(clips, samples):
 def not_finite(clips, samples):
     return [1.0, float("nan")]
 
+def huge(clips, samples):
+    return [1.0, -1e300]
+
 def text(clips, samples):
     return "good"
 
@@ -121,6 +124,7 @@ def test_own_functions_run_elsewhere_and_several_requests_are_paired_with_their_
     [
         ("too_few", r"returned values of shape \[1\] for 2 clips; it must return \[2\]"),
         ("not_finite", r'returned nan for "train.txt:2"; rewards must be finite'),
+        ("huge", r'returned -1e\+300 for "train.txt:2"; a reward is from -1e\+12 to 1e\+12, scale it'),
         ("text", r"returned 'good' \(str\); it must return a finite number for each clip"),
         ("broken", r"raised ValueError: no weights"),
     ],
