@@ -20,8 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from dsreason.errors import ConfigError
-from dsreason.files.disk import instead_of_file
-from dsreason.problems import nearest
+from dsreason.problems import instead_of_file, nearest
 
 FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""

@@ -17,10 +17,11 @@ from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
-from dsreason.files.disk import check_writable, instead_of_file
+from dsreason.files.disk import check_writable
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
+from dsreason.problems import instead_of_file
 from dsreason.screen import say
 from dsreason.secrets import masked
 

@@ -27,7 +27,7 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         plain = plain_types(annotation)
         is_section = isinstance(value, dict) and section_of(annotation) is not None  # which looks at its own keys
-        if plain & {int, float} and not is_section and (flag := first_flag(value)) is not None:
+        if plain & {int, float} and bool not in plain and not is_section and (flag := first_flag(value)) is not None:
             what = "a number" if float in plain else "a whole number"
             raise ValueError(f"{str(flag).lower()} is not {what}; set one")
         return value

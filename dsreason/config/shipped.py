@@ -6,8 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from dsreason.errors import ConfigError
-from dsreason.files.disk import instead_of_file
-from dsreason.problems import nearest
+from dsreason.problems import instead_of_file, nearest
 
 
 def shipped_root(package: Path | None = None) -> Path:

@@ -18,10 +18,9 @@ from dsreason.config.schema import SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import Budget, unpacked
-from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
 from dsreason.files.remote import local_copy, local_folder
-from dsreason.problems import parse_error
+from dsreason.problems import instead_of_file, parse_error
 
 if TYPE_CHECKING:
     import datasets

@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.errors import ConfigError
+from dsreason.problems import kind_of_file
 
 MOST_BYTES = 64 * 1024**2
 """Of a small file of ours: a lock, a marker, what a run remembers."""
 END_BYTES = 64 * 1024
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def as_os_error(error: Exception) -> OSError | None:
@@ -71,19 +65,7 @@ def check_regular(opened: int | Path, file: Path) -> None:
     """OSError where something that is open, or at this place, is no file."""
     mode = os.stat(opened).st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"is {_kind(mode)}, not a file", str(file))
-
-
-def instead_of_file(place: Path) -> str:
-    """What is at a place where a file was looked for and is none, for a message: a device is not nothing."""
-    try:
-        return f"is {_kind(place.stat().st_mode)}, not a file"
-    except (OSError, ValueError):
-        return "no such file"
-
-
-def _kind(mode: int) -> str:
-    return KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"is {kind_of_file(mode)}, not a file", str(file))
 
 
 def remove(path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from dsreason.errors import DataError
-from dsreason.files.disk import instead_of_file, make_folder
+from dsreason.files.disk import make_folder
+from dsreason.problems import instead_of_file
 from dsreason.screen import say
 
 SUFFIXES = (".pickle", ".pkl")

@@ -16,7 +16,6 @@ from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.digest import samples_digest
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
@@ -29,6 +28,7 @@ from dsreason.models.policy import Policy
 from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
+from dsreason.train.common.digest import samples_digest
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
 from dsreason.train.common.run_folder import start_state

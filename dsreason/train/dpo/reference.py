@@ -18,10 +18,9 @@ from torch import Tensor
 from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import instead_of_file
 from dsreason.job.ranks import World, gather_objects, on_rank_zero
 from dsreason.losses.preference import Pairs, pairs_of
-from dsreason.problems import parse_error
+from dsreason.problems import instead_of_file, parse_error
 from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
 from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 

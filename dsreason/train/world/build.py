@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState, read_checkpoint
 from dsreason.config.schema_world import WorldConfig
-from dsreason.data.digest import rows_digest
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
@@ -24,6 +23,7 @@ from dsreason.engine.reference import ReferencePolicy, room_for_shares
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, errors_on_all_ranks, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
+from dsreason.train.common.digest import rows_digest
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
-from dsreason.files.disk import instead_of_file
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import join_address, local_copy, read_address
-from dsreason.problems import parse_error
+from dsreason.problems import instead_of_file, parse_error
 from dsreason.secrets import without_credentials
 from dsreason.world.data.rows import Rows
 

@@ -179,7 +179,7 @@ def test_lines_of_others_are_left_out_of_a_page_and_refused_as_a_reference(line:
     file = here / "step_3.jsonl"
     file.write_bytes('{"a": "\u2028"}\n'.encode() + line + b"\n")
     assert read_rows(file) == [{"a": "\u2028"}]
-    refused(lambda: reference.read_lines(file), DataError, "step_3.jsonl, line 2: ")
+    refused(lambda: reference.read_lines(file, "correct it"), DataError, "step_3.jsonl, line 2: ")
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[1]", b'{"version": 3}'])

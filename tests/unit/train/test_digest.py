@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dsreason.config.schema import DataConfig
-from dsreason.data.digest import MOST_ROWS, rows_digest, samples_digest
 from dsreason.data.sources import open_datasets
+from dsreason.train.common.digest import MOST_ROWS, rows_digest, samples_digest
 
 ROWS = [
     {
