@@ -108,6 +108,10 @@ def read_token(variable: str | None) -> str | None:
     token = os.environ.get(variable, "").strip()
     if not token:
         raise ConfigError(f"--token-env {variable}: the environment has no such variable, or it is empty; set it")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"--token-env {variable}: the token has characters that an HTTP header cannot hold; set another one"
+        )
     return token
 
 

@@ -29,8 +29,10 @@ def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
         raise ValueError(f"not a .npy array: {(str(error) or type(error).__name__):.200}") from None
     if dtype.kind not in "uif":
         raise ValueError(f"the array has the type {dtype}; it must be one of plain numbers")
+    if any(length < 0 for length in shape):
+        raise ValueError(f"the array has a shape that cannot be: {list(shape)}")
     size, sent = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
-    if any(length < 0 for length in shape) or size != sent:
+    if size != sent:
         raise ValueError(
             f"the array of shape {list(shape)} and type {dtype} should have {size} bytes, there are {sent}"
         )

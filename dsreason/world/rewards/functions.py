@@ -9,6 +9,7 @@ Own ones are called as those of text are: in worker processes, within a time lim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,9 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 
 def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
     """What a function of (clips, samples) returned, as plain numbers. ValueError where it is not one finite number a clip."""
-    values = result.detach().cpu().double().numpy() if isinstance(result, Tensor) else result
     try:
-        scores = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
+        scores = as_numbers(result)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one from tensors
         raise ValueError(f"returned {shown(result)}; it must return a finite number for each clip") from None
     count = len(arguments[1])
     if scores.shape != (count,):
@@ -73,6 +73,16 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
         worst = int(np.abs(scores).argmax())
         raise ValueError(f'returned {scores[worst]} for "{arguments[1][worst].id}"; {BOUND}')
     return scores.tolist(), {}
+
+
+def as_numbers(result: Any) -> NDArray[np.float64]:
+    """numpy alone would read numbers out of texts, and take the real part of complex ones."""
+    if isinstance(result, Tensor):
+        result = result.detach().cpu().to(torch.promote_types(result.dtype, torch.float64)).numpy()
+    values = np.asarray(result)
+    if values.dtype.kind not in "biuf" and not all(isinstance(value, Real) for value in values.flat):
+        raise TypeError(values.dtype)
+    return values.astype(np.float64)
 
 
 KIND = Kind(find_clip_reward, check_scores)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, DataError, RewardError
-from dsreason.world.rewards.functions import BUILT_IN
+from dsreason.world.rewards.functions import BUILT_IN, check_scores
 from dsreason.world.rewards.scorer import Scores, open_scorer
 from dsreason.world.types import WorldRow
 
@@ -50,6 +53,9 @@ def huge(clips, samples):
 
 def text(clips, samples):
     return "good"
+
+def texts(clips, samples):
+    return ["1.0", "2.0"]
 
 def broken(clips, samples):
     raise ValueError("no weights")
@@ -126,12 +132,50 @@ def test_own_functions_run_elsewhere_and_several_requests_are_paired_with_their_
         ("not_finite", r'returned nan for "train.txt:2"; rewards must be finite'),
         ("huge", r'returned -1e\+300 for "train.txt:2"; a reward is from -1e\+12 to 1e\+12, scale it'),
         ("text", r"returned 'good' \(str\); it must return a finite number for each clip"),
+        ("texts", r"returned \['1.0', '2.0'\] \(list\); it must return a finite number for each clip"),
         ("broken", r"raised ValueError: no weights"),
     ],
 )
 def test_a_failed_function_is_an_error_and_never_a_number(file: str, name: str, said: str, workers: int) -> None:
     with pytest.raises(RewardError, match=rf'own.py:{name}", clips of "train.txt:1" to "train.txt:2": {said}'):
         score(config(f"{file}:{name}", workers=workers))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        np.array(["1", "2"]),
+        np.array(["1", 2], dtype=object),
+        [b"1", b"2"],
+        [1.0, "2"],
+        [1.0, None],
+        [1j, 2j],
+        np.array([1 + 1j, 2]),
+        torch.tensor([1 + 1j, 2]),
+        [torch.tensor(1 + 1j), torch.tensor(2.0)],
+        torch.tensor([1.0, 2.0]).to_sparse(),
+        [10**400, 1],
+        [torch.ones((), requires_grad=True)] * 2,
+    ],
+)
+def test_what_only_could_be_read_as_numbers_is_none(result: Any) -> None:
+    with pytest.raises(ValueError, match="^returned (.|\n)*; it must return a finite number for each clip"):
+        check_scores(result, (CLIPS, ROWS))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1, 0.5],
+        (True, Fraction(1, 2)),
+        np.array([1, 0.5], dtype=object),
+        np.float16([1, 0.5]),
+        torch.tensor([1, 0.5], dtype=torch.bfloat16, requires_grad=True),
+        [torch.tensor(1.0), torch.tensor(0.5)],
+    ],
+)
+def test_numbers_may_be_of_any_kind(result: Any) -> None:
+    assert check_scores(result, (CLIPS, ROWS)) == ([1.0, 0.5], {})
 
 
 @pytest.mark.parametrize(
