@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import threading
 import time
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 
 KEPT = 4096
 """Jobs of which the scores, a few numbers, are kept."""
+KEPT_BYTES = 256 * 2**20
+"""Of all those scores together, as JSON."""
+LONGEST_FAILURE = 64_000
+"""Characters of a function's error."""
 
 
 class Decoder(Protocol):
@@ -37,13 +42,15 @@ class Decoder(Protocol):
 
 @dataclass
 class Job:
-    """An enqueued request, and what came of it: `answers[function]` are status and content of the answer to a pull."""
+    """An enqueued request, and what came of it: `answers[function]` are status and JSON of the answer to a pull."""
 
     uuid: str
     request: Request | None
     """None once it was scored."""
+    names: Sequence[str]
+    """The functions that it asks for."""
     num_bytes: int
-    answers: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
 
 class Jobs:
@@ -51,7 +58,7 @@ class Jobs:
 
     Args:
         most_waiting: requests that wait or are being scored, at most.
-        most_bytes: of their bodies together, those being received included.
+        most_bytes: of their bodies together, and of what has come of those being received.
     """
 
     def __init__(self, most_waiting: int, most_bytes: int) -> None:
@@ -59,31 +66,63 @@ class Jobs:
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._known: OrderedDict[str, Job] = OrderedDict()
-        self._count, self._bytes = 0, 0
+        self._count, self._bytes, self._kept_bytes = 0, 0, 0
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Whether there is room for one more; it is taken then."""
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether one more of this size would be taken now."""
         with self._changed:
-            free = self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
+            return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
+
+    def hold(self, num_bytes: int) -> bool:
+        """Whether there is room for so much of a body; it is taken then."""
+        with self._changed:
+            free = self._bytes + num_bytes <= self.most_bytes
             if free:
-                self._count, self._bytes = self._count + 1, self._bytes + num_bytes
+                self._bytes += num_bytes
             return free
 
     def release(self, num_bytes: int) -> None:
         with self._changed:
-            self._count, self._bytes = self._count - 1, self._bytes - num_bytes
+            self._bytes -= num_bytes
 
-    def add(self, request: Request, num_bytes: int) -> str:
-        """The job's name. Its room has been reserved."""
-        job = Job(str(uuid.uuid4()), request, num_bytes)
+    def add(self, request: Request, names: Sequence[str], num_bytes: int) -> str | None:
+        """The job's name; None where too many wait. Its bytes are held."""
+        job = Job(str(uuid.uuid4()), request, names, num_bytes)
         with self._changed:
+            if self._count >= self.most_waiting:
+                return None
+            self._count += 1
             self._waiting.append(job)
             self._known[job.uuid] = job
-            scored = [name for name, known in self._known.items() if known.request is None]
-            for name in scored[: max(0, len(self._known) - KEPT)]:
-                del self._known[name]
+            self._drop_old()
             self._changed.notify()
         return job.uuid
+
+    def keep(self, job: Job, name: str, answer: tuple[int, dict[str, Any]], replace: bool = True) -> None:
+        """The answer to a pull; it is dropped where there is one already and `replace` is false."""
+        status, content = answer
+        data = json.dumps(content).encode()
+        with self._changed:
+            if job.uuid not in self._known or (name in job.answers and not replace):
+                return
+            self._kept_bytes += len(data) - len(job.answers.get(name, (0, b""))[1])
+            job.answers[name] = status, data
+            self._drop_old()
+
+    def finish(self, job: Job) -> None:
+        """Its room is free again."""
+        with self._changed:
+            job.request = None
+            self._count, self._bytes = self._count - 1, self._bytes - job.num_bytes
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Scores of the oldest jobs, where there are too many. Those of the last one stay, however long."""
+        scored = [name for name, job in self._known.items() if job.request is None]
+        for name in scored[:-1]:
+            if len(self._known) <= KEPT and self._kept_bytes <= KEPT_BYTES:
+                break
+            self._kept_bytes -= sum(len(data) for _, data in self._known.pop(name).answers.values())
 
     def find(self, name: str) -> Job | None:
         with self._changed:
@@ -100,42 +139,43 @@ def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder
     """Score one job after the other, for ever; run it in a daemon thread."""
     while True:
         job = jobs.take()
-        assert job.request is not None
-        names = wanted(job.request, functions)
         try:
-            score_job(job, {name: functions[name] for name in names}, decoder)
+            score_job(jobs, job, functions, decoder)
         except BaseException as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
             log.error("job %s failed", job.uuid, exc_info=error)
-            for name in names:
-                job.answers.setdefault(name, failure(name, error))
-        job.request = None
-        jobs.release(job.num_bytes)
+            for name in job.names:
+                jobs.keep(job, name, failure(name, error), replace=False)
+        jobs.finish(job)
 
 
-def score_job(job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
+def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
+    """Scores from a worker elsewhere have precedence."""
     assert job.request is not None
     began = time.monotonic()
     clips = to_pixels(job.request, decoder)
     decoded = time.monotonic() - began
     samples = to_rows(job.uuid, job.request)
-    for name, function in functions.items():
+    for name in job.names:
+        if name in job.answers:
+            continue
         began = time.monotonic()
         try:
             with torch.no_grad():
-                scores = named_scores(name, function(clips, samples), samples)
+                scores = named_scores(name, functions[name](clips, samples), samples)
         except BaseException as error:  # noqa: BLE001  somebody else's code, which may exit; the answer says so
             log.error('job %s, reward "%s" failed', job.uuid, name, exc_info=error)
-            job.answers[name] = failure(name, error)
+            jobs.keep(job, name, failure(name, error), replace=False)
         else:
             info = input_info(job.request)
             durations = {"duration": f"{time.monotonic() - began:.2f}", "decoded_duration": f"{decoded:.2f}"}
-            job.answers[name] = 200, {"scores": scores, "input_info": info, **durations, "type": name}
+            found = {"scores": scores, "input_info": info, **durations, "type": name}
+            jobs.keep(job, name, (200, found), replace=False)
 
 
 def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
     """The answer to a pull. An error's own text may fail as well, which `traceback` bears."""
     text = "".join(traceback.format_exception_only(error)).strip()
-    return 500, {"message": f'reward "{name}" failed: {text}'}
+    return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}
 
 
 def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:

@@ -60,13 +60,27 @@ def test_scores_are_kept_of_the_newest_jobs_and_those_that_wait_are_never_droppe
     queue = Jobs(10, 1000)
     names = []
     for _ in range(5):
-        assert queue.reserve(10)
-        names.append(queue.add(REQUEST, 10))
+        assert queue.hold(10)
+        names.append(queue.add(REQUEST, ["x"], 10))
     assert all(queue.find(name) for name in names)
     for _ in range(4):
+        queue.finish(queue.take())
+    assert queue.hold(10)
+    names.append(queue.add(REQUEST, ["x"], 10))
+    assert [queue.find(name) is not None for name in names] == [False, False, False, True, True, True]
+
+
+def test_long_answers_make_room_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "KEPT_BYTES", 2500)
+    queue = Jobs(10, 1000)
+    names = [queue.add(REQUEST, ["x", "y"], 0) for _ in range(4)]
+    for _ in range(3):
         job = queue.take()
-        job.request = None
-        queue.release(10)
-    assert queue.reserve(10)
-    names.append(queue.add(REQUEST, 10))
-    assert [queue.find(name) is not None for name in names] == [False, False, False, False, True, True]
+        for _ in range(5):
+            queue.keep(job, "x", (200, {"scores": "s" * 1000}))  # only the last one counts
+        queue.keep(job, "x", (500, {}), replace=False)
+        assert job.answers["x"][0] == 200
+        queue.finish(job)
+    assert [queue.find(name) is not None for name in names] == [False, True, True, True]
+    queue.keep(job, "y", (200, {"scores": "s" * 5000}))
+    assert [queue.find(name) is not None for name in names] == [False, False, True, True]  # it alone is too long

@@ -252,6 +252,10 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (body(VIDEO, media_type="audio"), "media_type is 'audio'"),
         (body(VIDEO), "latents cannot be decoded here"),
         (body(VIDEO, media_type="image"), "it must have 4 axes"),
+        (
+            body(np.ones((0, 3, 2, 4, 4), np.uint8), media_type="video"),
+            r"video of shape .0, 3, 2, 4, 4.; no axis may be 0",
+        ),
         (body(VIDEO[:, :2], media_type="video"), r"video of shape .2, 2, 2, 2, 2. and type uint8; .*3 channels, uint8"),
         (body(VIDEO[..., 0], media_type="image"), r"image of shape .2, 3, 2, 2. and type uint8; .*3 channels, uint8"),
         (body(np.ones((2, 4, 4, 4), np.uint8), media_type="image"), "3 channels, uint8"),
@@ -276,7 +280,10 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         (b"{}\n\x93NUMPY\x01\x00\x0b\x00{'descr': (", "what follows the JSON: not a .npy array"),
         (b"{}\n" + PICKLED.getvalue(), "it must be one of plain numbers"),
         (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(2, 3, 2, 2, 9)"), "should have 216"),
-        (b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(-2, 3, -2,2,2)"), "array"),
+        (
+            b"{}\n" + VIDEO_BODY.partition(b"\n")[2].replace(b"(2, 3, 2, 2, 2)", b"(-2, 3, -2,2,2)"),
+            "cannot be: .-2, 3,",
+        ),
     ],
 )
 def test_a_body_that_cannot_be_used_is_refused_with_the_reason(
@@ -335,10 +342,17 @@ def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
 
 
 def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None:
-    _, ticket = post(server, "enqueue", body(VIDEO, media_type="video"))
-    pushed = {"scores": {"hps": [1.0, 2.0]}}
-    form = {"uuid": ticket["uuid"], "scores": json.dumps(pushed), "type": "hps"}
-    assert post(server, "push", form) == (200, {"message": "Scores received and stored successfully"})
-    assert post(server, "pull", {"uuid": ticket["uuid"], "type": "hps"}) == (200, pushed)
+    _, ticket = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"slow": 1, "facts": 1}))
+    for values in ([0.0, 0.0], [1.0, 2.0]):
+        pushed = {"scores": {"facts": values}}
+        form = {"uuid": ticket["uuid"], "scores": json.dumps(pushed), "type": "facts"}
+        assert post(server, "push", form) == (200, {"message": "Scores received and stored successfully"})
+        assert post(server, "pull", {"uuid": ticket["uuid"], "type": "facts"}) == (200, pushed)
+    GATE.set()
+    assert scored(server, ticket["uuid"], "slow")[0] == 200
+    assert post(server, "pull", {"uuid": ticket["uuid"], "type": "facts"}) == (200, pushed)
+    for name in ("hps", "level"):
+        said = {"message": f"the job did not ask for the reward function '{name}'"}
+        assert post(server, "push", form | {"type": name}) == (404, said)
     for unusable in ("{", '{"x": [NaN]}', '{"x": [1e999]}'):
         assert post(server, "push", form | {"scores": unusable})[0] == 400
