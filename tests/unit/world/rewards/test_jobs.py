@@ -34,7 +34,7 @@ def test_public_functions_of_the_file_are_served_and_built_in_ones_that_it_impor
     file.with_name("none.py").write_text("def helper(clip): ...")
     with pytest.raises(ConfigError, match="no function there can be called"):
         find_functions(str(file.with_name("none.py")))
-    with pytest.raises(ConfigError, match="no file"):
+    with pytest.raises(ConfigError, match="no such file"):
         find_functions(str(file.with_name("absent.py")))
 
 
