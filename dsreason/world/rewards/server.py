@@ -16,6 +16,7 @@ import hmac
 import io
 import json
 import logging
+import math
 import resource
 import socket
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
@@ -37,6 +39,8 @@ from dsreason.world.rewards.wire import read_body, strict_json
 log = logging.getLogger(__name__)
 
 PREFIX = "/api/reward/"
+HEADER_BYTES = 256 * 2**10
+"""Of a request's headers, at most."""
 FORM_BYTES = {"pull": 64 * 2**10, "push": 256 * 2**10}
 """Of a form, at most. Those that are not read may have OTHER_BYTES."""
 OTHER_BYTES = 16 * 2**20
@@ -139,14 +143,16 @@ class Arrivals(io.RawIOBase):
         self.connection = connection
         self.begin()
 
-    def begin(self) -> None:
-        """Headers or a body begin."""
-        self.since, self.count, self.late = time.monotonic(), 0, False
+    def begin(self, most: float = math.inf) -> None:
+        """Headers, of `most` bytes, or a body begin."""
+        self.since, self.most, self.count, self.late = time.monotonic(), most, 0, False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        if self.count > self.most:
+            raise HTTPException(f"headers of more than {self.most} bytes")  # answered 431 by the base class
         left = self.since + SOCKET_LIMIT + self.count / LOWEST_RATE - time.monotonic()
         try:
             if left <= 0:
@@ -174,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self.requestline, self.command, self.request_version, self.left = "", "", "HTTP/1.1", 0
-        self.arrivals.begin()
+        self.arrivals.begin(HEADER_BYTES)
         super().handle_one_request()
         if self.arrivals.late and self.arrivals.count:  # the base class has noted that the connection ends
             self.left = 0

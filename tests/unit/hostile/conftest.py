@@ -4,7 +4,7 @@
 |---|---|
 | 1 code in the current folder | test_surroundings, test_rows, test_weights, integration/test_current_folder |
 | 2 local data that lead elsewhere | test_own_files, test_rows, test_archives |
-| 3 servers and stores | test_servers, test_stores |
+| 3 servers and stores | test_servers, test_stores, test_reward_server |
 | 4 media that cost more than they are worth | test_media_time, test_images, test_videos |
 | 5 limits of the machine | test_machine_limits, test_small_files, unit/data/test_loader |
 | 6 signals | test_surroundings, unit/job, integration/test_stopping |

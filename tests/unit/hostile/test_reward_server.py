@@ -141,7 +141,15 @@ def test_who_sends_a_byte_now_and_then_is_told_the_limit(
                 answer += piece
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"headers must come within 0.3 s, a body within as much and what it takes at 1 MB a second" in answer
-    assert server.jobs.has_room(4 * GIB)
+    assert server.jobs.has_room(16 * GIB)  # its bytes hold none
+
+
+def test_long_headers_are_refused(start: Callable[..., RewardHTTPServer]) -> None:
+    with connect(start().server_address) as connection:
+        connection.sendall(
+            b"POST /api/reward/ping HTTP/1.1\r\nContent-Length: 0\r\n" + b"X: %060000d\r\n" % 1 * 5 + b"\r\n"
+        )
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
 
 
 def test_an_idle_connection_ends(start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch) -> None:
