@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -209,7 +209,7 @@ def variable_as_config_error(error: E) -> E | ConfigError:
 
 def is_word(word: str, text: str) -> bool:
     """Whether the text has it by itself, not within a longer word."""
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) is not None
+    return any(not (before[-1:].isalnum() or after[:1].isalnum()) for before, after in pairwise(text.split(word)))
 
 
 def error_for_people(error: E) -> E | DsReasonError:
