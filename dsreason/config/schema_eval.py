@@ -189,7 +189,7 @@ class GenerationConfig(Section):
     """Of `reasoning`: sample from the fewest tokens whose probability reaches this."""
     top_k: int = Field(0, ge=0)
     """Of `reasoning`: sample from this many most probable tokens, 0: all."""
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2)
     """Divides the scores of tokens that are already there, the prompt's included; 1: none. With the parser `compat` the
     penalties are of `reasoning` only."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)

@@ -106,7 +106,7 @@ class RolloutConfig(Section):
     """vLLM: do without compiled graphs, which saves memory and start-up time and costs speed."""
     engine_options: Annotated[dict[str, Any], AfterValidator(partial(check_owned, owned=ROLLOUT))] = {}
     """Further arguments of vLLM's `LLM`, passed on as they are, such as `max_num_seqs` or `attention_backend`."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01)
     """Temperature of sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the fewest tokens whose probability reaches this; needs `grpo.correction = "none"` below 1."""
