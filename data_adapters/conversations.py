@@ -79,5 +79,5 @@ def last_reply(messages: list[Message]) -> str | None:
 
 def text_of(content: Any) -> str:
     if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return str(content)

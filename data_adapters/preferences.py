@@ -3,7 +3,7 @@
     {"id": "7", "prompt": "Which way does it move?", "chosen": "left", "rejected": "right", "videos": ["clips/7.mp4"]}
 
 Each is a text or messages (a list, or JSON text of one); `chosen` and `rejected` may also be whole conversations with a common
-beginning, which need no `prompt`, and begin with it where there is one. `images` and `videos` (`image`, `video`) hold one
+beginning, which need no `prompt`, and hold it where there is one. `images` and `videos` (`image`, `video`) hold one
 medium or a list: paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part
 `{"type": "image"}` of the prompt shows the next of them; where the prompt has no such parts, all of them stand before the
 first text of the user. A question may be called `question`, and have `system` beside it. Reference log-probabilities may be
@@ -13,7 +13,7 @@ there as `ref_chosen_logprob` and `ref_rejected_logprob`.
 from __future__ import annotations
 
 import json
-from itertools import zip_longest
+import re
 from typing import Any
 
 from data_adapters.conversations import dict_parts, media_in_columns, parse, text_of, with_media
@@ -22,6 +22,9 @@ from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 KINDS = ("image", "video")
+MARK = re.compile("<(image|video)>")
+OF_MESSAGES = {"role", "content", "from", "value"}
+"""Keys of messages, in the forms that data sets have."""
 COLUMNS = {"id", "prompt", "question", "system", "chosen", "rejected", "answer", "image", "images", "video", "videos"}
 
 
@@ -59,14 +62,25 @@ def as_messages(given: Any, field: str) -> str | list[Message]:
 
 
 def listed_messages(text: str) -> list[Message] | None:
-    """What a JSON text lists, where each has a role: an answer may list other things, such as boxes."""
+    """The messages that a JSON text lists; None of one that lists other things, as an answer may list boxes.
+
+    DataError where they look like messages and have no role.
+    """
     if not text.lstrip().startswith("["):
         return None
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if found and all(isinstance(one, dict) and "role" in one for one in found) else None
+    if not found or not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        return None
+    if all("role" in one for one in found):
+        return found
+    if odd := next((one for one in found if OF_MESSAGES & {str(key).lower() for key in one}), None):
+        raise DataError(
+            f"a JSON text lists messages, and not all have a role: {odd!r:.200}; give each role and content"
+        )
+    return None
 
 
 def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
@@ -92,27 +106,21 @@ def whole_conversation(given: list[Message], field: str, prompt: list[Message]) 
     """With the system message that stands beside. DataError where the row's prompt is another one."""
     if given[0].get("role") not in ("system", "user"):
         return given  # its role is refused with those of all messages
-    if has_system(prompt) and not has_system(given):
+    if prompt and prompt[0].get("role") == "system" and given[0]["role"] != "system":
         given = [prompt[0], *given]
-    start = given[1:] if has_system(given) and not has_system(prompt) else given
-    for asked, said in zip_longest(prompt, start[: len(prompt)]):
-        if said is None or not is_same(asked, said):
+    there = [plain(message) for message in given]
+    for asked in map(plain, prompt):
+        if asked[1] and asked not in there:
             raise DataError(
-                f"field {field!r} is a conversation whose message is {said!r:.200} where the row's prompt has {asked!r:.200}; "
-                "give one of the two, or make them the same"
+                f"field {field!r} is a whole conversation without the {asked[0]} message beside it, {asked[1]!r:.200}; give "
+                "one of the two, or make them the same"
             )
     return given
 
 
-def has_system(messages: list[Message]) -> bool:
-    return bool(messages) and messages[0].get("role") == "system"
-
-
-def is_same(asked: Message, said: Message) -> bool:
-    """By role, text and the media that are named in the message of the prompt."""
-    texts = [text_of(message.get("content")).strip() for message in (asked, said)]
-    media = [[part[kind] for part in dict_parts(one) for kind in KINDS if part.get(kind)] for one in (asked, said)]
-    return asked.get("role") == said.get("role") and texts[0] == texts[1] and media[0] in ([], media[1])
+def plain(message: Message) -> tuple[Any, str]:
+    """Role and text, without marks such as `<image>`."""
+    return message.get("role"), MARK.sub("", text_of(message.get("content") or "")).strip()
 
 
 def shown(messages: list[Message], row: dict[str, Any], field: str) -> list[Message]:

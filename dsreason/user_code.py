@@ -24,9 +24,8 @@ from dsreason.problems import instead_of_file, nearest
 
 FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""
-RAISED_BY_USER_CODE = (Exception, SystemExit, KeyboardInterrupt)
-"""What somebody else's code may raise: a script that is imported may end "the program", which would be ours. A signal to this
-process raises `launch.Interrupted`, which is none of these."""
+RAISED_BY_USER_CODE = (Exception, SystemExit)
+"""What somebody else's code may raise: a script that is imported may end "the program", which would be ours."""
 
 
 class UserCodeFinder(MetaPathFinder):
@@ -142,7 +141,8 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
 
 def _why(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return 'it ends the program; leave that to `if __name__ == "__main__":`'
+        said = f" ({error})" if isinstance(error.code, str) else ""
+        return f'it ends the program{said}; leave that to `if __name__ == "__main__":`'
     return f"{type(error).__name__}: {error}"
 
 

@@ -119,7 +119,7 @@ def evaluate(
     if loaded.server.url is None:
         check_gpus()
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
-    folder = Path(loaded.results_dir)
+    folder = Path(loaded.results_dir).expanduser()
     check_writable(folder, "--results-dir")
     with launch.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
         if ranks == 1:

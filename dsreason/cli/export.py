@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,7 +29,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load, or diffusers where it is a world model's."""
-    check_writable(output.parent, "--output")
+    check_writable(Path(os.path.realpath(output)).parent, "--output")  # of a link, where it leads
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
     with quick_imports():
         from dsreason.checkpoints.export import export_checkpoint

@@ -48,6 +48,8 @@ app.command("reward-serve")(reward_serve.reward_serve)
 
 MAY_BE_EMPTY = ("--media-path", "--system")
 """Options that have no value by default."""
+TEXTS = ("--prompt", "--system")
+"""Options whose value may begin as an option does."""
 
 
 def show_version(wanted: bool) -> None:
@@ -72,7 +74,8 @@ def check_arguments(given: Sequence[str]) -> None:
     the current folder."""
     for before, argument in itertools.pairwise(given):
         name, equals, value = argument.partition("=")
-        empty = before if not argument else name if argument.startswith("-") and equals and not value else ""
+        is_option = argument.startswith("--") and before not in TEXTS
+        empty = before if not argument else name if is_option and equals and not value else ""
         if empty.startswith("-") and empty not in MAY_BE_EMPTY:
             raise ConfigError(f"{empty}: its value is empty; give one, or leave the option out")
 

@@ -134,9 +134,9 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         next((name for name in OF_ONE_COMMAND if name in found), "sft") for found in (before, type(config).model_fields)
     )
     if then != now:
+        weights = "" if "world" in (then, now) else "; to go on from its weights, set model.path to its export"
         raise ConfigError(
-            f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir, and set "
-            "model.path to its export to go on from its weights"
+            f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir{weights}"
         )
     # What is masked now may not have been then.
     defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting

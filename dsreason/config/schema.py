@@ -9,11 +9,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_lora import LoRAConfig
-from dsreason.config.section import Section, check_regex
+from dsreason.config.section import Section, check_regex, check_temperature
 from dsreason.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -270,7 +270,7 @@ class ValidationConfig(JobValidationConfig):
     a call has at least as many rows as the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
     """At most this many held-out rows."""
-    temperature: float = Field(0.0, ge=0)
+    temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.0, ge=0)
     """Of the generated answers; 0 takes the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the fewest tokens whose probability reaches this."""
@@ -313,7 +313,7 @@ class MonitorConfig(Section):
     """Name of the run there; unset: that of the output folder."""
 
 
-RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
+RewardWeight = Annotated[float, Field(ge=-10_000, le=10_000)]
 
 
 class RewardFunctionsConfig(Section):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import aliases
 from dsreason.config.schema import SourceConfig, VisionConfig
-from dsreason.config.section import Section
+from dsreason.config.section import Section, check_temperature
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
 DEFAULT_FPS = 4.0
@@ -183,7 +183,7 @@ class GenerationConfig(Section):
     """Longest answer in tokens. Unset: 1024 (`reasoning`), 256 (`letter`, for texts; else see `letter_max_tokens`)."""
     letter_max_tokens: int = Field(10, ge=1)
     """Longest answer in tokens where `letter` asks for an option, yes or no, or a number."""
-    temperature: float = Field(0.6, ge=0, le=2)
+    temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.6, ge=0, le=2)
     """Of `reasoning`; 0 takes the most probable token."""
     top_p: float = Field(0.95, gt=0, le=1)
     """Of `reasoning`: sample from the fewest tokens whose probability reaches this."""

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from dsreason.config.keys import section_of
 
+LOWEST_TEMPERATURE = 0.01
+"""Above 0, as vLLM has it."""
 LARGEST_NUMBER = 2**53
 """Of whole numbers: torch takes none of more than 64 bits as a seed, and JSON readers round above this one."""
 
@@ -81,3 +83,10 @@ def check_regex(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct it") from None
     return pattern
+
+
+def check_temperature(value: float) -> float:
+    """ValueError for one by which scores become infinite."""
+    if 0 < value < LOWEST_TEMPERATURE:
+        raise ValueError(f"{value:g} must be 0, or at least {LOWEST_TEMPERATURE}")
+    return value

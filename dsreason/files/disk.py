@@ -104,10 +104,11 @@ def check_writable(folder: Path, option: str) -> None:
 
     ConfigError that names the option which says where.
     """
-    existing = existing_part(folder)
-    if not existing.is_dir():
-        raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another {option}")
+    existing = folder
     try:
+        existing = existing_part(folder)
+        if not existing.is_dir():
+            raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another {option}")
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

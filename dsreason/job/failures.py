@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -53,6 +52,8 @@ AGENT_PATIENCE = 30
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
+UNQUOTED = ("TORCH_LOGS",)
+"""Variables that are shown without quotation marks where a library cannot read them."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
 """Docker gives a container 64 MiB of it."""
 
@@ -192,24 +193,26 @@ def limit_as_config_error(error: E) -> E | ConfigError:
 
 
 def variable_as_config_error(error: E) -> E | ConfigError:
-    """A library that reads a variable while it is imported, and cannot take its value, shows the value alone."""
+    """A library that reads a variable while it is imported, and cannot take its value, quotes the value alone."""
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, ValueError) or all(frame.name != "<module>" for frame in frames):
         return error
-    said = in_one_line(str(error).strip())
-    named = [name for name, value in os.environ.items() if value and is_word(value, said)]
+    said = str(error).strip()
+    named = [
+        name for name, value in os.environ.items() if is_quoted(value, said) or (name in UNQUOTED and value in said)
+    ]
     if not named:
         return error
-    library = Path(frames[-1].filename).parts[-2:]
+    shown = in_one_line(hide_secrets(said))
+    library = "/".join(Path(frames[-1].filename).parts[-2:])
     return ConfigError(
-        f"environment: {' or '.join(f'{name}={os.environ[name]!r:.60}' for name in sorted(named)[:3])}: "
-        f"{'/'.join(library)} cannot read that ({said:.200}); correct or unset it"
+        f"environment: {' or '.join(sorted(named)[:3])}: {library} cannot read that ({shown:.200}); correct or unset it"
     )
 
 
-def is_word(word: str, text: str) -> bool:
-    """Whether the text has it by itself, not within a longer word."""
-    return any(not (before[-1:].isalnum() or after[:1].isalnum()) for before, after in pairwise(text.split(word)))
+def is_quoted(value: str, text: str) -> bool:
+    """As Python quotes what is no number. Digits alone are one, and stand in other errors as well."""
+    return not value.isdigit() and value != "" and repr(value) in text
 
 
 def error_for_people(error: E) -> E | DsReasonError:

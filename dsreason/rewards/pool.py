@@ -102,12 +102,13 @@ class Worker:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)  # its stack goes to stderr
         started: list[psutil.Process] = []  # also what has a session of its own
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self.process.pid).children(recursive=True)
+        if self.process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                started = psutil.Process(self.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for process in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
         self.connection.close()

@@ -162,7 +162,9 @@ def check_whole(weights: Path) -> None:
         with safe_open(weights, framework="numpy"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{weights} is truncated or damaged ({error}); export it again") from error
+        raise CheckpointError(
+            f"{weights} is truncated, damaged or a pointer of Git LFS ({error}); get it again"
+        ) from error
 
 
 def check_links(folder: Path) -> None:

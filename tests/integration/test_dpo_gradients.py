@@ -87,7 +87,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.dpo.loader import PairLoader
     from dsreason.train.dpo.preflight import pair_encoder, step_order
-    from dsreason.train.dpo.reference import GivenReference
+    from dsreason.train.dpo.reference import RowReference
     from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
     from tests.engines import full_gradients
 
@@ -113,7 +113,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
                 world_size=world.size,
                 ranks_per_row=world.ranks_per_row,
             )
-            reference, baseline = GivenReference(None, None), Baseline(*BASELINE)
+            reference, baseline = RowReference(), Baseline(*BASELINE)
             batches = next(iter(loader))
             assert batches.num_samples == 8
             pairs = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)

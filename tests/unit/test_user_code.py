@@ -172,11 +172,6 @@ def test_code_that_ends_the_program_when_it_is_imported_does_not_end_ours(write:
     file = write("script.py", text)
     for load in (lambda: import_file(file, "reward"), lambda: import_module("script", "reward", [], "")):
         with pytest.raises(
-            ConfigError, match=r"reward: \S* does not import: it ends the program; leave that to `if __name__"
+            ConfigError, match=r"reward: \S* does not import: it ends the program( .bye.)?; leave that to `if __name__"
         ):
             load()
-
-
-def test_code_that_interrupts_is_told(write: Write) -> None:
-    with pytest.raises(ConfigError, match="does not import: KeyboardInterrupt"):
-        import_file(write("script.py", "raise KeyboardInterrupt"), "reward")

@@ -78,7 +78,6 @@ def fetch(
         raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
-    check_writable(data_dir, "--data-dir")
     launch.prepare_environment()
     from dsreason.datasets import fetch as fetching
 
@@ -92,6 +91,8 @@ def fetch(
         )
         for one in tasks
     ]
+    if not dry_run and any(plan.missing for plan in plans):
+        check_writable(data_dir, "--data-dir")
     for plan in plans:
         show_plan(plan, dry_run)
         if not dry_run:

@@ -40,7 +40,7 @@ from dsreason.monitor.progress import Progress, open_progress
 from dsreason.storage.uploads import Uploads, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import check_upload
-from dsreason.train.common.run_folder import open_output_dir, warn_of_other_rows
+from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
 J = TypeVar("J", bound=JobConfig)
 
@@ -176,9 +176,8 @@ def open_curves(
     facts = run_facts(world.size) | {"deepspeed": opened.deepspeed, "model_path": str(opened.model_path.resolve())}
 
     def write_record() -> None:
-        found = rows()
-        warn_of_other_rows(opened.checkpoint, found)
-        write_run_config(output_dir, config, facts | {"rows": found})
+        remembered = compare_rows(opened.checkpoint, rows())
+        write_run_config(output_dir, config, facts | {"rows": remembered})
 
     on_rank_zero(write_record)
     opened.uploads.add_not_uploaded(output_dir)

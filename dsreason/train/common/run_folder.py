@@ -131,19 +131,22 @@ def start_state(
     return replace(state, best_metric=None, best_step=None)
 
 
-def warn_of_other_rows(checkpoint: Path | None, now: Mapping[str, Any]) -> None:
-    """Where the run that is continued had other rows, which no key of its configuration tells."""
+def compare_rows(checkpoint: Path | None, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The digests of the rows that the run began with; a warning where those of now differ, which no key of its configuration
+    tells."""
     record = run_record(checkpoint.parent.parent) if checkpoint is not None else None
     then = record.get("rows") if record is not None else None
+    began = {**now, **then} if isinstance(then, dict) else dict(now)
     for part, found in now.items():
-        if isinstance(then, dict) and part in then and then[part] != found:
-            before = then[part].get("count") if isinstance(then[part], dict) else None
-            what = f"{before} then, {found['count']} now" if before != found["count"] else "as many, with other content"
+        if began[part] != found:
+            count = began[part].get("count") if isinstance(began[part], dict) else None
+            what = f"{count} then, {found['count']} now" if count != found["count"] else "as many, with other content"
             log.warning(
-                "the %s rows are not those that this run had before (%s): it goes on with other ones, and does not end as it "
-                "would have; put the data back, or begin a new run from its export",
+                "the %s rows are not those that this run began with (%s): it does not end as it would have; put the data back, "
+                "or begin a new run from its export",
                 *(part, what),
             )
+    return began
 
 
 def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:

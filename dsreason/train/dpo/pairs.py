@@ -21,6 +21,9 @@ GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
 """Fields of a row, which adapters keep in `sample.meta`."""
 LOWEST_LOGPROB = -1e12
 """Of an answer: a million tokens, each far less probable than any that a model can tell from impossible."""
+ROUNDING = 1e-3
+"""By which sums of others may exceed 0."""
+LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,8 @@ def given_logprobs(sample: Sample) -> tuple[float, float] | None:
     return float(found[GIVEN[0]]), float(found[GIVEN[1]])
 
 
-LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
-
-
 def is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_LOGPROB <= value <= 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_LOGPROB <= value <= ROUNDING
 
 
 def fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedSample) -> str:

@@ -116,7 +116,8 @@ class GivenReference:
         if None not in (fingerprint, found.fingerprint) and fingerprint != found.fingerprint:
             return (
                 f"the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, there "
-                f'{found.fingerprint}); put the data back, give the file of these rows, or set dpo.reference = "model"'
+                f"{found.fingerprint}); put data, processor and data.vision back, give the file of these rows, or set "
+                'dpo.reference = "model"'
             )
         return None
 
@@ -245,22 +246,23 @@ def append(file: Path, rows: Iterable[Measured]) -> None:
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
     """With where each stands, for messages. DataError for anything that is no object.
 
-    Where a run writes, a last line without its end is what a killed process left, and does not count.
+    Where a run writes, half of a last line is what a killed process left, and does not count.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
-    if content.startswith(START):
-        content = content[: content.rfind(b"\n") + 1]
-    found = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    found, lines = [], content.splitlines()
+    unfinished = len(lines) if content.startswith(START) and not content.endswith(b"\n") else 0
+    for number, line in enumerate(lines, start=1):
         where = f"{file}, line {number}"
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
+            if number == unfinished:
+                break
             raise DataError(f"{where}: not JSON ({parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
             raise DataError(f"{where}: not an object; {advice}")
@@ -286,6 +288,7 @@ def read_given(path: str) -> GivenReference:
             raise DataError(f"{where}: must have id, chosen and rejected, each of the two {LOGPROB}; is {line!r:.200}")
         key = str(line["id"])
         given = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
-        if found.by_id.setdefault(key, given) != given:
+        other = found.by_id.setdefault(key, given)
+        if (other.chosen, other.rejected) != (given.chosen, given.rejected):
             raise DataError(f"{where}: the id {key!r} is there twice with other values; give each row an id")
     return found

@@ -182,7 +182,9 @@ class Handler(BaseHTTPRequestHandler):
         self.requestline, self.command, self.request_version, self.left = "", "", "HTTP/1.1", 0
         self.arrivals.begin(HEADER_BYTES)
         super().handle_one_request()
-        if self.arrivals.late and self.arrivals.count:  # the base class has noted that the connection ends
+        if self.arrivals.late and (
+            self.arrivals.count or self.command
+        ):  # the base class has noted that the connection ends
             self.left = 0
             rate = f"{LOWEST_RATE / 1e6:g} MB a second"
             text = f"headers must come within {SOCKET_LIMIT:g} s, a body within as much and what it takes at {rate}"

@@ -71,7 +71,9 @@ def read_body(body: bytes | bytearray) -> Request:
     """The request in a body. ValueError says what is wrong with it. The array shares the body's memory."""
     end = body.find(b"\n", 0, MAX_HEAD_BYTES)
     if end < 0:
-        raise ValueError(f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes")
+        raise ValueError(
+            f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes; send fewer clips or shorter prompts"
+        )
     try:
         head = strict_json(bytes(body[:end]))
     except ValueError as error:

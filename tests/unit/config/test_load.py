@@ -82,7 +82,7 @@ def test_a_yes_of_yaml_is_no_number() -> None:
 
 
 def test_a_weight_is_no_number_whose_square_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.functions\.format: 1e\+300 is greater than 1e\+06; lower it"):
+    with pytest.raises(ConfigError, match=r"reward\.functions\.format: 1e\+300 is greater than 10000; lower it"):
         read_values(GRPOConfig, {"reward": {"functions": {"format": 1e300}}}, "run.toml")
 
 

@@ -304,7 +304,6 @@ def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(fo
     ("rows", "words"),
     [
         ("raise SystemExit(0)", r"rows\(data\) of .*rows.jsonl failed: SystemExit"),
-        ("raise KeyboardInterrupt", r"rows\(data\) of .*rows.jsonl failed: KeyboardInterrupt"),
         ("yield {}", r"rows\(data\) must return a list, or another sequence with a length, it returned generator"),
         ("return None", r"rows\(data\) must return a list, or another sequence with a length, it returned NoneType"),
     ],
@@ -315,9 +314,9 @@ def test_rows_of_own_code_that_are_none_are_told(folder, rows, words):
         open_datasets(config(folder).model_copy(update={"adapter": str(folder / "mine.py")}))
 
 
-@pytest.mark.parametrize("ends", ["raise SystemExit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("ends", ["raise SystemExit(0)", "import sys; sys.exit()"])
 def test_own_code_that_ends_the_program_over_a_row_is_that_rows_error(folder, ends):
     (folder / "mine.py").write_text(f"def rows(data):\n    return [1]\ndef to_sample(row):\n    {ends}\n")
     [one, _] = open_datasets(config(folder).model_copy(update={"adapter": str(folder / "mine.py")}))
-    with pytest.raises(DataError, match=f"cannot read the row: {ends.removeprefix('raise ').partition('(')[0]}"):
+    with pytest.raises(DataError, match="cannot read the row: SystemExit"):
         one[0]

@@ -80,21 +80,36 @@ def test_a_prompt_and_a_system_text_may_stand_beside_whole_conversations(
 
 
 @pytest.mark.parametrize(
-    ("beside", "first", "second"),
+    ("beside", "missing"),
     [
-        ({"prompt": "Which colour?"}, "Which way", "Which colour"),
-        ({"prompt": "Which way?", "system": "Be long."}, "Be short", "Be long"),
-        ({"system": "Be long."}, "Be short", "Be long"),
-        ({"prompt": [says("user", [{"type": "image", "image": "a.png"}, text("Which way?")])]}, "Which way", "a.png"),
-        ({"prompt": [*ASKED, *LEFT, *ASKED]}, "None", "Which way"),
+        ({"prompt": "Which colour?"}, "user message beside it, 'Which colour"),
+        ({"prompt": "Which way?", "system": "Be long."}, "system message beside it, 'Be long"),
+        ({"system": "Be long."}, "system message beside it, 'Be long"),
+        ({"prompt": [*ASKED, {"role": "assistant", "content": "Up."}, *ASKED]}, "assistant message beside it, 'Up"),
     ],
 )
-def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, first: str, second: str) -> None:
+def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missing: str) -> None:
     begin = [SYSTEM, *ASKED]
-    with pytest.raises(
-        DataError, match=f"field 'chosen' is a conversation .*{first}.* the row's prompt has .*{second}"
-    ):
+    with pytest.raises(DataError, match=f"field 'chosen' is a whole conversation without the {missing}"):
         preferences.to_sample(beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", " ", "<image>Which way?", [{"role": "user", "content": None}], "Really?"],
+    ids=["empty", "blank", "with a mark", "no content", "the last of two"],
+)
+def test_a_prompt_that_a_whole_conversation_has_or_that_says_nothing_stands_beside_it(prompt: Any) -> None:
+    begin = [*ASKED, says("assistant", "Up."), says("user", "Really?")]
+    sample = preferences.to_sample({"prompt": prompt, "chosen": begin + LEFT, "rejected": begin + RIGHT})
+    assert sample.messages == begin + LEFT
+
+
+@pytest.mark.parametrize("key", ["from", "Role", "content"])
+def test_texts_of_messages_without_roles_are_no_answers(key: str) -> None:
+    text = json.dumps([{key: "gpt", "value": "hello"}])
+    with pytest.raises(DataError, match="a JSON text lists messages, and not all have a role"):
+        preferences.to_sample({"prompt": "Which way?", "chosen": text, "rejected": "left"})
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def test_an_export_whose_weights_are_torn_is_refused(tmp_path: Path, left: int) 
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:left])
     with pytest.raises(
-        CheckpointError, match=r"final/model\.safetensors is truncated or damaged \(.*; export it again"
+        CheckpointError,
+        match=r"final/model\.safetensors is truncated, damaged or a pointer of Git LFS \(.*; get it",
     ):
         open_package(folder)
 

@@ -59,6 +59,16 @@ def test_a_row_that_cannot_be_used_is_one_among_others(tmp_path: Path) -> None:
     assert digest_of([*ROWS, {"id": "8"}], tmp_path)["count"] == 9
 
 
+@pytest.mark.parametrize("part", [{"text": "x"}, {"type": "image"}, {"type": "text"}, 3], ids=repr)
+def test_parts_of_any_shape_end_no_run(part: Any, tmp_path: Path) -> None:
+    """What is wrong with a row is told where it is used, and may be skipped there."""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": [part]}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config = DataConfig(adapter="preferences", path=str(tmp_path / "rows.jsonl"))
+    assert samples_digest(open_datasets(config)[0])["count"] == 1
+
+
 def test_of_many_rows_some_are_read_evenly() -> None:
     read: list[int] = []
     rows_digest(10 * MOST_ROWS, read.append)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.train.common.run_folder import warn_of_other_rows
+from dsreason.train.common.run_folder import compare_rows
 
 BEFORE = {"training": {"count": 8, "digest": "aa"}, "held-out": {"count": 2, "digest": "bb"}}
 
@@ -16,16 +16,16 @@ BEFORE = {"training": {"count": 8, "digest": "aa"}, "held-out": {"count": 2, "di
 def warned(now: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture, **record: Any) -> list[str]:
     (folder / "config.json").write_text(json.dumps({"config": {}, **record}))
     caplog.clear()
-    warn_of_other_rows(folder / "checkpoints" / "step_3", now)
-    return [message.partition(" rows are not those that this run had before ")[2][:40] for message in caplog.messages]
+    compare_rows(folder / "checkpoints" / "step_3", now)
+    return [message.partition(" rows are not those that this run began with ")[2][:40] for message in caplog.messages]
 
 
 def test_rows_that_changed_are_told_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert warned(BEFORE, tmp_path, caplog, rows=BEFORE) == []
     fewer = BEFORE | {"training": {"count": 5, "digest": "cc"}}
-    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now): it goes on with other o"]
+    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now): it does not end as it w"]
     other = BEFORE | {"held-out": {"count": 2, "digest": "cc"}}
-    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(as many, with other content): it goes o"]
+    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(as many, with other content): it does n"]
 
 
 @pytest.mark.parametrize("record", [{}, {"rows": None}, {"rows": [1]}, {"rows": {}}], ids=str)
@@ -36,5 +36,11 @@ def test_a_run_that_does_not_say_its_rows_goes_on(
 
 
 def test_a_new_run_has_none_before(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_other_rows(None, BEFORE)
+    assert compare_rows(None, BEFORE) == BEFORE
     assert caplog.messages == []
+
+
+def test_the_rows_of_the_beginning_are_remembered(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"config": {}, "rows": BEFORE}))
+    other = {"training": {"count": 5, "digest": "cc"}, "held-out": {"count": 0, "digest": "dd"}}
+    assert compare_rows(tmp_path / "checkpoints" / "step_3", other) == BEFORE
