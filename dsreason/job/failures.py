@@ -198,9 +198,8 @@ def variable_as_config_error(error: E) -> E | ConfigError:
     if not isinstance(error, ValueError) or all(frame.name != "<module>" for frame in frames):
         return error
     said = str(error).strip()
-    named = [
-        name for name, value in os.environ.items() if is_quoted(value, said) or (name in UNQUOTED and value in said)
-    ]
+    given = {name: value for name, value in os.environ.items() if value}
+    named = [name for name, value in given.items() if is_quoted(value, said) or (name in UNQUOTED and value in said)]
     if not named:
         return error
     shown = in_one_line(hide_secrets(said))
@@ -212,7 +211,7 @@ def variable_as_config_error(error: E) -> E | ConfigError:
 
 def is_quoted(value: str, text: str) -> bool:
     """As Python quotes what is no number. Digits alone are one, and stand in other errors as well."""
-    return not value.isdigit() and value != "" and repr(value) in text
+    return not value.isdigit() and repr(value) in text
 
 
 def error_for_people(error: E) -> E | DsReasonError:
