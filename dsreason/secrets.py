@@ -127,6 +127,11 @@ def without_query(address: re.Match[str]) -> str:
     return f"{place}?…" if query else place + mark
 
 
+def fits_header(secret: str) -> bool:
+    """Whether an HTTP header can hold it, also without knowing what the other side takes for its encoding."""
+    return secret.isascii() and secret.isprintable()
+
+
 def is_set(value: Any) -> bool:
     return value is not None and value != "" and not isinstance(value, bool)
 

@@ -26,10 +26,12 @@ class Section(BaseModel):
     @classmethod
     def check_no_flag(cls, value: Any, info: ValidationInfo) -> Any:
         """Python counts with true and false as 1 and 0."""
+        if (flag := first_flag(value)) is None:
+            return value
         annotation = cls.model_fields[str(info.field_name)].annotation
         plain = plain_types(annotation)
         is_section = isinstance(value, dict) and section_of(annotation) is not None  # which looks at its own keys
-        if plain & {int, float} and bool not in plain and not is_section and (flag := first_flag(value)) is not None:
+        if plain & {int, float} and bool not in plain and not is_section:
             what = "a number" if float in plain else "a whole number"
             raise ValueError(f"{str(flag).lower()} is not {what}; set one")
         return value

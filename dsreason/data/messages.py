@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from dsreason.data.types import Message
+from dsreason.errors import DataError
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
+
+
+def check_characters(text: str) -> None:
+    if SURROGATE.search(text):
+        raise DataError(f"the text contains a lone surrogate (half a character): {text!r:.200}")
 
 
 def text_of(message: Message) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import ProcessorMixin
 
-from dsreason.data.messages import SURROGATE, text_of
+from dsreason.data.messages import check_characters, text_of
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.family import Tokens
@@ -130,10 +130,10 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     for number, message in enumerate(sample.messages):
         where = f"sample {sample.id!r}, message {number}"
         text = text_of(message)
-        if SURROGATE.search(text):
-            raise DataError(
-                f"{where}: the text contains a lone surrogate (half a character): {text!r:.200}; correct it"
-            )
+        try:
+            check_characters(text)
+        except DataError as error:
+            raise DataError(f"{where}: {error}; correct it") from None
         for token in reserved:
             if token in text:
                 raise DataError(f"{where}: the text contains the model's special token {token!r}; remove it")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
-from dsreason.data.messages import SURROGATE, media_parts
+from dsreason.data.messages import check_characters, media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
@@ -295,8 +295,7 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
 def check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
-    if SURROGATE.search(text):
-        raise DataError(f"the text contains a lone surrogate (half a character): {text!r:.200}")
+    check_characters(text)
     for token in control_tokens():
         if token in text:
             raise DataError(

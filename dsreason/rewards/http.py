@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from dsreason.errors import ConfigError
 from dsreason.files import http
 from dsreason.screen import in_one_line
+from dsreason.secrets import fits_header
 
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -62,7 +63,7 @@ class RewardServer:
             raise ConfigError(f"the {what}'s address must be http://host… or https://host…: {self.place}")
         if "@" in urlsplit(url).netloc:
             raise ConfigError(f"no user and password in the {what}'s address; use a token: {self.place}")
-        if token is not None and not (token.isascii() and token.isprintable()):
+        if token is not None and not fits_header(token):
             raise ConfigError(f"the {what}'s token has characters that an HTTP header cannot hold (a line break?)")
 
     @property

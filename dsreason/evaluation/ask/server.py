@@ -26,6 +26,7 @@ from dsreason.files import http
 from dsreason.problems import first_problem, listed, nearest
 from dsreason.rollout.protocol import Sampling
 from dsreason.screen import in_one_line
+from dsreason.secrets import fits_header
 
 CHECK_SECONDS = 20.0
 """In which a server that is up says which models it has."""
@@ -272,7 +273,7 @@ def is_name(model: str) -> bool:
 
 def read_key(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
+    if not fits_header(key):
         raise ConfigError(f"the key in {variable} has characters that an HTTP header cannot hold; set it again")
     return key or None
 

@@ -43,6 +43,8 @@ from dsreason.train.common.preflight import check_upload
 from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
 J = TypeVar("J", bound=JobConfig)
+D = TypeVar("D")
+"""Data."""
 
 
 @dataclass(kw_only=True)
@@ -165,18 +167,25 @@ def open_job(
 
 
 def open_curves(
-    opened: OpenedJob[J], state: TrainerState, stack: ExitStack, *, rows: Callable[[], Mapping[str, Any]]
+    opened: OpenedJob[J],
+    state: TrainerState,
+    stack: ExitStack,
+    *,
+    training: D,
+    validation: D,
+    digest: Callable[[D], Mapping[str, Any]],
 ) -> Metrics:
     """The run's record and its curves, until `stack` closes. They go on after the step of `state` in a resumed run.
 
     Args:
-        rows: gives the digest of each part of the data, see `rows_digest`.
+        digest: of one of the two, see `rows_digest`.
     """
     config, output_dir, world = opened.config, opened.output_dir, opened.world
     facts = run_facts(world.size) | {"deepspeed": opened.deepspeed, "model_path": str(opened.model_path.resolve())}
 
     def write_record() -> None:
-        remembered = compare_rows(opened.checkpoint, rows())
+        now = {"training": digest(training), "held-out": digest(validation)}
+        remembered = compare_rows(opened.checkpoint, now)
         write_run_config(output_dir, config, facts | {"rows": remembered})
 
     on_rank_zero(write_record)

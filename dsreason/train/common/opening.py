@@ -176,9 +176,8 @@ def start_run(
         settings: of the rollout engine.
     """
     config, world = opened.config, opened.world
-    parts = {"training": opened.training, "held-out": opened.validation}
     metrics = open_curves(
-        opened, state, stack, rows=lambda: {part: samples_digest(found) for part, found in parts.items()}
+        opened, state, stack, training=opened.training, validation=opened.validation, digest=samples_digest
     )
     with opened.watchdog.phase("start_engine"):
         rollout_engine = open_rollout_engine(

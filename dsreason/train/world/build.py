@@ -147,10 +147,7 @@ def build_world(
             inputs = open_inputs(config, folder, prompts, codec, world)
             engine, lora = build_transformer(opened)
             state, reference, averages = start_weights(engine, opened, with_frozen=lora is None)
-        parts = {"training": training, "held-out": validation}
-        metrics = open_curves(
-            opened, state, stack, rows=lambda: {part: digest_of(found) for part, found in parts.items()}
-        )
+        metrics = open_curves(opened, state, stack, training=training, validation=validation, digest=digest_of)
         started = start_job(
             opened,
             stack,
