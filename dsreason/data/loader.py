@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dsreason.config.schema import DataConfig, RunConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, media_kinds, work_of
+from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, work_of
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
@@ -148,8 +148,7 @@ class StepLoader:
             yield new[self.rank :: self.world_size]
 
     def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
-        kinds = [media_kinds(batch) for batch in share.batches]
-        ranks = self._exchange((replace(share, batches=[]), kinds, waited))
+        ranks = self._exchange((replace(share, batches=[]), len(share.batches), waited))
         for other, _, _ in ranks:  # every rank raises, so that none is left waiting
             if other.error is not None:
                 raise DataError(other.error)
@@ -161,7 +160,7 @@ class StepLoader:
             step=step,
             micro_batches=align_batches(
                 share.batches,
-                [kinds for _, kinds, _ in ranks],
+                [count for _, count, _ in ranks],
                 self.encoder,
                 packing=self.config.train.packing,
                 part=PartOf(self.rank % self.ranks_per_row, self.ranks_per_row),

@@ -9,7 +9,7 @@ from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
 from dsreason.data.row_parts import take_part
-from dsreason.data.types import Batch, EncodedSample, MediaKind
+from dsreason.data.types import Batch, EncodedSample
 from dsreason.errors import DataError
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.monitor.flops import Work
@@ -133,43 +133,34 @@ def align_micro_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """As batches, so that every rank has as many micro-batches, with the same kinds of media at each place.
+    """Make batches of the groups, the same number on every rank, each with media if the model sees.
 
     `part`: what this rank computes of each row; the ranks that compute one together have the same `groups`.
     """
     batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
-    kinds = exchange([media_kinds(batch) for batch in batches])
-    return align_batches(batches, kinds, encoder, packing=packing, part=part)
-
-
-def media_kinds(batch: Batch) -> list[MediaKind]:
-    return [kind for kind, key in GRIDS.items() if key in batch.mm_kwargs]
+    return align_batches(batches, exchange(len(batches)), encoder, packing=packing, part=part)
 
 
 def align_batches(
     batches: Sequence[Batch],
-    kinds_by_rank: Sequence[Sequence[Sequence[str]]],
+    counts: Sequence[int],
     encoder: Encoder,
     *,
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """This rank's micro-batches, given which media each micro-batch of each rank has.
+    """Complete this rank's micro-batches, given the number that each rank has.
 
-    Under ZeRO-3 a forward is a collective: a rank without an image where another has one would leave out the vision
-    tower, and the job would hang. Such a rank gets a black one whose tokens are not trained and that nothing before
-    them can see. So does text alone: where a parameter has no gradient in the first micro-batch of a step, DeepSpeed
-    (0.19.8) goes on adding to the gradient of the step before.
+    Under ZeRO-3 a forward is a collective: a rank without media would leave out the vision tower, and the job would hang.
+    So a batch of text gets a black image whose tokens are not trained and that nothing before them can see, even if
+    every rank has text only: DeepSpeed (0.19.8) goes on adding to the gradient of the step before if a parameter has no
+    gradient in the first micro-batch of a step, and it traces the modules anew if a forward leaves some out.
     """
     aligned = []
-    for i in range(max(1, *map(len, kinds_by_rank))):  # one, where all rows of a step are left out
+    for i in range(max(1, *counts)):  # at least one, even if all rows of a step are left out
         batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
-        wanted = {kind for kinds in kinds_by_rank if i < len(kinds) for kind in kinds[i]}
-        if encoder.sees:
-            wanted = wanted or {"image"}
-        missing = wanted - set(media_kinds(batch))
-        dummies = [encoder.dummy(kind) for kind in GRIDS if kind in missing]
-        batch = append_dummies(batch, dummies, pad_id=encoder.pad_id)
+        if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
+            batch = append_dummies(batch, [encoder.dummy("image")], pad_id=encoder.pad_id)
         aligned.append(take_part(batch, part, encoder.pad_id))
     return aligned
 

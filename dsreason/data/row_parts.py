@@ -5,14 +5,14 @@ All of it is worked out on the host, before anything is on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dsreason.data.collate import GRIDS, PIXELS, append_segments, padding_sample
-from dsreason.data.types import TOKEN_TYPES, Batch, MediaPart, RowPart
+from dsreason.data.collate import PIXELS, append_segments, padding_sample
+from dsreason.data.media_tokens import MediaTokens, find_media_tokens, join_pixels
+from dsreason.data.types import Batch, MediaPart, RowPart
 from dsreason.job.part_of import PartOf
 
 
@@ -30,58 +30,49 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
     size = batch.input_ids.shape[1] // part.total
     start = part.number * size
     targets = (batch.predictors // size == part.number).nonzero().flatten()
-    mm_kwargs, media = dict(batch.mm_kwargs), {}
-    for kind in (kind for kind in PIXELS if kind in batch.media_numbers):  # one order on all ranks
-        numbers = batch.media_numbers[kind]
-        shown_by = (batch.mm_token_type_ids[0] == TOKEN_TYPES[kind]).nonzero().flatten() // size
-        pixels, media[kind] = share_media(
-            batch.mm_kwargs[PIXELS[kind]], batch.mm_kwargs[GRIDS[kind]], numbers, shown_by, part
-        )
-        mm_kwargs[PIXELS[kind]] = pixels
-    row_part = RowPart(start, start + size, targets, batch.predictors[targets] - start, media)
-    return replace(batch, mm_kwargs=mm_kwargs, part=row_part)
+    row_part = RowPart(start, start + size, targets, batch.predictors[targets] - start, None)
+    media = find_media_tokens(batch)
+    if media is None:
+        return replace(batch, part=row_part)
+    pixels, media_part = share_media(join_pixels(batch), media, size, part)
+    mm_kwargs = {key: value for key, value in batch.mm_kwargs.items() if key not in PIXELS.values()}
+    return replace(batch, mm_kwargs=mm_kwargs | {PIXELS["image"]: pixels}, part=replace(row_part, media=media_part))
 
 
-def share_media(
-    pixels: Tensor, grids: Tensor, numbers: Sequence[int], shown_by: Tensor, part: PartOf
-) -> tuple[Tensor, MediaPart]:
-    """The pixels that the rank `part` encodes, and who shows their features.
+def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> tuple[Tensor, MediaPart]:
+    """Return the pixels that the rank `part` encodes, and who shows their features.
 
     A rank that gets no frame encodes the first one too, whose features nobody takes from it: under ZeRO-3 all ranks
     run the vision tower.
 
     Args:
         pixels: `[patches, dim]` of the distinct media.
-        grids: `[shown media, 3]`, in patches.
-        numbers: `Batch.media_numbers` of the kind.
-        shown_by: `[tokens]` of the kind, in the order of the row: which rank has them.
+        size: tokens that each rank computes.
     """
-    shown: list[list[int]] = grids.tolist()
-    distinct = [shown[numbers.index(number)] for number in range(max(numbers) + 1)]
-    frames = torch.tensor([(medium, h * w) for medium, (t, h, w) in enumerate(distinct) for _ in range(t)])
+    distinct: list[list[int]] = media.grids.tolist()
+    frames = torch.tensor([(number, h * w) for number, (t, h, w) in enumerate(distinct) for _ in range(t)])
     sizes = frames[:, 1]
     ends = sizes.cumsum(0)
     ranks = (2 * ends - sizes) * part.total // (2 * int(ends[-1]))  # by the middle of each frame
-    own = (ranks == part.number).nonzero().flatten()
-    encoded = own if len(own) else torch.tensor([0])
+    local = (ranks == part.number).nonzero().flatten()
+    encoded = local if len(local) else torch.tensor([0])
     first, last = int(encoded[0]), int(encoded[-1])
-    own_pixels = pixels[int(ends[first] - sizes[first]) : int(ends[last])]
-    media, counts = frames[encoded, 0].unique_consecutive(return_counts=True)
-    pieces = [(count, *distinct[medium][1:]) for medium, count in zip(media.tolist(), counts.tolist(), strict=True)]
+    local_pixels = pixels[int(ends[first] - sizes[first]) : int(ends[last])]
+    numbers, counts = frames[encoded, 0].unique_consecutive(return_counts=True)
+    pieces = [(count, *distinct[number][1:]) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
 
-    per_token = sum(t * h * w for t, h, w in shown) // len(shown_by)
-    encoded_by = ranks.repeat_interleave(sizes // per_token)
-    lengths = [t * h * w // per_token for t, h, w in distinct]
-    of_media = torch.arange(sum(lengths)).split(lengths)
-    features = torch.cat([of_media[number] for number in numbers])  # that each token shows
+    encoded_by = ranks.repeat_interleave(sizes // media.patches_per_token)
+    features = media.spread(torch.arange(len(encoded_by)))  # that each token shows
+    shown_by = media.indices // size
     begin = int((encoded_by < part.number).sum())
-    mine = encoded_by[features] == part.number
-    sent = [features[mine & (shown_by == rank)] - begin for rank in range(part.total)]
+    encoded_here = encoded_by[features] == part.number
+    sent = [features[encoded_here & (shown_by == rank)] - begin for rank in range(part.total)]
     sources = encoded_by[features[shown_by == part.number]]
-    return own_pixels, MediaPart(
-        grid=torch.tensor(pieces),
+    return local_pixels, MediaPart(
+        grids=torch.tensor(pieces),
         sent=torch.cat(sent),
         sent_counts=tuple(map(len, sent)),
         received_counts=tuple(sources.bincount(minlength=part.total).tolist()),
         order=sources.argsort(stable=True).argsort(),
+        indices=media.indices[shown_by == part.number] - part.number * size,
     )

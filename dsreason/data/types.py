@@ -81,18 +81,19 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaPart:
-    """The media of one kind that one rank encodes of a row that several compute, and which rank shows their features.
+    """The media that one rank encodes of a row that several compute, and which rank shows their features.
 
     Media are cut between frames, which no vision tower lets see each other. Features are counted in tokens.
     """
 
-    grid: torch.Tensor  # [pieces, 3] int64, of the pixels that this rank has
+    grids: torch.Tensor  # [pieces, 3] int64, of the pixels that this rank has, on the host
     sent: torch.Tensor  # [S] int64: numbers of this rank's features, those that the first rank shows before the others'
     sent_counts: tuple[int, ...]
     """To each rank."""
     received_counts: tuple[int, ...]
     """From each rank."""
-    order: torch.Tensor  # [R] int64: puts the received features in the order of the row
+    order: torch.Tensor  # [R] int64: puts the received features in the order of `indices`
+    indices: torch.Tensor  # [R] int64: the tokens of this rank's part that show them, counted from its start
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class RowPart:
     end: int
     targets: torch.Tensor  # [M] int64: which of the batch's N targets are predicted here
     predictors: torch.Tensor  # [M] int64: what predicts them, counted from `start`
-    media: dict[MediaKind, MediaPart]
+    media: MediaPart | None
+    """None: the row shows no media."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class Batch:
     targets: torch.Tensor  # [N] int64
     predictors: torch.Tensor  # [N] int64
     position_ids: torch.Tensor  # [3, B, T] int64
-    mm_token_type_ids: torch.Tensor  # [B, T] int64
-    mm_kwargs: dict[str, torch.Tensor]
+    mm_token_type_ids: torch.Tensor  # [B, T] int64, on the host
+    mm_kwargs: dict[str, torch.Tensor]  # the grids on the host
     media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
     part: RowPart | None = None
@@ -144,7 +146,10 @@ class Batch:
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on the device. What goes to a GPU is pinned first: the copy then does not wait for the GPU's work."""
+        """Return a copy on the device, but for the grids and token types, from which the host computes the media's layout.
+
+        Tensors that go to a GPU are pinned first: the copy then does not wait for the GPU's work.
+        """
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             pinned = device.type == "cuda" and tensor.device.type == "cpu"
@@ -157,15 +162,15 @@ class Batch:
             targets=move(self.targets),
             predictors=move(self.predictors),
             position_ids=move(self.position_ids),
-            mm_token_type_ids=move(self.mm_token_type_ids),
-            mm_kwargs={key: move(value) for key, value in self.mm_kwargs.items()},
+            mm_kwargs={
+                k: move(value) if k.startswith("pixel_values") else value for k, value in self.mm_kwargs.items()
+            },
             part=None if self.part is None else moved_part(self.part, move),
         )
 
 
 def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> RowPart:
-    media = {
-        kind: replace(one, grid=move(one.grid), sent=move(one.sent), order=move(one.order))
-        for kind, one in part.media.items()
-    }
+    media = part.media
+    if media is not None:
+        media = replace(media, sent=move(media.sent), order=move(media.order), indices=move(media.indices))
     return replace(part, targets=move(part.targets), predictors=move(part.predictors), media=media)

@@ -36,6 +36,7 @@ COSMOS3 = Family(
     vision=QWEN3_VL.vision,
     grids=QWEN3_VL.grids,
     modules=QWEN3_VL.modules,
+    tower_layout=QWEN3_VL.tower_layout,
     renames=(
         (rf"^({ATTENTION})to_([qkv])\.", r"model.language_model.\1\2_proj."),
         (rf"^({ATTENTION})to_out\.", r"model.language_model.\1o_proj."),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -37,6 +38,15 @@ def merged_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
 def no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Of a model that reads text alone."""
     return (), ()
+
+
+TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
+"""`(vision_config, grids [media, 3]) -> keyword arguments` of a vision tower's forward, computed on the host."""
+
+
+def grids_only(vision: Any, grids: Tensor) -> dict[str, Any]:
+    """Let the tower compute everything else itself."""
+    return {"grid_thw": grids}
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,8 @@ class Modules:
     """In the vision tower: its input needs no gradient."""
     merger: str = ""
     """In the vision tower: what works on merged patches."""
+    blocks: tuple[str, ...] = ()
+    """Class names of the decoder layer and of the vision tower's block: ZeRO-3 gathers each as a whole."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,9 @@ class Family:
     """None: the model reads text alone."""
     grids: GridRule = no_grids
     """The grids of tokens that the positions count over; a plain function, to be pickled."""
+    tower_layout: TowerLayout = grids_only
+    """What the vision tower's forward takes beside pixels; best all that it would otherwise compute from the grids, and so
+    wait for the GPU."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
     """`vision_config -> (blocks that attend within windows, a window's side in merged patches)`; None: all see all."""
     renames: tuple[tuple[str, str], ...] = ()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dsreason.families.family import Family, Grid, Grids, Tiny, merged_grids
 from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -30,6 +32,33 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     rounded = torch.as_tensor(seconds, dtype=torch.float32).to(config.dtype or torch.float32).tolist()
     steps = (s * vision.tokens_per_second for s in rounded)
     return images, [Grid(*video[:3], step) for video, step in zip(videos, steps, strict=True)]
+
+
+def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
+    """Positions, and where frames and windows begin, of media that follow each other."""
+    from transformers.utils.generic import get_max_seqlen
+    from transformers.vision_utils import (
+        get_vision_attention_seqlens,
+        get_vision_position_ids,
+        get_vision_window_index,
+    )
+
+    frame_starts, longest_frame = get_vision_attention_seqlens(grids, vision)
+    order, window_starts = get_vision_window_index(
+        grids,
+        spatial_merge_size=vision.spatial_merge_size,
+        window_size=vision.window_size,
+        patch_size=vision.patch_size,
+    )
+    return {
+        "grid_thw": grids,
+        "position_ids": get_vision_position_ids(grids, vision.spatial_merge_size),
+        "cu_seqlens": frame_starts,
+        "max_seqlen": longest_frame,
+        "window_index": order,
+        "cu_window_seqlens": window_starts,
+        "max_window_seqlen": get_max_seqlen(window_starts, vision),
+    }
 
 
 def vision_windows(vision: Any) -> tuple[int, int]:
@@ -63,7 +92,8 @@ QWEN2_5_VL = Family(
     tokens=TOKENS,
     vision=vision_defaults(bounds_are_per_video=False),
     grids=grids,
-    modules=MODULES,
+    modules=replace(MODULES, blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")),
+    tower_layout=tower_layout,
     vision_windows=vision_windows,
     renames=(
         (r"^visual\.", "model.visual."),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dsreason.families.family import Family, Grids, Tiny, merged_grids
 from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -20,6 +22,32 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     images = merged_grids(mm_kwargs.get("image_grid_thw"), merge_size)
     videos = merged_grids(mm_kwargs.get("video_grid_thw"), merge_size)
     return images, [video._replace(frames=1) for video in videos for _ in range(video.frames)]
+
+
+def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
+    """Positions, learned and rotary ones, and where frames begin, of media that follow each other."""
+    from transformers.vision_utils import (
+        get_vision_attention_seqlens,
+        get_vision_interpolation_indices_and_weights,
+        get_vision_position_ids,
+    )
+
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=int(vision.num_position_embeddings**0.5),
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=vision.spatial_merge_size,
+    )
+    frame_starts, longest_frame = get_vision_attention_seqlens(grids, vision)
+    return {
+        "grid_thw": grids,
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "position_ids": get_vision_position_ids(grids, vision.spatial_merge_size),
+        "cu_seqlens": frame_starts,
+        "max_seqlen": longest_frame,
+    }
 
 
 def tiny_config(
@@ -51,6 +79,7 @@ QWEN3_VL = Family(
     tokens=TOKENS,
     vision=vision_defaults(bounds_are_per_video=True),
     grids=grids,
-    modules=MODULES,
+    modules=replace(MODULES, blocks=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")),
+    tower_layout=tower_layout,
     tiny=Tiny(patch_size=16, default_system=None, config=tiny_config, processor=tiny_processor),
 )

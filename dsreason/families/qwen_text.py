@@ -16,6 +16,7 @@ MODULES = Modules(
     norms=("norm",),
     embeddings=("embed_tokens",),
     text_layers=r"\.layers\..*\.(q|k|v|o|gate|up|down)_proj$",
+    blocks=("Qwen2DecoderLayer", "Qwen3DecoderLayer"),
 )
 
 

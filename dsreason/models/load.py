@@ -29,9 +29,9 @@ from dsreason.families import FAMILIES, family_of
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.attention import use_segments
 from dsreason.models.folder import MODEL_FILES, check_sizes, download_folder, fetch_folder, find_folder, tiny_folder
+from dsreason.models.media_features import use_media_indices
 from dsreason.models.mrope import position_ids
 from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
-from dsreason.models.shared_media import share_media
 from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 from dsreason.problems import listed
@@ -280,7 +280,7 @@ def load_model(
     else:
         load_weights(model, weights, dtype, device, quantized)
     model.generation_config = read_generation_config(path) or model.generation_config
-    share_media(model, family)
+    use_media_indices(model)
     return model.train()
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import get_balanced_memory
 from dsreason.families import Family, family_of
 from dsreason.job.hosts import local_size
 from dsreason.models.load import checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
-from dsreason.models.shared_media import share_media
+from dsreason.models.media_features import use_media_indices
 from dsreason.models.weights import Weights
 from dsreason.monitor.memory import GIB, available_bytes
 
@@ -52,7 +52,7 @@ def load_where_it_fits(
     size = sum(parameter.nbytes for parameter in model.parameters())
     if size <= budget(device):
         load_weights(model, weights, dtype, device)
-        share_media(model, family)
+        use_media_indices(model)
     else:
         devices = devices_of(device)
         device_map = plan(model, family, {name_of(one): budget(one) for one in devices})
@@ -121,7 +121,7 @@ def spread(
         preload_module_classes=vision_class(model, family),
         force_hooks=True,  # all of the model may be on another GPU than its inputs
     )
-    share_media(model, family)  # around what accelerate has put around the vision tower
+    use_media_indices(model)
 
 
 def home_of(name: str, device_map: DeviceMap) -> int | str:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from dsreason.data.media_tokens import join_pixels
 from dsreason.data.types import Batch
 from dsreason.families import family_of
 from dsreason.models.attention import attention_inputs
 from dsreason.models.logprobs import LogprobHead
-from dsreason.models.sequence_parallel import Group, gather_values, media_inputs, shared_out
-from dsreason.models.shared_media import shared_media
+from dsreason.models.media_features import embed_batch, embed_tokens, encode_media
+from dsreason.models.sequence_parallel import Group, exchange_features, gather_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,31 +20,29 @@ if TYPE_CHECKING:
 
 
 def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
-    """What the model without its output layer makes of a batch, whose repeated media are encoded once."""
-    tower = family_of(model.config.model_type).modules.vision_tower
-    inputs = {"input_ids": batch.input_ids, "use_cache": use_cache, **attention_inputs(model, batch)}
-    if tower is None:
-        output: BaseModelOutputWithPast = model.model(**inputs)
+    """Run the model without its output layer on a batch, whose repeated media are encoded once."""
+    inputs = {"use_cache": use_cache, **attention_inputs(model, batch)}
+    if family_of(model.config.model_type).vision is None:
+        output: BaseModelOutputWithPast = model.model(input_ids=batch.input_ids, **inputs)
     else:
-        with shared_media(model.get_submodule(tower), batch.media_numbers):
-            output = model.model(mm_token_type_ids=batch.mm_token_type_ids, **inputs, **batch.mm_kwargs)
+        output = model.get_decoder()(**embed_batch(model, batch), **inputs)
     return output
 
 
 def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
-    """The same of this rank's part of a row, which it computes together with the others of `group`."""
+    """Run it on this rank's part of a row, which it computes together with the others of `group`."""
     part = batch.part
     assert part is not None
-    own = slice(part.start, part.end)
-    tower = family_of(model.config.model_type).modules.vision_tower
+    local = slice(part.start, part.end)
     inputs = {"use_cache": False, **attention_inputs(model, batch, group)}
-    inputs |= {"input_ids": batch.input_ids[:, own], "position_ids": inputs["position_ids"][..., own]}
-    if tower is None:
-        output: BaseModelOutputWithPast = model.model(**inputs)
+    inputs["position_ids"] = inputs["position_ids"][..., local]
+    input_ids = batch.input_ids[:, local]
+    if part.media is None:
+        output: BaseModelOutputWithPast = model.get_decoder()(input_ids=input_ids, **inputs)
     else:
-        inputs |= {"mm_token_type_ids": batch.mm_token_type_ids[:, own], **media_inputs(model, batch)}
-        with shared_out(model.get_submodule(tower), part.media.values(), group):
-            output = model.model(**inputs)
+        features = encode_media(model, join_pixels(batch), part.media.grids)
+        features = exchange_features(features, part.media, group)
+        output = model.get_decoder()(**embed_tokens(model, input_ids, part.media.indices, features), **inputs)
     return output
 
 

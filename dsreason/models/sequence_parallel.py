@@ -9,21 +9,15 @@ of the ranks are shares: their **sum** is that of the row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsreason.data.collate import GRIDS, PIXELS
-from dsreason.data.types import Batch, MediaPart
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from dsreason.data.types import MediaPart
 
 Group = Any
 """A process group of torch; mypy knows none where torch is built without them."""
@@ -71,39 +65,6 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
     tokens = attended.shape[1] // size
     found = exchange(attended[0], [tokens] * size, [tokens] * size, group)
     return torch.cat(list(found.split(tokens)), dim=1)[None]
-
-
-def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
-    """For the model's forward inside `shared_out`: this rank's pixels, and one grid of as many tokens as it shows."""
-    assert batch.part is not None
-    merge = model.config.vision_config.spatial_merge_size
-    found: dict[str, Tensor] = {}
-    for kind, part in batch.part.media.items():
-        grid = torch.tensor([[1, merge, merge * len(part.order)]])
-        found |= {PIXELS[kind]: batch.mm_kwargs[PIXELS[kind]], GRIDS[kind]: grid}
-    return found
-
-
-@contextmanager
-def shared_out(tower: nn.Module, media: Iterable[MediaPart], group: Group) -> Iterator[None]:
-    """Around a model's forward: its vision tower encodes this rank's media, and gives the features that its tokens show."""
-    plain, parts = tower.forward, iter(media)
-
-    def forward(hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        part = next(parts)
-        output = plain(hidden_states, grid_thw=part.grid, **kwargs)
-        deepstack = output.get("deepstack_features") or []
-        pooled, *deeper = exchange_features([output.pooler_output, *deepstack], part, group)
-        shown = replace(output, last_hidden_state=None, pooler_output=pooled)
-        if deepstack:
-            shown.deepstack_features = deeper
-        return shown
-
-    tower.forward = forward
-    try:
-        yield
-    finally:
-        tower.forward = plain
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:

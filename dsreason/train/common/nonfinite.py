@@ -124,5 +124,6 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
         found["segments"] = torch.tensor(rows)
     if batch.part is not None:  # the pixels are this rank's: frames of so many patches a side
         found["part"] = torch.tensor((batch.part.start, batch.part.end))
-        found |= {f"{kind}_part_grid": media.grid for kind, media in batch.part.media.items()}
+        if batch.part.media is not None:
+            found["part_grids"] = batch.part.media.grids
     return found | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}

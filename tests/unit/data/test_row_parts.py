@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsreason.data.collate import pack
+from dsreason.data.media_tokens import MediaTokens
 from dsreason.data.row_parts import share_media, take_part
 from dsreason.data.types import EncodedSample, MediaPart, Segment
 from dsreason.job.part_of import PartOf
@@ -54,27 +55,28 @@ def test_one_rank_has_the_row_as_it_is() -> None:
 
 
 def shared_out(
-    grids: list[list[int]], numbers: Sequence[int], shown_by: Sequence[int], ranks: int, per_token: int
+    grids: list[list[int]], numbers: Sequence[int], indices: Sequence[int], ranks: int, size: int
 ) -> list[tuple[torch.Tensor, MediaPart]]:
-    """By rank. Of the media, `[patches, 1]`, every patch is its own number."""
+    """The parts of `ranks` ranks that compute `size` tokens each. Every patch of the media, `[patches, 1]`, is its number."""
     distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
     pixels = torch.arange(sum(t * h * w for t, h, w in distinct))[:, None]
-    given = pixels, torch.tensor(grids), numbers, torch.tensor(shown_by)
-    return [share_media(*given, PartOf(rank, ranks)) for rank in range(ranks)]
+    media = MediaTokens(torch.tensor(distinct), tuple(numbers), torch.tensor(indices))
+    return [share_media(pixels, media, size, PartOf(rank, ranks)) for rank in range(ranks)]
 
 
 def test_frames_of_one_video_are_shared_out() -> None:
     """Three frames of 4 patches, which are 1 token each: two ranks of which the second shows all."""
-    (pixels, first), (others, second) = shared_out([[3, 2, 2]], [0], [1, 1, 1], ranks=2, per_token=4)
-    assert (first.grid.tolist(), len(pixels)) == ([[1, 2, 2]], 4)
-    assert (second.grid.tolist(), len(others)) == ([[2, 2, 2]], 8)
+    (pixels, first), (others, second) = shared_out([[3, 2, 2]], [0], [4, 6, 7], ranks=2, size=4)
+    assert (first.grids.tolist(), len(pixels)) == ([[1, 2, 2]], 4)
+    assert (second.grids.tolist(), len(others)) == ([[2, 2, 2]], 8)
+    assert (first.indices.tolist(), second.indices.tolist()) == ([], [0, 2, 3])
     assert (first.sent.tolist(), first.sent_counts, first.received_counts) == ([0], (0, 1), (0, 0))
     assert (second.sent.tolist(), second.sent_counts, second.received_counts) == ([0, 1], (0, 2), (1, 2))
 
 
 def test_a_rank_without_a_frame_encodes_one_that_nobody_takes() -> None:
-    parts = shared_out([[1, 2, 2]], [0], [0], ranks=3, per_token=4)
-    assert [one.grid.tolist() for _, one in parts] == [[[1, 2, 2]]] * 3
+    parts = shared_out([[1, 2, 2]], [0], [0], ranks=3, size=1)
+    assert [one.grids.tolist() for _, one in parts] == [[[1, 2, 2]]] * 3
     assert [one.sent_counts for _, one in parts] == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
     assert [one.received_counts for _, one in parts] == [(0, 1, 0), (0, 0, 0), (0, 0, 0)]
 
@@ -94,13 +96,15 @@ def test_every_token_gets_the_feature_that_it_shows(grids: list[list[int]], numb
     lengths = [t * h * w // 4 for t, h, w in distinct]
     features = torch.arange(sum(lengths)).split(lengths)
     shown = torch.cat([features[number] for number in numbers])
-    shown_by = (torch.arange(len(shown)) * ranks // len(shown)).tolist()
-    parts = shared_out(grids, numbers, shown_by, ranks, per_token=4)
+    size = len(shown) // ranks + 1
+    indices = torch.randperm(size * ranks, generator=torch.Generator().manual_seed(0))[: len(shown)]
+    parts = shared_out(grids, numbers, indices.tolist(), ranks, size)
     encoded = [pixels[::4, 0] // 4 for pixels, _ in parts]  # a token's feature is its number
     for pixels, part in parts:
-        assert len(pixels) == sum(t * h * w for t, h, w in part.grid.tolist()) > 0
+        assert len(pixels) == sum(t * h * w for t, h, w in part.grids.tolist()) > 0
     sent = [own[part.sent].split(list(part.sent_counts)) for own, (_, part) in zip(encoded, parts, strict=True)]
     for rank, (_, part) in enumerate(parts):
         received = torch.cat([rows[rank] for rows in sent])
         assert tuple(len(rows[rank]) for rows in sent) == part.received_counts
-        assert torch.equal(received[part.order], shown[torch.tensor(shown_by) == rank])
+        assert torch.equal(received[part.order], shown[indices // size == rank])
+        assert torch.equal(part.indices + rank * size, indices[indices // size == rank])

@@ -10,9 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
-from dsreason.families import family_of
 from dsreason.models.policy import Policy
-from dsreason.models.shared_media import share_media
 
 IDS = [[5, 9, 7, 3, 8], [6, 4, 2]]
 TRAINED = [[False, False, True, False, True], [False, True, True]]
@@ -32,9 +30,7 @@ def row(ids: list[int], trained: list[bool]) -> EncodedSample:
 
 @pytest.fixture
 def model(tiny_qwen2_5_vl: Path) -> PreTrainedModel:
-    loaded = AutoModelForImageTextToText.from_pretrained(tiny_qwen2_5_vl, dtype=torch.float32).eval()
-    share_media(loaded, family_of(loaded.config.model_type))
-    return loaded
+    return AutoModelForImageTextToText.from_pretrained(tiny_qwen2_5_vl, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

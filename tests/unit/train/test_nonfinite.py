@@ -148,5 +148,5 @@ def test_ranks_that_compute_a_row_together_save_its_pixels_together() -> None:
     row = pack([encoded])
     saved = [tensors_of(take_part(row, PartOf(rank, 2), pad_id=0)) for rank in (0, 1)]
     assert [one["part"].tolist() for one in saved] == [[0, 1], [1, 2]]
-    assert [one["video_part_grid"].tolist() for one in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
-    assert torch.cat([one["pixel_values_videos"] for one in saved]).flatten().tolist() == list(range(8))
+    assert [one["part_grids"].tolist() for one in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
+    assert torch.cat([one["pixel_values"] for one in saved]).flatten().tolist() == list(range(8))

@@ -1,0 +1,78 @@
+"""All media of a batch, images and videos together, go through the vision tower in one call; each distinct one once.
+
+So the modules of a model run in the same order whatever a batch shows, which ZeRO-3 records and prefetches by. Nothing here
+waits for a GPU: the layout of the media is computed on the host and copied to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsreason.data.media_tokens import find_media_tokens, join_pixels
+from dsreason.data.types import Batch
+from dsreason.families import family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+    """Return the features `[tokens, D]` of the media that follow each other in `pixels` `[patches, dim]`.
+
+    The first features replace the embeddings of placeholders; further ones (DeepStack) are added after the first decoder
+    layers. `grids` `[media, 3]` is on the host.
+    """
+    family = family_of(model.config.model_type)
+    assert family.modules.vision_tower is not None
+    tower = model.get_submodule(family.modules.vision_tower)
+    layout = {
+        name: copy_to_device(value, pixels.device) if isinstance(value, Tensor) else value
+        for name, value in family.tower_layout(tower.config, grids).items()
+    }
+    output = tower(pixels.type(tower.dtype), **layout)
+    return [output.pooler_output, *(output.get("deepstack_features") or [])]
+
+
+def embed_batch(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+    """Return the inputs of the language model that stand for a batch's tokens and media."""
+    media = find_media_tokens(batch)
+    if media is None:
+        return embed_tokens(model, batch.input_ids, torch.empty(0, dtype=torch.int64), [])
+    features = encode_media(model, join_pixels(batch), media.grids)
+    return embed_tokens(model, batch.input_ids, media.indices, [media.spread(layer) for layer in features])
+
+
+def embed_tokens(model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]) -> dict[str, Any]:
+    """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the tokens `indices` `[M]` of the flattened rows."""
+    embeddings = model.get_input_embeddings()(input_ids)
+    if not features:
+        return {"inputs_embeds": embeddings}
+    first, *deeper = (layer.to(embeddings.device, embeddings.dtype) for layer in features)
+    indices = copy_to_device(indices, embeddings.device)
+    inputs = {"inputs_embeds": embeddings.flatten(0, 1).index_copy(0, indices, first).view_as(embeddings)}
+    if deeper:
+        inputs |= {"visual_pos_masks": indices, "deepstack_visual_embeds": deeper}
+    return inputs
+
+
+def use_media_indices(model: PreTrainedModel) -> None:
+    """Let this one model object add DeepStack's features at indices; transformers looks up a mask, and waits for the GPU."""
+    if family_of(model.config.model_type).modules.vision_tower is not None:
+        model.get_decoder()._deepstack_process = add_at_indices
+
+
+def add_at_indices(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Add `features` `[M, D]` to `hidden` `[B, T, D]` at `places`: indices of the flattened rows, or transformers' mask."""
+    indices = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
+    features = features.to(hidden.device, hidden.dtype)
+    return hidden.flatten(0, 1).index_add(0, indices.to(hidden.device), features).view_as(hidden)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from pinned memory, so that the host does not wait for the GPU's work."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

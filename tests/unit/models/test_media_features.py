@@ -1,0 +1,156 @@
+"""The media of a batch in one call of the vision tower, against transformers' own forward, which calls it for each kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from dsreason.data.collate import collate
+from dsreason.data.media_tokens import MediaTokens, find_media_tokens
+from dsreason.data.types import Batch, EncodedSample
+from dsreason.models.media_features import embed_batch, use_media_indices
+from dsreason.models.policy import Policy
+
+SIZES = {"image": ([1, 4, 4], [1, 4, 8], [1, 2, 6]), "video": ([2, 4, 4], [3, 2, 4])}
+ROWS = {
+    "image": (("image", 0),),
+    "video": (("video", 0),),
+    "video, image": (("video", 0), ("image", 1)),
+    "image, video, image": (("image", 0), ("video", 1), ("image", 2)),
+    "image again": (("image", 0), ("image", 0)),
+}
+KINDS = {"image": (1, "pixel_values", "image_grid_thw"), "video": (2, "pixel_values_videos", "video_grid_thw")}
+
+
+@pytest.fixture
+def model(tiny: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32)
+
+
+def make_row(model: PreTrainedModel, name: str, seed: int) -> EncodedSample:
+    """A row of text between media, whose last four tokens are trained."""
+    width = model.model.visual.patch_embed.proj.weight[0].numel()
+    generator = torch.Generator().manual_seed(seed)
+    placeholders = {"image": model.config.image_token_id, "video": model.config.video_token_id}
+    ids, types = [5], [0]
+    mm_kwargs: dict[str, list[Tensor]] = {}
+    for kind, number in ROWS[name]:
+        token_type, pixels, grids = KINDS[kind]
+        frames, height, width_in_patches = SIZES[kind][number]
+        patches = frames * height * width_in_patches
+        ids += [placeholders[kind]] * (patches // 4) + [6]
+        types += [token_type] * (patches // 4) + [0]
+        mm_kwargs.setdefault(pixels, []).append(torch.randn(patches, width, generator=generator))
+        mm_kwargs.setdefault(grids, []).append(torch.tensor([[frames, height, width_in_patches]]))
+    ids, types = ids + [7, 8, 9, 7], types + [0] * 4
+    return EncodedSample(
+        id=name,
+        input_ids=torch.tensor(ids),
+        loss_mask=torch.arange(len(ids)) >= len(ids) - 4,
+        position_ids=torch.arange(len(ids)).expand(3, -1),
+        mm_token_type_ids=torch.tensor(types),
+        mm_kwargs={key: torch.cat(values) for key, values in mm_kwargs.items()},
+    )
+
+
+def transformers_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Log-probabilities of the targets by transformers' own forward, on pixels that are there for each shown medium."""
+    output = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        mm_token_type_ids=batch.mm_token_type_ids,
+        **batch.mm_kwargs,
+    )
+    logprobs = output.logits.flatten(0, 1).log_softmax(-1)
+    return logprobs[batch.predictors, batch.input_ids.flatten()[batch.targets]]
+
+
+def gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (logprobs * torch.arange(1, len(logprobs) + 1)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("names", [[name] for name in ROWS] + [list(ROWS)], ids=[*ROWS, "all of them"])
+def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedModel, names: list[str]) -> None:
+    batch = collate([make_row(model, name, seed) for seed, name in enumerate(names)], pad_id=0)
+    expected = transformers_logprobs(model, batch)
+    expected_gradients = gradients(model, expected)
+    use_media_indices(model)
+    calls: list[int] = []
+    model.model.visual.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
+    logprobs = Policy(model)(batch)
+    assert calls == [sum(len(batch.mm_kwargs[pixels]) for _, pixels, _ in KINDS.values() if pixels in batch.mm_kwargs)]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+    found = gradients(model, logprobs)
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max() + 1))
+
+
+def test_a_row_of_text_does_not_call_the_tower(model: PreTrainedModel) -> None:
+    row = replace(make_row(model, "image", 0), mm_kwargs={})
+    text = replace(row, input_ids=torch.full_like(row.input_ids, 7), mm_token_type_ids=row.mm_token_type_ids * 0)
+    batch = collate([text], pad_id=0)
+    model.model.visual.register_forward_hook(lambda *_: pytest.fail("the tower was called"))
+    torch.testing.assert_close(Policy(model)(batch), transformers_logprobs(model, batch), rtol=1e-6, atol=1e-6)
+
+
+def test_shared_media_are_encoded_once_and_count_as_often_as_they_are_shown(model: PreTrainedModel) -> None:
+    """Three completions of one prompt, whose pixels are one tensor, against three rows with pixels of their own."""
+    prompt = make_row(model, "image, video, image", 0)
+    pixels = {key: value.clone() for key, value in prompt.mm_kwargs.items()}
+    shared = collate([prompt, prompt, prompt], pad_id=0)
+    repeated = collate(
+        [replace(prompt, mm_kwargs={k: v.clone() for k, v in pixels.items()}) for _ in range(3)], pad_id=0
+    )
+    assert len(repeated.mm_kwargs["pixel_values"]) == 3 * len(shared.mm_kwargs["pixel_values"])
+    expected = transformers_logprobs(model, repeated)
+    expected_gradients = gradients(model, expected)
+    use_media_indices(model)
+    logprobs = Policy(model)(shared)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+    for name, gradient in gradients(model, logprobs).items():
+        expected_gradient = expected_gradients[name]
+        limit = 1e-6 * float(expected_gradient.abs().max() + 1)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=limit)
+
+
+def test_media_tokens_number_images_before_videos(model: PreTrainedModel) -> None:
+    rows = [make_row(model, "video, image", 0), make_row(model, "image", 1)]
+    media = find_media_tokens(collate([rows[0], rows[1], rows[0]], pad_id=0))
+    assert media is not None
+    assert media.grids.tolist() == [[1, 4, 8], [1, 4, 4], [2, 4, 4]]
+    assert media.numbers == (0, 1, 0, 2, 2)
+    width = len(rows[0])  # 8 tokens of video from 1, 8 of the image from 10; the second row's image has 4 from 1
+    images = [*range(10, 18), *range(width + 1, width + 5), *range(2 * width + 10, 2 * width + 18)]
+    assert media.indices.tolist() == [*images, *range(1, 9), *range(2 * width + 1, 2 * width + 9)]
+
+
+def test_spread_features_repeat_in_the_order_of_the_rows() -> None:
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
+    media = MediaTokens(grids, (1, 0, 1), torch.arange(5))
+    assert media.spread(torch.tensor([[10.0], [20.0], [21.0]])).flatten().tolist() == [20, 21, 10, 20, 21]
+
+
+def test_a_batch_keeps_grids_and_token_types_on_the_host(model: PreTrainedModel) -> None:
+    batch = collate([make_row(model, "video, image", 0)], pad_id=0).to(torch.device("meta"))
+    on_host = {key for key, value in batch.mm_kwargs.items() if value.device.type == "cpu"}
+    assert on_host == {"image_grid_thw", "video_grid_thw"} and batch.mm_token_type_ids.device.type == "cpu"
+    assert batch.mm_kwargs["pixel_values"].device.type == batch.input_ids.device.type == "meta"
+
+
+def test_deepstack_adds_at_a_mask_as_transformers_does(tiny_qwen3_vl: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(tiny_qwen3_vl, dtype=torch.float32)
+    batch = collate([make_row(model, "image, video, image", 0)], pad_id=0)
+    expected = transformers_logprobs(model, batch)
+    use_media_indices(model)
+    assert torch.equal(transformers_logprobs(model, batch), expected)
+    inputs = embed_batch(model, batch)
+    assert inputs["visual_pos_masks"].dtype == torch.int64 and len(inputs["deepstack_visual_embeds"]) == 1
