@@ -304,8 +304,21 @@ def _finished(document: dict[str, Any], config: JobConfig, device: Device, world
     }
     result["bf16"] = result.get("bf16", {}) | {"enabled": config.train.precision == "bf16"}
     result["data_types"] = result.get("data_types", {}) | {"grad_accum_dtype": "fp32"}
-    result["zero_optimization"] = _fit_device(result.get("zero_optimization", {}), device)
+    result["zero_optimization"] = _stage3_defaults(config) | _fit_device(result.get("zero_optimization", {}), device)
     return result
+
+
+def _stage3_defaults(config: JobConfig) -> dict[str, Any]:
+    """Values for what a DeepSpeed JSON leaves open; stages 1 and 2 ignore them.
+
+    By default DeepSpeed keeps a parameter that is used again within 1e9 values, and walks its trace for each module to find
+    out. And it wraps each linear layer in a Python autograd function, so that the graph does not hold gathered weights from
+    the forward to the backward pass; with checkpointing the graph holds those of one block only.
+    """
+    return {
+        "stage3_max_reuse_distance": 0,
+        "memory_efficient_linear": not config.model.gradient_checkpointing,
+    }
 
 
 def _without_auto(value: Any) -> Any:

@@ -20,7 +20,12 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class ModelConfig(Section):
+class JobModelConfig(Section):
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
     """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
     models to try things, and `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) such that read text alone."""
@@ -34,8 +39,6 @@ class ModelConfig(Section):
     """Regular expressions, searched in parameter names (`visual`, `language_model\\.layers\\.[0-3]\\.`); each must match one."""
     quantize: Literal["nf4"] | None = None
     """Hold the matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314): only beside adapters (`lora.rank`)."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """`auto` is our own, which takes the samples of a packed row apart: torch's flash attention on a GPU, its scaled-dot-product
     attention elsewhere. The others are transformers', for comparison; with them completions do not share their prompt."""
@@ -340,6 +343,7 @@ class JobConfig(Section):
     """Folder of the run; unset: `outputs/<command>-<time>`."""
     deepspeed: str = "zero3.json"
     """DeepSpeed JSON: a path, or the name of a shipped one (`--ds-config` wins)."""
+    model: JobModelConfig = JobModelConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()

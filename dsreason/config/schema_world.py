@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from dsreason.config.schema import (
     Count,
     JobConfig,
+    JobModelConfig,
     JobTrainConfig,
     JobValidationConfig,
     RewardFunctionsConfig,
@@ -21,7 +22,7 @@ from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
 
-class WorldModelConfig(Section):
+class WorldModelConfig(JobModelConfig):
     path: str = "tiny:cosmos_predict2_5"
     """Folder in diffusers' format, hub name or `s3://…`, or an export of a run; `tiny:cosmos_predict2_5`, `tiny:wan` and
     `tiny:squares` (with a codec for the built-in clips) are small random models."""
@@ -31,8 +32,6 @@ class WorldModelConfig(Section):
     """Prompts are padded, or cut, to this many tokens."""
     freeze_text_projection: bool = False
     """Where all weights are trained, all but Cosmos' first layer for text: of each prompt 1 MB is kept instead of 98 MB."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
 
 
 class LoRAConfig(AdapterConfig):

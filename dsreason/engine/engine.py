@@ -12,6 +12,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
+from dsreason.engine.zero3 import gather_whole_blocks, record_training_only
 from dsreason.errors import ConfigError
 from dsreason.job.launch import environment
 
@@ -20,18 +21,27 @@ ZeroParameter: TypeAlias = Any
 """An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods of its own."""
 
 
-def build_engine(model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any]) -> DeepSpeedEngine:
+def build_engine(
+    model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any], blocks: Collection[str] = ()
+) -> DeepSpeedEngine:
     """Wrap `model` for training with AdamW over its trainable parameters.
+
+    `blocks`: class names of the modules that ZeRO-3 gathers as a whole, such as decoder layers.
 
     The caller marks the boundary of each step itself, so the number of micro-batches may change from step to step:
     `set_gradient_accumulation_boundary(is_last)`, `backward(loss, scale_wrt_gas=False)`, `step()` for each.
     """
     groups = parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
+    if partitioned:
+        gather_whole_blocks(model, blocks)
     # DeepSpeed looks whether the optimizer is its Muon, and the import of that would compile it: seconds for nothing.
     with environment({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
+    if partitioned:
+        record_training_only(engine)
     return engine
 
 

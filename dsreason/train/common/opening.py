@@ -19,6 +19,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
+from dsreason.families import family_of
 from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
 from dsreason.models.folder import model_fingerprint
 from dsreason.models.freeze import freeze
@@ -131,7 +132,8 @@ def build_policy_engine(
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
         log.info("%s", trained_share(model))
-    return build_engine(policy, config.optim, deepspeed_config)
+    blocks = family_of(model.config.model_type).modules.blocks
+    return build_engine(policy, config.optim, deepspeed_config, blocks)
 
 
 def start_policy(opened: OpenedRun[C], engine: DeepSpeedEngine) -> TrainerState:

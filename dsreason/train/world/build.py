@@ -214,7 +214,7 @@ def build_transformer(opened: OpenedJob[WorldConfig]) -> tuple[DeepSpeedEngine, 
         transformer.enable_gradient_checkpointing()
     if (group := context_group(config, opened.world)) is not None:
         parallelise(transformer, family, group)
-    return build_engine(transformer, config.optim, opened.deepspeed), metadata
+    return build_engine(transformer, config.optim, opened.deepspeed, family.blocks), metadata
 
 
 def context_group(config: WorldConfig, world: World) -> Any:

@@ -270,6 +270,7 @@ COSMOS_PREDICT2_5 = WorldFamily(
     name="Cosmos-Predict2.5",
     pipelines=("Cosmos2_5_PredictBasePipeline",),
     transformer="CosmosTransformer3DModel",
+    blocks=("CosmosTransformerBlock",),
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
     max_conditional_frames=2,
     guidance_offset=1.0,  # the pipeline computes v + scale · (v − v_negative)

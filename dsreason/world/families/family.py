@@ -70,6 +70,8 @@ class WorldFamily:
     """`_class_name` in model_index.json."""
     transformer: str
     """Its class in diffusers."""
+    blocks: tuple[str, ...]
+    """Class names of the transformer's blocks: ZeRO-3 gathers each as a whole."""
     lora_targets: tuple[str, ...]
     """Names of the linear layers of attention and feed-forward."""
     max_conditional_frames: int

@@ -198,6 +198,7 @@ WAN = WorldFamily(
     name="Wan 2.1",
     pipelines=("WanPipeline",),
     transformer="WanTransformer3DModel",
+    blocks=("WanTransformerBlock",),
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
     max_conditional_frames=0,
     guidance_offset=0.0,  # the pipeline computes v_negative + scale · (v − v_negative)
