@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsreason.engine.engine import is_partitioned
 from dsreason.engine.host_memory import HostBuffer, synchronize
+from dsreason.engine.zero3 import release_gathered
 from dsreason.monitor.memory import GIB
 
 MASTER_WEIGHTS = {
@@ -54,7 +55,7 @@ class StateOffload:
         """Afterwards the tensors have no memory at all: only weights may be read until `reload`."""
         if not self.is_active or self.away or self.dropped:
             return
-        self.engine.empty_partition_cache()
+        release_gathered(self.engine)
         moving, dropped = self.moving(), self._on_device(self.gradients())
         assert not storages(self._weights()) & storages([*moving.values(), *dropped])
         for name, tensor in moving.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsreason.engine.engine import hf_name, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
+from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import CheckpointError
 from dsreason.models.lora import adapters_off
 from dsreason.models.weights import find_weights
@@ -114,7 +115,7 @@ def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
     """The next forward gathers every trained weight from the ranks' shares again."""
-    engine.empty_partition_cache()  # small parameters stay whole in between, and would be used as they are
+    release_gathered(engine)  # small parameters stay whole in between, and would be used as they are
     for parameter in trained_parameters(engine).values():
         if is_partitioned(parameter):
             parameter.ds_secondary_tensor = None  # of this host's own copy, with zero_hpz_partition_size

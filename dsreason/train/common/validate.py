@@ -22,6 +22,7 @@ from dsreason.data.micro_batches import align_micro_batches
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
+from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, all_sum, errors_on_all_ranks, gather_objects
 from dsreason.monitor.progress import Advance, Progress
@@ -147,7 +148,7 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
         num_rows += len(samples)
         advance(len(samples) * held_out.world.size)
     policy_engine.train(was_training)
-    policy_engine.empty_partition_cache()
+    release_gathered(policy_engine)
     num_tokens, num_rows = int(all_sum(num_tokens)), int(all_sum(num_rows))
     if num_rows == 0:
         raise DataError(f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for why")

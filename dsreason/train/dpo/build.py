@@ -16,6 +16,7 @@ from dsreason.config.schema_dpo import DPOConfig
 from dsreason.data.order import StepOrder, evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.engine.reference import BaseReference
+from dsreason.engine.zero3 import release_gathered
 from dsreason.job.ranks import gather_objects, on_rank_zero
 from dsreason.models.folder import model_fingerprint
 from dsreason.rollout.transformers_engine import TransformersSettings
@@ -138,7 +139,7 @@ def open_reference(opened: OpenedRun[DPOConfig], engine: DeepSpeedEngine, order:
     for part, dataset, rows in (("training", opened.training, trained), ("validation", opened.validation, held_out)):
         measure_missing(opened, engine, stored, part, dataset, stored.missing(part, rows))
     engine.train()
-    engine.empty_partition_cache()
+    release_gathered(engine)
     return stored
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.preference import Pairs, pairs_of
@@ -77,7 +78,7 @@ def held_out_pairs(dpo: DPORun, rows: list[int]) -> Pairs:
                 found.append(pairs_of(logprobs, one.lengths.to(engine.device), ref))
             advance(batches.num_samples + len(batches.skipped))
     engine.train(was_training)
-    engine.empty_partition_cache()
+    release_gathered(engine)
     if not any(gather_objects(any(len(pairs.chosen) for pairs in found))):
         raise DataError(f"validation: none of the {len(rows)} held-out rows can be used; see the log for why")
     return gather_pairs(found, dpo.world)

@@ -23,7 +23,7 @@ def engine_of(rank: int, **shares: list[float]) -> Any:
         parameter: Any = nn.Parameter(torch.empty(0), requires_grad=name != "frozen")
         parameter.ds_id, parameter.ds_tensor = name, torch.tensor(values)
         policy.model.register_parameter(name, parameter)
-    return SimpleNamespace(module=policy, global_rank=rank, empty_partition_cache=lambda: None)
+    return SimpleNamespace(module=policy, global_rank=rank, optimizer=None)
 
 
 def held(engine: Any) -> dict[str, list[float]]:

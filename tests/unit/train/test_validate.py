@@ -143,6 +143,7 @@ class Policy:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self.optimizer = None
 
     def __call__(self, batch: None) -> torch.Tensor:
         return torch.full((self.num_tokens,), -0.5)
@@ -150,8 +151,6 @@ class Policy:
     def eval(self) -> None: ...
 
     def train(self, mode: bool) -> None: ...
-
-    def empty_partition_cache(self) -> None: ...
 
 
 @pytest.mark.parametrize(("num_tokens", "loss"), [(0, None), (3, 0.5)])

@@ -1,0 +1,290 @@
+"""CPU time that ZeRO-3 adds to the host's work, relative to ZeRO-2, on a model that computes next to nothing.
+
+    python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 16] [--one-kind]
+
+The model has as many modules as one of 2e9 parameters (28 layers, 24 vision blocks) and a width of 64, so that its CPU
+seconds are those of Python, DeepSpeed's hooks and kernel launches. On a GPU they are idle time of the card if they exceed
+the time of the kernels. Rows of text, images and clips take turns, so that micro-batches differ as real ones do. `grpo` measures
+updates with old and reference log-probabilities on made-up completions, `dpo` with a reference, `world` SFT of a video
+transformer with 28 blocks.
+
+Prints CPU seconds per micro-batch for both DeepSpeed files, the mean after four warm-up steps, and, last, their ratio and
+the slowest ZeRO-3 step relative to its median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WARMUP = 4
+MAX_RATIO = {"sft": 1.15, "grpo": 1.3, "dpo": 1.3, "world": 1.3}
+MAX_SPIKE = 2.5
+FILES = ("zero2.json", "zero3.json")
+QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Describe what you see.")
+Step = Callable[[], int]
+"""Run one step and return the number of its micro-batches."""
+
+
+def write_rows(folder: Path, one_kind: bool) -> Path:
+    """Write 48 rows with answers of 1 to 4 sentences; each has a chosen and a rejected answer as well."""
+    import numpy as np
+    from PIL import Image
+
+    from dsreason.datasets.builtin import write_clip
+
+    random, rows = np.random.default_rng(0), []
+    for number in range(48):
+        answer = " ".join(["The ball moves to the left."] * int(random.integers(1, 5)))
+        row = {"id": str(number), "question": QUESTIONS[number % 3], "answer": answer, "rejected": "I see nothing."}
+        clip = np.full((4, 64, 64, 3), random.integers(0, 255), np.uint8)
+        kind = 1 if one_kind else number % 3
+        if kind == 1:
+            Image.fromarray(clip[0]).save(folder / f"{number}.png")
+            row["image"] = f"{number}.png"
+        elif kind == 2:
+            write_clip(folder / f"{number}.mp4", clip)
+            row["video"] = f"{number}.mp4"
+        rows.append(row)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def build_model(family: str, folder: Path) -> Path:
+    import torch
+
+    from dsreason.models.tiny import build_tiny
+
+    return build_tiny(
+        family,
+        folder,
+        dtype=torch.bfloat16,
+        hidden_size=64,
+        num_layers=28,
+        intermediate_size=64,
+        vision_hidden_size=64,
+        vision_depth=24,
+        head_size=32,
+        num_key_value_heads=1,
+        vocabulary_size=1024,
+    )
+
+
+def run_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "deepspeed": arguments.file,
+        "model": {"path": str(arguments.scratch / "model"), "max_length": 2048},
+        "data": {"adapter": "jsonl", "path": str(arguments.scratch / "rows.jsonl"), "workers": 0},
+        "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
+        "train": {"epochs": 1000, "max_steps": 10_000, "global_batch_size": 4, "max_tokens_per_micro_batch": 4096},
+        "validation": {"before_training": False, "generate": False},
+        "checkpoint": {"every": 0, "export": "none"},
+    }
+
+
+def open_sft(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+    from dsreason.config.schema import SFTConfig
+    from dsreason.train.sft.build import build_sft
+    from dsreason.train.sft.loop import sft_step
+
+    config = SFTConfig.model_validate(run_settings(arguments))
+    run = stack.enter_context(build_sft(config, arguments.scratch / f"sft-{arguments.file}", None))
+    for batches in run.loader:
+
+        def step(batches: Any = batches) -> int:
+            sft_step(run.engine, batches, lr=1e-5, world=run.world)
+            return len(batches.micro_batches)
+
+        yield step
+
+
+def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+    from dsreason.config.schema_dpo import DPOConfig
+    from dsreason.train.dpo.build import build_dpo
+    from dsreason.train.dpo.loop import dpo_step
+    from dsreason.train.dpo.validate import validate
+
+    settings = run_settings(arguments)
+    del settings["validation"]["generate"]
+    config = DPOConfig.model_validate(settings | {"dpo": {"reference": "model"}})
+    run = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None, validate=validate))
+    for batches in run.loader:
+
+        def step(batches: Any = batches) -> int:
+            dpo_step(run, batches)
+            return len(batches.micro_batches)
+
+        yield step
+
+
+def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+    """Two optimizer steps over the completions of a rollout, with the log-probabilities that they need before."""
+    import torch
+
+    from dsreason.config.deepspeed import resolve_deepspeed
+    from dsreason.config.schema_grpo import GRPOConfig
+    from dsreason.data.sources import open_datasets
+    from dsreason.engine.reference import ReferencePolicy
+    from dsreason.job.ranks import init_world
+    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.train.common.opening import build_policy_engine
+    from dsreason.train.common.preflight import build_encoder
+    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
+
+    settings = run_settings(arguments)
+    del settings["train"]["global_batch_size"]
+    grpo = {"num_generations": 4, "prompts_per_step": 4, "kl_coef": 0.01, "optimizer_steps_per_rollout": 2}
+    settings |= {"grpo": grpo, "rollout": {"max_completion_length": 64}, "reward": {"functions": {"exact_match": 1.0}}}
+    config = GRPOConfig.model_validate(settings)
+    world, folder = init_world(), Path(config.model.path)
+    deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
+    engine = build_policy_engine(config, deepspeed, folder)
+    reference, encoder = ReferencePolicy(engine), build_encoder(config, folder)
+    samples, _ = open_datasets(config.data)
+    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+    for first in range(0, 10_000, 4):
+        prompts = [encoder.encode_prompt(samples[(first + i) % len(samples)]) for i in range(4)]
+        halves = [make_rollouts(prompts[:2], first), make_rollouts(prompts[2:], first + 2)]
+
+        def step(halves: Any = halves) -> int:
+            steps = [cut(rollouts, config, encoder) for rollouts in halves]
+            for micro_batches in add_fixed_logprobs(steps, engine, reference, None, config, banned):
+                accumulate_gradients(engine, micro_batches, config, world, banned)
+                engine.step()
+            return sum(map(len, steps))
+
+        yield step
+
+
+def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
+    """Four completions of made-up tokens for each prompt."""
+    import numpy as np
+
+    from dsreason.rollout.protocol import Completion
+    from dsreason.train.grpo.rollouts import Rollout
+
+    random, rollouts = np.random.default_rng(seed), []
+    for group, prompt in enumerate(prompts):
+        for _ in range(4):
+            ids = tuple(random.integers(5, 60, random.integers(10, 60)).tolist())
+            completion = Completion(ids, "", tuple(random.normal(-5, 1, len(ids)).tolist()), "stop", 0)
+            rollouts.append(Rollout(prompt, completion, 0.0, {}, float(random.normal()), group))
+    return rollouts
+
+
+def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+    from dsreason.config.schema_world import WorldConfig
+    from dsreason.train.world.build import build_world
+    from dsreason.train.world.loop import next_parts, world_step
+
+    settings = {
+        "deepspeed": arguments.file,
+        "model": {"path": str(arguments.scratch / "model")},
+        "data": {"format": "mock", "frames": 5, "height": 32, "width": 32, "validation": 0},
+        "world": {"algorithm": "sft"},
+        "optim": {"lr": 1e-5, "warmup": 0},
+        "train": {"max_steps": 10_000, "global_batch_size": 4, "micro_batch_size": 2},
+        "validation": {"before_training": False, "max_samples": 0},
+        "checkpoint": {"every": 0, "export": "none", "keep_best": False},
+    }
+    config = WorldConfig.model_validate(settings)
+    output = arguments.scratch / f"world-{arguments.file}"
+    run = stack.enter_context(build_world(config, output, None, validate=lambda run: None))
+    for number in range(1, 10_000):
+        (part,) = next_parts(run)
+
+        def step(part: Any = part, number: int = number) -> int:
+            world_step(run, part, number)
+            return len(part)
+
+        yield step
+
+
+TASKS = {"sft": open_sft, "grpo": open_grpo, "dpo": open_dpo, "world": open_world}
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print the CPU seconds per micro-batch of each step."""
+    from dsreason.job.launch import prepare_environment
+
+    prepare_environment()
+    import torch
+
+    torch.set_num_threads(1)
+    if not (arguments.scratch / "rows.jsonl").is_file():
+        write_rows(arguments.scratch, arguments.one_kind)
+        if arguments.task == "world":
+            from dsreason.world.families import FAMILIES
+
+            FAMILIES[arguments.family].build_tiny(arguments.scratch / "model", num_layers=28)
+        else:
+            build_model(arguments.family, arguments.scratch / "model")
+    seconds = []
+    with ExitStack() as stack:
+        for step in islice(TASKS[arguments.task](arguments, stack), arguments.steps):
+            started = time.process_time()
+            count = step()
+            seconds.append((time.process_time() - started) / count)
+    print("SECONDS " + json.dumps(seconds))
+
+
+def run_side(arguments: argparse.Namespace, file: str, scratch: Path) -> list[float]:
+    """Measure one DeepSpeed file in its own process and return its steps after the warm-up."""
+    command = [sys.executable, __file__, "--task", arguments.task, "--family", arguments.family]
+    command += ["--steps", str(arguments.steps), "--file", file, "--scratch", str(scratch)]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    command += ["--one-kind"] * arguments.one_kind
+    process = subprocess.run(command, env=os.environ | environment, text=True, capture_output=True, check=False)
+    lines = [line for line in process.stdout.splitlines() if line.startswith("SECONDS ")]
+    if not lines:
+        sys.exit(f"{file} failed:\n{process.stdout[-1000:]}\n{process.stderr[-3000:]}")
+    seconds: list[float] = json.loads(lines[-1].removeprefix("SECONDS "))
+    return seconds[WARMUP:]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="sft")
+    parser.add_argument("--family", help="default: qwen3_vl, of world models wan")
+    parser.add_argument("--steps", type=int, default=16, help="the first four are not counted")
+    parser.add_argument("--one-kind", action="store_true", help="rows of images only")
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.family = arguments.family or ("wan" if arguments.task == "world" else "qwen3_vl")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.file:
+        measure(arguments)
+        return
+    means, spikes = {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in FILES:
+            seconds = run_side(arguments, file, Path(scratch))
+            means[file], spikes[file] = statistics.mean(seconds), max(seconds) / statistics.median(seconds)
+            print(
+                f"{file}: {means[file]:.3f} CPU s per micro-batch, slowest step / median {spikes[file]:.1f}", flush=True
+            )
+    print(f"goals: ratio at most {MAX_RATIO[arguments.task]}, slowest step at most {MAX_SPIKE} of the median")
+    ratio, spike = means["zero3.json"] / means["zero2.json"], spikes["zero3.json"]
+    print(f"zero3 / zero2: {ratio:.2f}, slowest step {spike:.1f} of the median")
+
+
+if __name__ == "__main__":
+    main()
