@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from dsreason.data.types import Batch, EncodedSample, MediaKind, Segment
+from dsreason.data.types import TOKEN_TYPES, Batch, EncodedSample, MediaKind, MediaTokens, Segment
 
 S = TypeVar("S", bound=EncodedSample)
 
@@ -188,6 +188,28 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
         position_ids=appended(batch.position_ids, torch.cat(positions[1:], dim=1)),
         mm_token_type_ids=appended(batch.mm_token_type_ids, types),
     )
+
+
+def find_media_tokens(batch: Batch) -> MediaTokens | None:
+    """Read the layout of a batch's media, whose grids and token types are on the host. None if it shows no media."""
+    grids: list[Tensor] = []
+    numbers: list[int] = []
+    indices: list[Tensor] = []
+    for kind, key in GRIDS.items():
+        if key not in batch.mm_kwargs:
+            continue
+        shown: Sequence[int] = batch.media_numbers.get(kind) or range(len(batch.mm_kwargs[key]))
+        offset = sum(map(len, grids))
+        grids.append(batch.mm_kwargs[key][[shown.index(number) for number in range(max(shown) + 1)]])
+        numbers += [offset + number for number in shown]
+        indices.append((batch.mm_token_type_ids.flatten() == TOKEN_TYPES[kind]).nonzero().flatten())
+    return MediaTokens(torch.cat(grids), tuple(numbers), torch.cat(indices)) if grids else None
+
+
+def join_pixels(batch: Batch) -> Tensor:
+    """Concatenate the pixels `[patches, dim]` of all distinct media, in the order of `MediaTokens.grids`."""
+    pixels = [batch.mm_kwargs[key] for key in PIXELS.values() if key in batch.mm_kwargs]
+    return pixels[0] if len(pixels) == 1 else torch.cat(pixels)
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:

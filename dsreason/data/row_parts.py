@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsreason.data.collate import PIXELS, append_segments, padding_sample
-from dsreason.data.media_tokens import MediaTokens, find_media_tokens, join_pixels
-from dsreason.data.types import Batch, MediaPart, RowPart
+from dsreason.data.collate import PIXELS, append_segments, find_media_tokens, join_pixels, padding_sample
+from dsreason.data.types import Batch, MediaPart, MediaTokens, RowPart
 from dsreason.job.part_of import PartOf
 
 

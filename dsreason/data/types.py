@@ -174,3 +174,37 @@ def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> R
     if media is not None:
         media = replace(media, sent=move(media.sent), order=move(media.order), indices=move(media.indices))
     return replace(part, targets=move(part.targets), predictors=move(part.predictors), media=media)
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """Distinct media in the order in which the tower encodes them: all images, then all videos.
+
+    Example: two images of 4 tokens, shown as first, second, first, then one video of 8 tokens:
+    `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, of which the last 8 are the video's.
+    """
+
+    grids: torch.Tensor  # [distinct media, 3] int64, in patches: frames, height, width
+    numbers: tuple[int, ...]
+    """For each medium that the rows show, its number among the distinct ones."""
+    indices: torch.Tensor  # [tokens] int64: placeholders in the flattened rows, in the order of `numbers`
+
+    @property
+    def patches_per_token(self) -> int:
+        shown = sum(self.grids[number].prod().item() for number in self.numbers)
+        return int(shown) // len(self.indices)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each distinct medium."""
+        patches = self.patches_per_token
+        return [size // patches for size in self.grids.prod(-1).tolist()]
+
+    def spread(self, features: torch.Tensor) -> torch.Tensor:
+        """Repeat the features of media that the rows show more than once: `[distinct tokens, D]` → `[tokens, D]`."""
+        if len(self.numbers) == len(self.grids):
+            return features
+        import torch
+
+        parts = features.split(self.lengths)
+        return torch.cat([parts[number] for number in self.numbers])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsreason.data.media_tokens import find_media_tokens, join_pixels
+from dsreason.data.collate import find_media_tokens, join_pixels
 from dsreason.data.types import Batch
 from dsreason.families import family_of
 

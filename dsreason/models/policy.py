@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from dsreason.data.media_tokens import join_pixels
+from dsreason.data.collate import join_pixels
 from dsreason.data.types import Batch
 from dsreason.families import family_of
 from dsreason.models.attention import attention_inputs

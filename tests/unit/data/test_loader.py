@@ -17,8 +17,8 @@ import torch
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data import loader
+from dsreason.data.collate import find_media_tokens
 from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of_groups
-from dsreason.data.media_tokens import find_media_tokens
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
 from dsreason.job import failures

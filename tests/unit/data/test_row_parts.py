@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dsreason.data.collate import pack
-from dsreason.data.media_tokens import MediaTokens
 from dsreason.data.row_parts import share_media, take_part
-from dsreason.data.types import EncodedSample, MediaPart, Segment
+from dsreason.data.types import EncodedSample, MediaPart, MediaTokens, Segment
 from dsreason.job.part_of import PartOf
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dsreason.data.collate import collate
-from dsreason.data.media_tokens import MediaTokens, find_media_tokens
-from dsreason.data.types import Batch, EncodedSample
+from dsreason.data.collate import collate, find_media_tokens
+from dsreason.data.types import Batch, EncodedSample, MediaTokens
 from dsreason.models.media_features import embed_batch, use_media_indices
 from dsreason.models.policy import Policy
 
