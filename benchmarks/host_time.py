@@ -146,6 +146,7 @@ def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]
 
     settings = run_settings(arguments)
     del settings["train"]["global_batch_size"]
+    settings["train"]["max_tokens_per_micro_batch"] = 512
     grpo = {"num_generations": 4, "prompts_per_step": 4, "kl_coef": 0.01, "optimizer_steps_per_rollout": 2}
     settings |= {"grpo": grpo, "rollout": {"max_completion_length": 64}, "reward": {"functions": {"exact_match": 1.0}}}
     config = GRPOConfig.model_validate(settings)
