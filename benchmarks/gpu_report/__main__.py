@@ -1,6 +1,9 @@
-"""`python -m benchmarks.gpu_report`: runs the parts, one after the other, and writes the report after each.
+"""`python -m benchmarks.gpu_report`: run the parts, one after the other, and write the report after each.
 
-Where no call may take more than ten minutes, three of them fill one report:
+    make gpu-report SECONDS=300
+
+runs those that answer most within five minutes: first the checks beside each other, then speeds, each alone. If no call may
+take more than ten minutes, three of them fill one report:
 
     make gpu-report PARTS="environment zero attention vision head parity ledger_05b"
     make gpu-report PARTS="ledger_2b sync state_poison sft grpo"
@@ -12,13 +15,18 @@ from __future__ import annotations
 import signal
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
-from benchmarks.gpu_report.parts import BY_NAME, PARTS, Part, Setting
+from benchmarks.gpu_report.parts import BY_NAME, CHECKS_SHARE, PARTS, SHORT, Part, Setting
 from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, read_records, record_of, write_report
 from benchmarks.gpu_report.runner import Ended, limit_of, run_part
 from dsreason.job import launch
@@ -26,6 +34,8 @@ from dsreason.problems import nearest
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)
+SHORTEST = 15
+"""Seconds in which no part measures anything."""
 
 
 def chosen(names: str) -> list[Part]:
@@ -68,6 +78,9 @@ def main(
     scratch: Annotated[
         Path | None, typer.Option(help="Folder for models and runs, up to 40 GB; default: the temporary one.")
     ] = None,
+    seconds: Annotated[
+        int, typer.Option(min=0, help="All the time there is; the parts that answer most come first. 0: no limit.")
+    ] = 0,
     tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes; without a GPU always.")] = False,
     show: Annotated[
         bool, typer.Option("--list", callback=show_parts, is_eager=True, help="Show the parts and exit.")
@@ -75,6 +88,8 @@ def main(
 ) -> None:
     """Measure what a GPU shows of dsreason; nothing is downloaded. Exit code 1 where a part is not as it should be."""
     wanted = chosen(parts)
+    if seconds:
+        wanted = [BY_NAME[name] for name in SHORT if BY_NAME[name] in wanted]
     stopped = listen()
     launch.prepare_environment()
     gpus = launch.gpu_count()
@@ -82,11 +97,12 @@ def main(
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     records = read_records(out)
-    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch) as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch) as folder, console.status("") as status:
         setting = Setting(Path(folder), cards, tiny or not cards)
+        runner = Runner(setting, logs, stopped, status)
         try:
-            for number, part in enumerate(wanted):
-                records[part.name] = record_of(part, run(part, setting, logs, wanted[number + 1 :], stopped), setting)
+            for part, ended in runner.run_within(wanted, seconds) if seconds else runner.run_all(wanted):
+                records[part.name] = record_of(part, ended, setting)
                 write_report(out, records)
                 tell(part, records[part.name])
         except KeyboardInterrupt:
@@ -96,21 +112,52 @@ def main(
     raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in wanted) else 1)
 
 
-def run(part: Part, setting: Setting, logs: Path, later: list[Part], stopped: threading.Event) -> Ended:
-    """The part, with its time and that of the later ones on the screen. KeyboardInterrupt where `stopped` is set."""
-    if setting.cards and setting.cards < part.cards:
-        return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {setting.cards}")
-    rest = sum(limit_of(other, setting) for other in later)
-    with console.status("") as status:
+@dataclass(frozen=True)
+class Runner:
+    """Runs parts; KeyboardInterrupt once `stopped` is set."""
+
+    setting: Setting
+    logs: Path
+    stopped: threading.Event
+    status: Status
+
+    def run_all(self, parts: list[Part]) -> Iterator[tuple[Part, Ended]]:
+        """Run one part after the other, each within its own limit."""
+        for number, part in enumerate(parts):
+            later = sum(limit_of(other, self.setting) for other in parts[number + 1 :])
+            yield part, self.run(part, limit_of(part, self.setting), later)
+
+    def run_within(self, parts: list[Part], seconds: float) -> Iterator[tuple[Part, Ended]]:
+        """Run the checks beside each other, then the timed parts alone until the time is over."""
+        deadline = time.monotonic() + seconds
+        checks = [part for part in parts if part.beside]
+        with ThreadPoolExecutor(max(1, len(checks))) as pool:
+            limits = {part: min(limit_of(part, self.setting), CHECKS_SHARE * seconds) for part in checks}
+            futures = {pool.submit(self.run, part, limit): part for part, limit in limits.items()}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        for part in parts:
+            if part.beside:
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining < SHORTEST:
+                yield part, Ended("skipped", 0.0, {}, f"no time is left of {seconds:g} s")
+            else:
+                yield part, self.run(part, min(limit_of(part, self.setting), remaining))
+
+    def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
+        """Run a part, with its time and that of the later ones on the screen."""
+        cards = self.setting.cards
+        if cards and cards < part.cards:
+            return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {cards}")
 
         def tick(seconds: float) -> None:
-            if stopped.is_set():
+            if self.stopped.is_set():
                 raise KeyboardInterrupt
-            limit = limit_of(part, setting)
-            left = (limit - seconds + rest) / 60
-            status.update(f"{part.name}: {seconds:.0f} of {limit} s; all parts: at most {left:.0f} minutes more")
+            minutes = (limit - seconds + later) / 60
+            self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
 
-        return run_part(part, setting, logs, tick)
+        return run_part(part, self.setting, self.logs, tick, limit)
 
 
 def tell(part: Part, record: dict[str, object]) -> None:

@@ -12,14 +12,15 @@ from benchmarks.gpu_report.parts import Setting, SkipPart
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"head_size": 64, "num_key_value_heads": 1, "vocabulary_size": 1024},
-    # 0.6e9, 1.9e9 and 7.4e9 parameters; of the shapes of Qwen3-VL with 2 and 8 billion.
+    # 0.6e9, 1.9e9, 8.7e9 and 7.4e9 parameters; of the shapes of Qwen3-VL with 2 and 8 billion.
     "0.5B": {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072},
     "2B": {"hidden_size": 2048, "num_layers": 28, "intermediate_size": 6144},
+    "8B": {"hidden_size": 4096, "num_layers": 36, "intermediate_size": 12288, "tie_embeddings": False},
     "7B": {"hidden_size": 4096, "num_layers": 32, "intermediate_size": 12288, "tie_embeddings": False},
 }
 REAL = {"head_size": 128, "num_key_value_heads": 8, "vocabulary_size": 151_936}
 TOWER = {"vision_hidden_size": 1024, "vision_depth": 24}
-DEVICE_GIB = {"0.5B": 20, "2B": 60, "7B": 70}
+DEVICE_GIB = {"0.5B": 20, "2B": 60, "7B": 70, "8B": 75}
 """Of a card on which policy and engine of a size fit side by side."""
 
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"

@@ -51,6 +51,8 @@ class Part:
     goals: tuple[Goal, ...] = ()
     cards: int = 1
     """How many it needs."""
+    beside: bool = False
+    """Whether it checks correctness only, and so may run beside other parts."""
 
 
 def shown(value: Value) -> str:
@@ -65,6 +67,7 @@ POISON_GOALS = (
     Goal("same answers after *", "==", True, on_cpu=True),
     Goal("tensors that dsreason does not write back either", "==", 0, on_cpu=True),
 )
+SFT_GOALS = (Goal("perf/tokens_per_second", ">=", 20_000), Goal("slowest step / median", "<=", 1.5))
 
 ENVIRONMENT, KERNELS, TRAINING, ENGINES, RUNS = (
     f"{__package__}.{name}" for name in ("environment", "kernels", "training", "engines", "runs")
@@ -84,6 +87,7 @@ PARTS = (
         100,
         "one forward, backward and step with each DeepSpeed file, both families",
         (Goal("*: ran", "==", True, on_cpu=True), Goal("*: buffers elsewhere", "==", 0, on_cpu=True)),
+        beside=True,
     ),
     Part(
         "attention",
@@ -110,6 +114,7 @@ PARTS = (
         100,
         "log-probabilities of trainer and engine in bf16, both families, text, image and video",
         (Goal("*: mismatch/kl*", "<=", 1e-2, on_cpu=True),),
+        beside=True,
     ),
     Part(
         "parity_fp32",
@@ -117,6 +122,7 @@ PARTS = (
         100,
         "the same in fp32",
         (Goal("*: mismatch/root_mean_square_logprob*", "<=", 1e-5, on_cpu=True),),
+        beside=True,
     ),
     Part(
         "ledger_05b",
@@ -141,13 +147,18 @@ PARTS = (
         POISON_GOALS,
     ),
     Part("state_poison_qwen3_vl", ENGINES, 55, "the same, the other family", POISON_GOALS),
-    Part("sft", TRAINING, 80, "tokens/s, model FLOPs utilization, and padding of SFT"),
+    Part("sft", TRAINING, 60, "tokens/s, model FLOPs utilization and single steps of SFT with zero3.json", SFT_GOALS),
+    Part("sft_zero2", TRAINING, 50, "the same with zero2.json", SFT_GOALS),
     Part(
         "grpo",
         RUNS,
         140,
         "a GRPO step split by phase",
-        (Goal("mismatch/kl", "<=", 1e-2, on_cpu=True),),
+        (
+            Goal("mismatch/kl", "<=", 1e-2, on_cpu=True),
+            Goal("step, s", "<=", 5.0),
+            Goal("wake + sync, s", "<=", 1.0),
+        ),
     ),
     Part(
         "checkpoint",
@@ -170,6 +181,7 @@ PARTS = (
             Goal("lines with a CUDA error", "==", 0, on_cpu=True),
         ),
     ),
+    Part("lora_8b", TRAINING, 120, "SFT of adapters on 8 billion parameters, on a card with 80 GB"),
     Part("processor", ENGINES, 75, "media processing and generation with and without vLLM's processor cache"),
     Part("cards_sft", RUNS, 90, "SFT on all cards", cards=2),
     Part("cards_grpo", RUNS, 140, "GRPO on all cards", cards=2),
@@ -183,6 +195,13 @@ PARTS = (
     ),
 )
 BY_NAME = {part.name: part for part in PARTS}
+SHORT = (
+    ("environment", "zero", "attention", "parity_bf16", "parity_fp32")
+    + ("sft", "grpo", "sft_zero2", "sync", "ledger_2b", "lora_8b", "vision", "leaks", "checkpoint")
+)  # fmt: skip
+"""Parts for a short time on a GPU, those first that answer most."""
+CHECKS_SHARE = 0.3
+"""Share of a short time for the parts that run beside each other."""
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,17 @@ class Ended:
     """The last lines that it wrote, where it did not end well."""
 
 
-def run_part(part: Part, setting: Setting, logs: Path, tick: Callable[[float], None] = lambda seconds: None) -> Ended:
+def run_part(
+    part: Part,
+    setting: Setting,
+    logs: Path,
+    tick: Callable[[float], None] = lambda seconds: None,
+    limit: float | None = None,
+) -> Ended:
     """Run it to its end or its time limit; whatever ends this call, no process of the part is left.
 
     Args:
+        limit: seconds; None: the part's own.
         logs: gets `<part>.log`, all that the part writes to its terminal.
         tick: called several times a second with the seconds so far.
     """
@@ -60,7 +67,8 @@ def run_part(part: Part, setting: Setting, logs: Path, tick: Callable[[float], N
     given = {"module": part.module, "part": part.name, "results": results, **asdict(setting)}
     task = json.dumps(given, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
-    started, limit = time.monotonic(), limit_of(part, setting)
+    started = time.monotonic()
+    limit = limit_of(part, setting) if limit is None else limit
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -59,7 +59,8 @@ def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps
     model = tiny_model(setting, family, precision)
     settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
-    settings["rollout"]["gpu_memory_utilization"] = 0.3
+    # A given cache: vLLM otherwise measures free memory, which parts beside this one change.
+    settings["rollout"] |= {"gpu_memory_utilization": 0.1, "engine_options": {"kv_cache_memory_bytes": 2**30}}
     return Running("grpo", settings, setting.scratch / name).finish()
 
 
@@ -68,8 +69,9 @@ def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps
 
 def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
     output = setting.scratch / "grpo"
-    yield from grpo_steps(real_grpo(setting), output, 2 if setting.tiny else 5)
-    yield from split(read_metrics(output))
+    for measurement in grpo_steps(real_grpo(setting), output, 2 if setting.tiny else 5):
+        yield measurement
+        yield from split(read_metrics(output))  # after each step: what is measured survives a time limit
 
 
 def real_grpo(setting: Setting) -> dict[str, Any]:
@@ -91,14 +93,17 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
         started = time.perf_counter()
         check_engine(run)
         yield "self-test, s", time.perf_counter() - started
-        for _ in range(steps):
+        for number in range(steps):
             train_on_rollout(run)
+            yield "steps", number + 1
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Means over the steps after the first; `other` is what no phase has."""
+    """Means over the steps after the first, none before the second; `other` is what no phase has."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[1:]
+    if not late:
+        return
     mean = {
         name: sum(step[name] for step in late) / len(late) for name in late[0] if all(name in step for step in late)
     }
@@ -109,6 +114,7 @@ def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
     for phase, seconds in known.items():
         yield f"{phase}, s", seconds
         yield f"{phase}, share of a step", seconds / whole
+    yield "wake + sync, s", known["wake"] + known["sync"]
     yield "other, share of a step", 1 - sum(known.values()) / whole
     yield "waiting for prompts, s", mean["time/data"]
     yield "waiting for rewards, s", mean["time/reward"]

@@ -5,12 +5,22 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
-from benchmarks.gpu_report.materials import FAMILIES, largest_size, random_model, run_settings, tiny_model, write_rows
+from benchmarks.gpu_report.materials import (
+    FAMILIES,
+    check_fits,
+    largest_size,
+    random_model,
+    run_settings,
+    tiny_model,
+    write_rows,
+)
 from benchmarks.gpu_report.parts import Setting, Value
 
 if TYPE_CHECKING:
@@ -76,10 +86,25 @@ def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
 # ---------------------------------------------------------------- SFT
 
 
-def sft(setting: Setting) -> Iterator[tuple[str, Value]]:
-    output = setting.scratch / "sft"
-    yield from sft_steps(sft_settings(setting, largest_size(setting)), output, 4 if setting.tiny else 10)
-    yield from speeds(read_metrics(output))
+def sft(setting: Setting, *, file: str = "zero3.json") -> Iterator[tuple[str, Value]]:
+    settings = sft_settings(setting, largest_size(setting)) | {"deepspeed": file}
+    yield from measure_sft(setting, settings, f"sft-{file}")
+
+
+sft_zero2 = partial(sft, file="zero2.json")
+
+
+def lora_8b(setting: Setting) -> Iterator[tuple[str, Value]]:
+    settings = sft_settings(setting, check_fits(setting, "8B")) | {"lora": {"rank": 16}}
+    yield from measure_sft(setting, settings, "lora-8b")
+
+
+def measure_sft(setting: Setting, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
+    """Yield the speeds after each step: what is measured survives a time limit."""
+    output = setting.scratch / folder
+    for measurement in sft_steps(settings, output, 4 if setting.tiny else 10):
+        yield measurement
+        yield from speeds(read_metrics(output))
 
 
 def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
@@ -106,6 +131,7 @@ def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tu
             with run.memory.phase("train"):
                 metrics = sft_step(run.engine, batches, lr=config.optim.lr, world=run.world)
             finish_step(run, batches, metrics, seconds=time.perf_counter() - started)
+            yield "steps", number + 1
             if number == 0:
                 yield "micro-batches a step", len(batches.micro_batches)
                 yield "padding, share of tokens", padding(batches)
@@ -122,11 +148,13 @@ def count_parameters(engine: DeepSpeedEngine) -> int:
 
 
 def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Of the later half of the steps of an SFT run."""
+    """Means over the steps of an SFT run after the second, none before the third."""
     steps = [line for line in lines if "train/loss" in line]
-    yield "steps", len(steps)
-    yield "first step, s", steps[0]["time/train"]
-    late = steps[len(steps) // 2 :]
+    late = steps[2:]
+    if not late:
+        return
+    yield "single steps, s", " ".join(f"{line['time/train']:.2f}" for line in steps)
+    yield "slowest step / median", max(seconds := [line["time/train"] for line in late]) / median(seconds)
     for name in ("perf/tokens_per_second", "perf/mfu", "time/data", "time/train", "memory/train/peak_gib"):
         if name in late[0]:  # the FLOPs of a CPU, or of an unknown card, are not known
             yield name, sum(line[name] for line in late) / len(late)

@@ -42,6 +42,8 @@ class ModelConfig(JobModelConfig):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """`auto` is our own, which takes the samples of a packed row apart: torch's flash attention on a GPU, its scaled-dot-product
     attention elsewhere. The others are transformers', for comparison; with them completions do not share their prompt."""
+    fused_kernels: bool = True
+    """On a GPU, compute RMSNorm, SwiGLU and rotary positions of training in one kernel each (torch, Liger-Kernel)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code you have read."""
 

@@ -29,7 +29,8 @@ from dsreason.families import FAMILIES, family_of
 from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.attention import use_segments
 from dsreason.models.folder import MODEL_FILES, check_sizes, download_folder, fetch_folder, find_folder, tiny_folder
-from dsreason.models.media_features import use_media_indices
+from dsreason.models.fused_kernels import use_fused_kernels
+from dsreason.models.media_features import adapt_vision
 from dsreason.models.mrope import position_ids
 from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
 from dsreason.models.template import check_template
@@ -258,6 +259,7 @@ def load_model(
     device: torch.device | str = "cpu",
     deepspeed: dict[str, Any] | None = None,
     quantize: Literal["nf4"] | None = None,
+    fused_kernels: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
@@ -266,6 +268,7 @@ def load_model(
     time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
     `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
 
+    `fused_kernels`: those of `dsreason.models.fused_kernels`, for a GPU.
     `quantize`: hold the matrices of the language model in 4 bits; they cannot be trained then. All else stays as it is.
     """
     model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
@@ -280,7 +283,9 @@ def load_model(
     else:
         load_weights(model, weights, dtype, device, quantized)
     model.generation_config = read_generation_config(path) or model.generation_config
-    use_media_indices(model)
+    adapt_vision(model)
+    if fused_kernels:
+        use_fused_kernels(model)
     return model.train()
 
 

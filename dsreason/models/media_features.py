@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from dsreason.data.collate import find_media_tokens, join_pixels
 from dsreason.data.types import Batch
@@ -58,10 +59,26 @@ def embed_tokens(model: PreTrainedModel, input_ids: Tensor, indices: Tensor, fea
     return inputs
 
 
-def use_media_indices(model: PreTrainedModel) -> None:
-    """Let this one model object add DeepStack's features at indices; transformers looks up a mask, and waits for the GPU."""
-    if family_of(model.config.model_type).modules.vision_tower is not None:
-        model.get_decoder()._deepstack_process = add_at_indices
+class PatchProduct(nn.Conv3d):
+    """A convolution whose kernel is its stride, computed as the matrix product that it is: cuDNN has no fast one in bf16."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """`[N, channels, frames, height, width]`, each the size of the kernel → `[N, D, 1, 1, 1]`."""
+        return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
+
+
+def adapt_vision(model: PreTrainedModel) -> None:
+    """Let this one model object embed patches by a matrix product, and add DeepStack's features at indices.
+
+    transformers looks up a mask for them, and waits for the GPU.
+    """
+    name = family_of(model.config.model_type).modules.vision_tower
+    if name is None:
+        return
+    for module in model.get_submodule(name).modules():
+        if type(module) is nn.Conv3d and module.kernel_size == module.stride:
+            module.__class__ = PatchProduct
+    model.get_decoder()._deepstack_process = add_at_indices
 
 
 def add_at_indices(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from accelerate.utils import get_balanced_memory
 from dsreason.families import Family, family_of
 from dsreason.job.hosts import local_size
 from dsreason.models.load import checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
-from dsreason.models.media_features import use_media_indices
+from dsreason.models.media_features import adapt_vision
 from dsreason.models.weights import Weights
 from dsreason.monitor.memory import GIB, available_bytes
 
@@ -52,7 +52,7 @@ def load_where_it_fits(
     size = sum(parameter.nbytes for parameter in model.parameters())
     if size <= budget(device):
         load_weights(model, weights, dtype, device)
-        use_media_indices(model)
+        adapt_vision(model)
     else:
         devices = devices_of(device)
         device_map = plan(model, family, {name_of(one): budget(one) for one in devices})
@@ -111,6 +111,7 @@ def spread(
     for name, parameter in model.named_parameters():
         if homes[name] != FILES:
             parameter.data = parameter.data.to(homes[name], dtype, copy=True)
+    adapt_vision(model)  # before accelerate wraps the forwards
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would say once more what has been said
     dispatch_model(
         model,
@@ -121,7 +122,7 @@ def spread(
         preload_module_classes=vision_class(model, family),
         force_hooks=True,  # all of the model may be on another GPU than its inputs
     )
-    use_media_indices(model)
+    adapt_vision(model)
 
 
 def home_of(name: str, device_map: DeviceMap) -> int | str:

@@ -1,10 +1,12 @@
-"""The model as training sees it: a batch in, the log-probabilities of its trained tokens out."""
+"""The model as training sees it: a batch in, the log-probabilities of its trained tokens out, with or without recomputation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from dsreason.data.collate import join_pixels
 from dsreason.data.types import Batch
@@ -91,3 +93,28 @@ class Policy(nn.Module):
         if part is not None:
             values = gather_values(values, part.targets, batch.targets.shape[0], self.group)
         return (values[0], values[1]) if with_entropy else values[0]
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = False) -> None:
+    """Recompute each decoder layer and vision block in the backward pass.
+
+    `offload`: what is kept of each, its input, waits in the host's memory until then.
+
+    transformers also makes the embeddings' outputs require gradients, which only reentrant checkpointing needs; with a
+    frozen vision tower it would run a backward pass through it for nothing.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+    if offload:
+        for module in model.modules():
+            if "_gradient_checkpointing_func" in vars(module):
+                module._gradient_checkpointing_func = checkpoint_in_host_memory
+
+
+def checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
+    """`torch.utils.checkpoint`, whose saved inputs are copies on the CPU, unless a frozen part made them."""
+    kept = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
+    if not kept:
+        return checkpoint(function, *args, use_reentrant=False)
+    with save_on_cpu(pin_memory=kept[0].is_cuda):
+        return checkpoint(function, *args, use_reentrant=False)

@@ -18,7 +18,7 @@ from dsreason.errors import CheckpointError
 from dsreason.families import family_of
 from dsreason.models.attention import model_positions
 from dsreason.models.load import empty_model, fill_buffers, model_config, read_generation_config
-from dsreason.models.media_features import use_media_indices
+from dsreason.models.media_features import adapt_vision
 from dsreason.models.placement import load_where_it_fits
 from dsreason.models.policy import base_output
 from dsreason.rollout.batches import cut_batches
@@ -148,7 +148,7 @@ class TransformersEngine(RolloutEngine):
         model.to_empty(device=self.device)
         model.tie_weights()
         fill_buffers(model, self.device)
-        use_media_indices(model)
+        adapt_vision(model)
         return model.requires_grad_(False).eval()
 
     def _complete_batch(

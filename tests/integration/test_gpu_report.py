@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 FIRST = ("environment", "zero", "head", "ledger_05b")
-REPEATED = {"parity_fp32", "ledger_2b", "state_poison_qwen3_vl", "ledger_7b"}
+REPEATED = {"parity_fp32", "ledger_2b", "state_poison_qwen3_vl", "ledger_7b", "sft_zero2"}
 """What another part runs too, with another size, family or precision."""
 
 

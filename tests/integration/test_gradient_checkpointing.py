@@ -66,7 +66,7 @@ def gradients(
     from dsreason.models import recomputation
     from dsreason.models.freeze import freeze
     from dsreason.models.load import load_model
-    from dsreason.models.recomputation import enable_gradient_checkpointing
+    from dsreason.models.policy import enable_gradient_checkpointing
 
     recomputation.save_on_cpu = Recorded  # type: ignore[misc]
     Recorded.moved.clear()

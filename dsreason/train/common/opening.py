@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from deepspeed import DeepSpeedEngine
 
 from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
@@ -25,8 +26,7 @@ from dsreason.models.folder import model_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
 from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters, check_alike, trained_share
-from dsreason.models.policy import Policy
-from dsreason.models.recomputation import enable_gradient_checkpointing
+from dsreason.models.policy import Policy, enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.train.common.digest import samples_digest
@@ -120,6 +120,7 @@ def build_policy_engine(
         attention=config.model.attention,
         deepspeed=deepspeed_config,
         quantize=config.model.quantize,
+        fused_kernels=config.model.fused_kernels and torch.cuda.is_available(),
         trust_remote_code=config.model.trust_remote_code,
     )
     log.info("a forward takes %s", forward_size(config))

@@ -106,7 +106,7 @@ def test_padded_rows_give_the_same_with_our_attention(
 def test_recomputation_sees_the_same_samples(
     model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
-    from dsreason.models.recomputation import enable_gradient_checkpointing
+    from dsreason.models.policy import enable_gradient_checkpointing
 
     recomputing = policy(model_path)
     enable_gradient_checkpointing(recomputing.model)

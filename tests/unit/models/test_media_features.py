@@ -12,7 +12,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from dsreason.data.collate import collate, find_media_tokens
 from dsreason.data.types import Batch, EncodedSample, MediaTokens
-from dsreason.models.media_features import embed_batch, use_media_indices
+from dsreason.models.load import load_model
+from dsreason.models.media_features import PatchProduct, adapt_vision, embed_batch
 from dsreason.models.policy import Policy
 
 SIZES = {"image": ([1, 4, 4], [1, 4, 8], [1, 2, 6]), "video": ([2, 4, 4], [3, 2, 4])}
@@ -81,16 +82,16 @@ def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedMod
     batch = collate([make_row(model, name, seed) for seed, name in enumerate(names)], pad_id=0)
     expected = transformers_logprobs(model, batch)
     expected_gradients = gradients(model, expected)
-    use_media_indices(model)
+    adapt_vision(model)
     calls: list[int] = []
     model.model.visual.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     logprobs = Policy(model)(batch)
     assert calls == [sum(len(batch.mm_kwargs[pixels]) for _, pixels, _ in KINDS.values() if pixels in batch.mm_kwargs)]
-    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logprobs, expected, rtol=2e-6, atol=2e-6)
     found = gradients(model, logprobs)
     assert found.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max() + 1))
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=5e-6 * float(gradient.abs().max() + 1))
 
 
 def test_a_row_of_text_does_not_call_the_tower(model: PreTrainedModel) -> None:
@@ -112,12 +113,12 @@ def test_shared_media_are_encoded_once_and_count_as_often_as_they_are_shown(mode
     assert len(repeated.mm_kwargs["pixel_values"]) == 3 * len(shared.mm_kwargs["pixel_values"])
     expected = transformers_logprobs(model, repeated)
     expected_gradients = gradients(model, expected)
-    use_media_indices(model)
+    adapt_vision(model)
     logprobs = Policy(model)(shared)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logprobs, expected, rtol=2e-6, atol=2e-6)
     for name, gradient in gradients(model, logprobs).items():
         expected_gradient = expected_gradients[name]
-        limit = 1e-6 * float(expected_gradient.abs().max() + 1)
+        limit = 5e-6 * float(expected_gradient.abs().max() + 1)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=limit)
 
 
@@ -149,7 +150,31 @@ def test_deepstack_adds_at_a_mask_as_transformers_does(tiny_qwen3_vl: Path) -> N
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen3_vl, dtype=torch.float32)
     batch = collate([make_row(model, "image, video, image", 0)], pad_id=0)
     expected = transformers_logprobs(model, batch)
-    use_media_indices(model)
-    assert torch.equal(transformers_logprobs(model, batch), expected)
+    adapt_vision(model)
+    torch.testing.assert_close(transformers_logprobs(model, batch), expected, rtol=2e-6, atol=2e-6)
     inputs = embed_batch(model, batch)
     assert inputs["visual_pos_masks"].dtype == torch.int64 and len(inputs["deepstack_visual_embeds"]) == 1
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_patch_product_equals_the_convolution(tiny: Path, dtype: torch.dtype, bound: float) -> None:
+    embedding = AutoModelForImageTextToText.from_pretrained(tiny, dtype=dtype).model.visual.patch_embed
+    state = {name: tuple(values.shape) for name, values in embedding.state_dict().items()}
+    pixels = torch.randn(24, embedding.proj.weight[0].numel(), dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+    def run() -> tuple[Tensor, Tensor]:
+        embedding.zero_grad()
+        features = embedding(pixels)
+        features.float().square().sum().backward()
+        return features.float(), embedding.proj.weight.grad.float()
+
+    expected = run()
+    embedding.proj.__class__ = PatchProduct
+    assert {name: tuple(values.shape) for name, values in embedding.state_dict().items()} == state
+    for values, reference in zip(run(), expected, strict=True):
+        assert float((values - reference).norm() / reference.norm()) <= bound
+
+
+def test_a_loaded_model_multiplies_patches(tiny: Path) -> None:
+    model = load_model(tiny, dtype=torch.float32)
+    assert type(model.model.visual.patch_embed.proj) is PatchProduct

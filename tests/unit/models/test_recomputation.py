@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from dsreason.data.collate import pack
-from dsreason.models import recomputation
+from dsreason.models import policy
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model, open_encoder
-from dsreason.models.policy import base_output
-from dsreason.models.recomputation import enable_gradient_checkpointing
+from dsreason.models.policy import base_output, enable_gradient_checkpointing
 
 
 def gradients(path: Path, frozen: list[str], *, offload: bool) -> dict[str, Tensor]:
@@ -46,7 +45,7 @@ def test_offloaded_inputs_give_the_same_gradients(
         calls.append(pin_memory)
         return torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
 
-    monkeypatch.setattr(recomputation, "save_on_cpu", counted)
+    monkeypatch.setattr(policy, "save_on_cpu", counted)
     found = gradients(tiny, frozen, offload=True)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,113 @@
+"""Fewer and larger GPU kernels for elementwise work: RMSNorm by torch, rotary positions and SwiGLU by Liger-Kernel.
+
+transformers computes each as a chain of small kernels that write their results to memory, partly in float32. Modules of one
+model object get another class; their parameters stay, and so do transformers' own classes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from dsreason.models.attention import knows_segments, text_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+class FusedRMSNorm(nn.Module):
+    """Scales by the weight before the only rounding; transformers rounds before and after."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+class FusedSwiGLU(nn.Module):
+    """Feed-forward layer of a decoder layer."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        gated = LigerSiLUMulFunction.apply(self.gate_proj(hidden_states), self.up_proj(hidden_states))
+        output: Tensor = self.down_proj(gated)
+        return output
+
+
+class FusedAttention(nn.Module):
+    """Self-attention of a decoder layer, with or without norms of queries and keys."""
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    head_dim: int
+    layer_idx: int
+    scaling: float
+    attention_dropout: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """`hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (project(hidden_states).view(shape) for project in projections)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        query, key = LigerRopeFunction.apply(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        dropout = self.attention_dropout if self.training else 0.0
+        attended, _ = text_attention(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
+        output: Tensor = self.o_proj(attended.flatten(-2))
+        return output, None
+
+
+def use_fused_kernels(model: PreTrainedModel) -> None:
+    """Let the norms of a built model, and the layers of its decoder, compute with fused kernels. They run on GPUs only."""
+    names = ["RMSNorm"]
+    fuse_norms(model)
+    if importlib.util.find_spec("liger_kernel") is None:
+        log.warning(
+            "liger-kernel is not installed, so SwiGLU and rotary positions run in transformers' small kernels; install "
+            "dsreason[cuda], or set model.fused_kernels = false"
+        )
+    elif model.config.get_text_config().hidden_act == "silu":
+        for layer in model.get_decoder().layers:
+            layer.mlp.__class__ = FusedSwiGLU
+            if knows_segments(model):
+                layer.self_attn.__class__ = FusedAttention
+        names += ["SwiGLU"] + ["rotary positions"] * knows_segments(model)
+    log.info("fused kernels: %s", ", ".join(names))
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Replace transformers' RMSNorm, which every family has under its own name, in text layers and vision tower."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+            module.__class__ = FusedRMSNorm
