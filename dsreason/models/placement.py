@@ -122,7 +122,6 @@ def spread(
         preload_module_classes=vision_class(model, family),
         force_hooks=True,  # all of the model may be on another GPU than its inputs
     )
-    adapt_vision(model)
 
 
 def home_of(name: str, device_map: DeviceMap) -> int | str:
