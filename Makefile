@@ -19,8 +19,9 @@ PY := $(VENV)/bin/python
 UNIT = $(PY) -m pytest tests/unit -n logical -o faulthandler_timeout=300
 # A file runs in one of two processes: two ranks that start, load and wait leave half of two cores idle. Not beside a GPU,
 # which has room for one test at a time.
-INTEGRATION = $(PY) -m pytest tests/integration tests/fuzz tests/gpu \
-	$(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadfile --no-loadscope-reorder)
+INTEGRATION = $(PY) -m pytest tests/integration tests/fuzz tests/gpu $(PROCESSES)
+SMOKE = $(PY) -m pytest tests/smoke $(PROCESSES)
+PROCESSES := $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=2 --dist loadfile --no-loadscope-reorder)
 TOOLS := .tools
 # uv from PATH, or installed into .tools from the package index. pyenv's interpreters are on PATH only once chosen.
 UV = PATH="$$PATH$$(printf ':%s' $${PYENV_ROOT:-$$HOME/.pyenv}/versions/*/bin)" $(shell command -v uv || echo $(TOOLS)/bin/uv)
@@ -33,7 +34,7 @@ unexport UV_DEFAULT_INDEX
 endif
 COMPILE = $(UV) pip compile pyproject.toml --universal --generate-hashes --no-annotate --no-emit-index-url --no-header -q
 
-.PHONY: help setup demo test test-all test-rest unit integration fuzz gpu gpu-report check fix docs screenshot build requirements clean
+.PHONY: help setup demo smoke test test-all test-rest unit integration fuzz gpu gpu-report check fix docs screenshot build requirements clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,7 +57,11 @@ $(TOOLS)/bin/uv:
 demo: setup ## SFT, GRPO and export of the built-in task on two ranks (about six minutes on 2 cores).
 	$(VENV)/bin/dsreason demo --nproc 2
 
-test: setup ## Run the short suite, real ranks and engines included.
+smoke: setup ## Import everything, start every command, train two steps of SFT and of GRPO.
+	$(SMOKE)
+
+# On the oldest versions a smoke test comes first: what fails there fails in most of the tests.
+test: setup $(if $(filter oldest,$(STACK)),smoke) ## Run the short suite, real ranks and engines included.
 	$(UNIT)
 	$(INTEGRATION)
 

@@ -20,7 +20,7 @@ from dsreason.secrets import hidden
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
-FOLDERS = (CHECKPOINTS, "export", "logs", "tensorboard", "validation")
+FOLDERS = (CHECKPOINTS, "export", "logs", "profile", "tensorboard", "validation")
 
 OF_ONE_COMMAND = ("grpo", "dpo", "world")
 """Sections of the configuration that only the command of their name has; that of SFT has none of them."""

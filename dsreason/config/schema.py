@@ -310,12 +310,21 @@ class MonitorConfig(Section):
     """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
     phase_time_limits: dict[Phase, Annotated[float, Field(gt=0, le=1e8)]] = {}
     """Of single phases, such as `{export = 7200}`."""
+    profile: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps to profile, such as `[3, 4]`: each writes a trace for Perfetto and a table of times to `profile/`."""
     wandb: bool = False
     """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
     """Project in Weights & Biases."""
     wandb_name: str | None = None
     """Name of the run there; unset: that of the output folder."""
+
+    @field_validator("profile")
+    @classmethod
+    def check_profile(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if repeated := [step for step in steps if steps.count(step) > 1]:
+            raise ValueError(f"step {repeated[0]} is listed twice; remove one")
+        return steps
 
 
 RewardWeight = Annotated[float, Field(ge=-10_000, le=10_000)]

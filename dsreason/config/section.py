@@ -26,9 +26,11 @@ class Section(BaseModel):
     @classmethod
     def check_no_flag(cls, value: Any, info: ValidationInfo) -> Any:
         """Python counts with true and false as 1 and 0."""
-        if (flag := first_flag(value)) is None:
+        # With a default value, which needs no check, pydantic 2.12.0 passes no field name or the name of the section.
+        field, flag = cls.model_fields.get(info.field_name or ""), first_flag(value)
+        if field is None or flag is None:
             return value
-        annotation = cls.model_fields[str(info.field_name)].annotation
+        annotation = field.annotation
         plain = plain_types(annotation)
         is_section = isinstance(value, dict) and section_of(annotation) is not None  # which looks at its own keys
         if plain & {int, float} and bool not in plain and not is_section:

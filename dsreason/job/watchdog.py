@@ -31,6 +31,7 @@ from dsreason.job.failures import (
 )
 from dsreason.job.logs import RankFormatter, log_file
 from dsreason.job.ranks import World, connect_to_store
+from dsreason.phases import record_phase
 
 TICK = 1.0
 """Seconds between two looks at the phase, and at what other ranks ask."""
@@ -150,7 +151,8 @@ class Watchdog:
         self._phases.append(Phase(name, started))
         self._report_activity()
         try:
-            yield
+            with record_phase(name):
+                yield
         finally:
             for outer in self._phases[-2:-1]:
                 outer.started += time.monotonic() - started

@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dsreason.phases import record_phase
+
 GIB = 2**30
 GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
@@ -57,8 +59,9 @@ class MemoryLedger:
         synchronize(self.device)
         started, before = self.clock(), used_bytes(self.device)
         reset_peak(self.device)
-        yield
-        synchronize(self.device)
+        with record_phase(name):
+            yield
+            synchronize(self.device)
         seconds, after = self.clock() - started, used_bytes(self.device)
         found = {
             "allocated": allocated_bytes(self.device) / GIB,

@@ -36,6 +36,8 @@ from dsreason.job.stop import StopRequest
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
+from dsreason.monitor.profile import FOLDER as PROFILE_FOLDER
+from dsreason.monitor.profile import StepProfiler
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.storage.uploads import Uploads, uploading
 from dsreason.train.common.nonfinite import FiniteCheck, finite_check
@@ -87,6 +89,7 @@ class JobRun(OpenedJob[J]):
     metrics: Metrics
     progress: Progress
     memory: MemoryLedger
+    profiler: StepProfiler
     writer: CheckpointWriter
     finite: FiniteCheck
     total_steps: int
@@ -221,13 +224,16 @@ def start_job(
     config, world = opened.config, opened.world
     folder, background = opened.output_dir / "checkpoints", config.checkpoint.background
     writer = CheckpointWriter(engine, folder, world, background=background, averages=averages, with_frozen=with_frozen)
-    progress = open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step)
+    progress = stack.enter_context(open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step))
+    profiled_steps = config.monitor.profile if world.is_main else ()
+    profiler = StepProfiler(profiled_steps, opened.output_dir / PROFILE_FOLDER, world.device, progress)
     return JobRun(
         **{name: vars(opened)[name] for name in OpenedJob.__dataclass_fields__},
         engine=engine,
         metrics=metrics,
-        progress=stack.enter_context(progress),
+        progress=progress,
         memory=memory,
+        profiler=stack.enter_context(profiler),
         writer=closing_writer(writer, opened, stack),
         finite=finite_check(config, opened.output_dir, world, state),
         total_steps=total_steps,

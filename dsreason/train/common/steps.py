@@ -23,16 +23,19 @@ def before_steps(run: JobRun[J]) -> None:
     exported = is_due([step], config.checkpoint.every) or step == run.state.best_step
     if 0 < step < run.total_steps and exported and config.checkpoint.export == "all":
         export_resumed(run)
+    run.profiler.begin(step + 1)
 
 
 def after_steps(run: JobRun[J], first: int) -> None:
     """Validate and save where one of the steps after `first` is due for it, and stop where a rank got a signal."""
+    run.profiler.end()
     config, steps, last = run.config, range(first + 1, run.state.step + 1), run.state.step == run.total_steps
     improved = run_validation(run) if last or is_due(steps, config.validation.every) else False
     due = improved or is_due(steps, config.checkpoint.every)
     if last or due:
         save(run, last=last, checkpoint=due or config.checkpoint.last)
     stop_if_asked(run)
+    run.profiler.begin(run.state.step + 1)
 
 
 def is_due(steps: Iterable[int], every: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.phases import record_phase
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_skipped, count_step, learning_rate, show_step
 from dsreason.train.dpo.build import DPORun, build_dpo
@@ -59,7 +60,8 @@ def dpo_step(dpo: DPORun, batches: StepPairs) -> dict[str, float]:
     set_learning_rate(engine, lr)
     settings = settings_of(config, dpo.baseline)
     pairs = accumulate_gradients(engine, batches, dpo.reference, config, dpo.world, dpo.baseline)
-    engine.step()
+    with record_phase("optimizer"):
+        engine.step()
     metrics = {"train/loss": 0.0, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     if len(pairs.chosen) == 0:  # all rows of the step are left out
         return metrics

@@ -14,6 +14,7 @@ from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
+from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.preflight import check_dataset, check_model
 from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
 from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_given
@@ -31,7 +32,9 @@ def check(config: DPOConfig) -> None:
     encoder = pair_encoder(check_model(config))
     training, validation = open_datasets(config.data)
     check_best_metric(config, validation)
-    if note := warmup_note(step_order(training, config).num_steps, config.optim):
+    num_steps = step_order(training, config).num_steps
+    check_profiled_steps(config.monitor.profile, num_steps)
+    if note := warmup_note(num_steps, config.optim):
         log.warning("%s", note)
     given = partial(check_given, config, file)
     check_dataset("training", training, encoder, config, given)

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsreason.config.schema_dpo import PreferenceConfig
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.losses.preference import Pairs, PairSettings, pairs_of, preference_loss
+from dsreason.phases import record_phase
 from dsreason.train.dpo.loader import MicroBatch, StepPairs
 from dsreason.train.dpo.reference import Reference
 
@@ -51,7 +52,7 @@ def reference_logprobs(
     engine: DeepSpeedEngine, reference: Reference, parts: Sequence[MicroBatch], name: str
 ) -> list[Tensor]:
     """By micro-batch, see `Reference.logprobs`. Collective; an error on one rank is raised on all."""
-    with errors_on_all_ranks(), torch.no_grad():
+    with record_phase("ref_logprobs"), errors_on_all_ranks(), torch.no_grad():
         return [reference.logprobs(engine, one, name) for one in parts]
 
 
@@ -73,11 +74,13 @@ def accumulate_gradients(
         zip(parts, reference_logprobs(engine, reference, parts, "training"), strict=True)
     ):  # every rank runs the same number: forwards are collectives
         last = i == len(parts) - 1
-        pairs = pairs_of(engine(one.batch.to(engine.device)), one.lengths.to(engine.device), ref)
-        loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
+        with record_phase("forward"):
+            pairs = pairs_of(engine(one.batch.to(engine.device)), one.lengths.to(engine.device), ref)
+            loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
-        engine.backward(loss.float() * world.size, scale_wrt_gas=False)
+        with record_phase("backward"):
+            engine.backward(loss.float() * world.size, scale_wrt_gas=False)
         if not last:
             engine.step()
         found.append(pairs)

@@ -12,6 +12,7 @@ from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_in_group, gather_objects
+from dsreason.phases import record_phase
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.grpo import mismatch
@@ -60,6 +61,7 @@ def train_on_rollout(grpo: GRPORun) -> None:
         rollouts = join_group(rollouts, prompts, lambda own: gather_in_group(own, grpo.world))
         steps = optimizer_steps(grpo, rollouts)
     for micro_batches in steps:
+        grpo.profiler.begin(grpo.state.step + 1)
         with grpo.watchdog.phase("step"):
             metrics = grpo_step(grpo, micro_batches)
             now = time.perf_counter()
@@ -104,7 +106,8 @@ def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float
         folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
         if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
             mismatch.check(metrics, mismatches, config.rollout, step, folder)
-        engine.step()
+        with record_phase("optimizer"):
+            engine.step()
     metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
     return grpo.finite.metrics(
         metrics,

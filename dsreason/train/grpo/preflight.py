@@ -20,6 +20,7 @@ from dsreason.data.types import Sample
 from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError
 from dsreason.losses.objective import objective_of
+from dsreason.monitor.profile import check_profiled_steps
 from dsreason.rollout.vllm_arguments import check_engine_options
 from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine, find_model
 from dsreason.train.grpo.check_rewards import check_format, check_functions, held_out_check, row_check
@@ -40,7 +41,9 @@ def check(config: GRPOConfig) -> None:
     check_teacher(config, encoder, find_model(config))
     prompts = prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
-    if note := warmup_note(num_steps(rollout_order(training, config), config), config.optim):
+    total_steps = num_steps(rollout_order(training, config), config)
+    check_profiled_steps(config.monitor.profile, total_steps)
+    if note := warmup_note(total_steps, config.optim):
         log.warning("%s", note)
     first = [read_row(training, index, lambda sample: sample) for index in coarse_to_fine(len(training))[:NUM_PROMPTS]]
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])

@@ -20,6 +20,7 @@ from dsreason.losses.distillation import distillation_advantages
 from dsreason.losses.kl import k3
 from dsreason.losses.objective import objective_of
 from dsreason.losses.policy import GlobalCounts, LossInputs
+from dsreason.phases import record_phase
 from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_few_texts
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
 from dsreason.train.grpo.teacher import Teacher
@@ -66,16 +67,40 @@ def add_fixed_logprobs(
         return found
 
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
-        steps = measured(lambda one, values: replace(one, old_logprobs=values))
+        with record_phase("old_logprobs"):
+            steps = measured(lambda one, values: replace(one, old_logprobs=values))
     if reference is not None:
-        with reference.in_place():
+        with record_phase("ref_logprobs"), reference.in_place():
             steps = measured(lambda one, values: replace(one, ref_logprobs=values))
     if teacher is not None:
-        steps = [
-            [replace(one, teacher_logprobs=values) for one, values in zip(step, teacher.logprobs(step), strict=True)]
-            for step in steps
-        ]
+        with record_phase("teacher_logprobs"):
+            steps = [
+                [
+                    replace(one, teacher_logprobs=values)
+                    for one, values in zip(step, teacher.logprobs(step), strict=True)
+                ]
+                for step in steps
+            ]
     return list(steps)
+
+
+def forward(
+    engine: DeepSpeedEngine, micro_batch: MicroBatch, temperature: float, banned_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and the entropy of each completion token."""
+    with record_phase("forward"):
+        logprobs, entropy = engine(micro_batch.batch.to(engine.device), temperature, banned_ids, True)
+    return logprobs, entropy
+
+
+def backward(engine: DeepSpeedEngine, loss: Tensor, world: World, *, last: bool) -> None:
+    """Add the gradient of a micro-batch. `last`: the optimizer step follows."""
+    engine.set_gradient_accumulation_boundary(last)
+    # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
+    with record_phase("backward"):
+        engine.backward(loss * world.size, scale_wrt_gas=False)
+    if not last:
+        engine.step()
 
 
 def accumulate_gradients(
@@ -100,7 +125,7 @@ def accumulate_gradients(
     found: list[Mismatch] = []
     for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
         last = i == len(micro_batches) - 1
-        logprobs, entropy = engine(one.batch.to(engine.device), config.rollout.temperature, banned_ids, True)
+        logprobs, entropy = forward(engine, one, config.rollout.temperature, banned_ids)
         flat = flatten(one.rollouts, engine.device)
         old = logprobs.detach() if one.old_logprobs is None else one.old_logprobs
         correction = None
@@ -113,11 +138,7 @@ def accumulate_gradients(
             advantages = advantages + config.distill.coef * told
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
-        engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
-        engine.backward(result.loss * world.size, scale_wrt_gas=False)
-        if not last:
-            engine.step()
+        backward(engine, result.loss, world, last=last)
         sums["train/loss"] += result.loss.item()
         sums["policy/clip_fraction"] += float(result.clipped.sum())
         sums["policy/entropy"] += float(entropy.detach().sum())

@@ -13,6 +13,7 @@ from dsreason.data.loader import StepBatches
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
+from dsreason.phases import record_phase
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_skipped, count_step, learning_rate, show_step
 from dsreason.train.sft.build import SFTRun, build_sft
@@ -53,7 +54,8 @@ def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world:
     """One optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
     set_learning_rate(engine, lr)
     loss = accumulate_gradients(engine, batches, world)
-    engine.step()
+    with record_phase("optimizer"):
+        engine.step()
     return {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
 
 
@@ -62,11 +64,13 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
     total = 0.0
     for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
         last = i == len(batches.micro_batches) - 1
-        logprobs = engine(batch.to(engine.device))
-        loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
+        with record_phase("forward"):
+            logprobs = engine(batch.to(engine.device))
+            loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
         engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
-        engine.backward(loss * world.size, scale_wrt_gas=False)
+        with record_phase("backward"):
+            engine.backward(loss * world.size, scale_wrt_gas=False)
         if not last:
             engine.step()
         total += loss.item()

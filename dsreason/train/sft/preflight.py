@@ -12,6 +12,7 @@ from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.engine.schedule import warmup_note
+from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.preflight import check_dataset, check_model
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ def check(config: SFTConfig) -> None:
     """
     encoder = check_model(config)
     training, validation = open_datasets(config.data)
-    for note in notes(step_order(training, config), config):
+    order = step_order(training, config)
+    check_profiled_steps(config.monitor.profile, order.num_steps)
+    for note in notes(order, config):
         log.warning("%s", note)
     check_dataset("training", training, encoder, config)
     check_dataset("validation", validation, encoder, config)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsreason.engine.engine import full_shape
 from dsreason.job.ranks import gather_objects
+from dsreason.phases import record_phase
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import Sample
 
@@ -28,7 +29,8 @@ def backward(world: WorldRun, loss: Tensor, *, last: bool) -> None:
     engine.set_gradient_accumulation_boundary(last)
     # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that. The ranks of a
     # context-parallel group have the gradients of their own tokens, which add up likewise.
-    engine.backward(loss * world.world.size, scale_wrt_gas=False)
+    with record_phase("backward"):
+        engine.backward(loss * world.world.size, scale_wrt_gas=False)
     if not last:
         engine.step()
 

@@ -10,6 +10,7 @@ from dsreason.config.schema_world import WorldConfig
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import gather_objects
 from dsreason.losses.diffusion import nft_decay
+from dsreason.phases import record_phase
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.world import nft, sft, update
@@ -37,6 +38,7 @@ def train(world: WorldRun) -> None:
         parts = next_parts(world)
         prepared = time.perf_counter()
         for part in parts:
+            world.profiler.begin(world.state.step + 1)
             with world.watchdog.phase("step"):
                 metrics = world_step(world, part, first + 1)
                 now = time.perf_counter()
@@ -65,7 +67,8 @@ def world_step(world: WorldRun, part: Part, rollout_step: int) -> dict[str, floa
     set_learning_rate(engine, lr)
     with world.memory.phase("train"):
         metrics = gradients(world, part, step, rollout_step)
-        engine.step()
+        with record_phase("optimizer"):
+            engine.step()
     norm = engine_grad_norm(engine)
     metrics |= {"train/learning_rate": lr, "train/grad_norm": norm, "train/grad_over_eps": grad_over_eps(world, norm)}
     metrics = world.finite.metrics(

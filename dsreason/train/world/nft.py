@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsreason.losses.diffusion import kl_velocity, nft_loss, optimality
+from dsreason.phases import record_phase
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import Place, Sample, clip_noise, halved
 from dsreason.train.world.gradients import add, backward, count_clips, gathered
@@ -105,7 +106,8 @@ def accumulate(world: WorldRun, part: Sequence[Sample], rollout_step: int) -> di
     sums: dict[str, float] = {}
     items = [(one, number) for one in part for number in range(count)]
     for i, (one, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
-        loss, found = step_loss(world, one, number, rollout_step)
+        with record_phase("forward"):
+            loss, found = step_loss(world, one, number, rollout_step)
         share = float(one.batch.counted) / (num_clips * count)
         total = loss.sum() * share
         backward(world, total, last=i == len(items) - 1)

@@ -16,6 +16,7 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.monitor.metrics import check_wandb
+from dsreason.monitor.profile import check_profiled_steps
 from dsreason.problems import nearest
 from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
 from dsreason.world.cache import TextCache
@@ -61,7 +62,9 @@ def check(config: WorldConfig) -> None:
     check_division(config, folder)
     training, validation = open_data(config)
     order = step_order(config, len(training))
-    if note := warmup_note(total_steps(config, order), config.optim):
+    num_steps = total_steps(config, order)
+    check_profiled_steps(config.monitor.profile, num_steps)
+    if note := warmup_note(num_steps, config.optim):
         log.warning("%s", note)
     check_texts(config, folder, training, order)
     if needs_clips(config):

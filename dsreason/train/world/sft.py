@@ -11,6 +11,7 @@ from torch import Tensor
 from dsreason.errors import DataError
 from dsreason.job.ranks import errors_on_all_ranks, gather_objects
 from dsreason.losses.diffusion import flow_matching_loss
+from dsreason.phases import record_phase
 from dsreason.train.common.steps import count_skipped
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import MicroBatch, Place, own_places, share_out
@@ -92,7 +93,8 @@ def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dic
     num_clips = sum(gather_objects(own))
     sums: dict[str, float] = {}
     for i, batch in enumerate(batches):  # every rank runs the same number: forwards are collectives
-        loss = clip_losses(world, batch, step).sum() * (float(batch.counted) / num_clips)
+        with record_phase("forward"):
+            loss = clip_losses(world, batch, step).sum() * (float(batch.counted) / num_clips)
         backward(world, loss, last=i == len(batches) - 1)
         add(sums, {"train/loss": loss.item()})
     return gathered(world, sums)

@@ -68,6 +68,7 @@ def test_the_three_formats_mean_the_same(name: str, text: str) -> None:
         ("optim.betas=[true, 0.9]", "optim.betas: true is not a number; set one"),
         ("data.validation=false", "data.validation: false is not a number; set one"),
         ("data.vision.nframes=true", "data.vision.nframes: true is not a whole number; set one"),
+        ("monitor.profile=[2, true]", "monitor.profile: true is not a whole number; set one"),
         ("lora.rank_pattern={visual = true}", "lora.rank_pattern: true is not a whole number; set one"),
         ("monitor.phase_time_limits={data = true}", "monitor.phase_time_limits: true is not a number; set one"),
     ],
@@ -190,8 +191,8 @@ def test_a_wrong_override_names_itself(text: str, override: str, message: str) -
         ),
         (
             "[monitor]\nzzz = 1",
-            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, phase_time_limits, wandb, "
-            "wandb_project, wandb_name",
+            "run.toml: monitor.zzz: unknown key; [monitor] has log_every, phase_time_limit, phase_time_limits, "
+            "profile, wandb, wandb_project, wandb_name",
         ),
     ],
 )

@@ -1,0 +1,92 @@
+"""Profiles of single steps: a trace for Perfetto and a table of where the time went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dsreason.errors import ConfigError
+from dsreason.files.atomic import write_file
+from dsreason.monitor.memory import synchronize
+from dsreason.monitor.profile_table import read_trace, render_report
+from dsreason.monitor.progress import Progress
+from dsreason.phases import record_phase
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profile"
+
+
+class StepProfiler(AbstractContextManager["StepProfiler"]):
+    """Profiles the chosen steps of this rank, and writes `step_N.json.gz` and `step_N.txt` into the folder.
+
+    Neither stacks nor shapes are recorded, and a step's events are dropped once they are written: memory and files grow
+    with the operators of one step only.
+    """
+
+    def __init__(self, steps: Collection[int], folder: Path, device: torch.device, progress: Progress) -> None:
+        self.steps, self.folder, self.device, self.progress = steps, folder, device, progress
+        self.step: int | None = None
+        """The step that is being profiled."""
+        self._profile: profile | None = None
+        self._recording = ExitStack()
+
+    def begin(self, step: int) -> None:
+        """Begin `step`: start its profile if it was chosen. A profile of another step ends here."""
+        if step == self.step:
+            return
+        self.end()
+        if step not in self.steps:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        synchronize(self.device)  # the kernels of the previous step belong to that one
+        self.step = step
+        self._profile = self._recording.enter_context(profile(activities=activities))
+        self._recording.enter_context(record_phase(f"step {step}"))
+
+    def end(self) -> None:
+        """End the current step, and write its profile if it has one."""
+        if self._profile is None or self.step is None:
+            return
+        synchronize(self.device)
+        recorded, step = self._profile, self.step
+        self._drop()
+        with self.progress.phase(f"writing the profile of step {step}"):
+            try:
+                self._write(recorded, step)
+            except OSError as error:
+                log.warning("%s: the profile of step %d cannot be written: %s", self.folder, step, error)
+
+    def _write(self, recorded: profile, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace, table = self.folder / f"step_{step}.json.gz", self.folder / f"step_{step}.txt"
+        recorded.export_chrome_trace(str(trace))
+        report = render_report(read_trace(trace))
+        write_file(table, report + "\n")
+        size = trace.stat().st_size / 2**20
+        summary = report.partition("\n")[0]
+        log.info("profile of %s; %s, and %s (%.1f MiB) for https://ui.perfetto.dev", summary, table, trace, size)
+
+    def _drop(self) -> None:
+        self._recording.close()
+        self._profile = self.step = None
+
+    def __exit__(self, *exc: object) -> None:
+        """Stop a profile whose step has not ended; it is not written."""
+        self._drop()
+
+
+def check_profiled_steps(steps: Sequence[int], total_steps: int) -> None:
+    """Raise `ConfigError` if the run ends before one of the steps to profile."""
+    if late := [step for step in steps if step > total_steps]:
+        raise ConfigError(
+            f"monitor.profile: step {late[0]} does not exist, as the run ends with step {total_steps}; choose steps from 1 "
+            f"to {total_steps}"
+        )

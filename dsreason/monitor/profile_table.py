@@ -1,0 +1,251 @@
+"""The table of a profile: host time, GPU time and waits by phase, and the operators and kernels that take most of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsreason.phases import PREFIX
+
+OPERATOR, PHASE = "cpu_op", "user_annotation"
+ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+LAUNCHES = {"cuda_runtime", "cuda_driver"}
+CATEGORIES = {OPERATOR, PHASE, *ON_GPU, *LAUNCHES}
+WAITS = {
+    *("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize"),
+    *("cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize"),
+    *("cudaMemcpy", "cudaMemcpyAsync"),
+}
+"""Calls in which the host waits for the GPU; an asynchronous copy does so if its host memory is not pinned."""
+TOP = 20
+"""Rows of the tables of kernels and operators."""
+WIDTH = 110
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """A block of host or GPU time, in seconds since some moment."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    thread: int | str = 0
+    correlation: int | None = None
+    """Shared by a GPU event and the call that launched it."""
+
+
+@dataclass
+class PhaseTotals:
+    """Totals of a phase; those of phases inside it are counted there."""
+
+    host_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    waits: int = 0
+    gpu: list[Interval] = field(default_factory=list)
+    """When the GPU ran what this phase launched."""
+
+
+class Timeline:
+    """The innermost of several nested blocks at each moment, on one thread."""
+
+    def __init__(self, blocks: Iterable[TraceEvent]) -> None:
+        self.segments = split_nested(blocks)
+        self._starts = [start for start, _, _ in self.segments]
+
+    def find(self, moment: float) -> str | None:
+        """Return the name of the innermost block at the moment; None outside of all blocks."""
+        index = bisect_right(self._starts, moment) - 1
+        return self.segments[index][2] if index >= 0 and moment < self.segments[index][1] else None
+
+
+def split_nested(blocks: Iterable[TraceEvent]) -> list[tuple[float, float, str]]:
+    """Cut nested blocks into consecutive `(start, end, name of the innermost block)`."""
+    segments: list[tuple[float, float, str]] = []
+    open_blocks: list[TraceEvent] = []
+    position = -math.inf
+
+    def advance(moment: float) -> None:
+        nonlocal position
+        if open_blocks and moment > position:
+            segments.append((position, moment, open_blocks[-1].name))
+        position = max(position, moment)
+
+    for block in sorted(blocks, key=lambda block: (block.start, -block.end)):
+        while open_blocks and open_blocks[-1].end <= block.start:
+            advance(open_blocks[-1].end)
+            open_blocks.pop()
+        advance(block.start)
+        open_blocks.append(block)
+    while open_blocks:
+        advance(open_blocks[-1].end)
+        open_blocks.pop()
+    return segments
+
+
+def sum_union(intervals: Iterable[Interval]) -> float:
+    """Return how long at least one of the intervals lasts: what overlaps counts once."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def read_trace(path: Path) -> list[TraceEvent]:
+    """Read the events of a gzipped Chrome trace that the table needs."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        trace = json.load(file, object_hook=_to_event)
+    return [event for event in trace["traceEvents"] if event is not None]
+
+
+def _to_event(entry: dict[str, Any]) -> Any:
+    """Reduce the dictionaries of a trace while it is read: millions of them would take gigabytes.
+
+    The arguments of an event, which are read first, become their correlation id, and other events None.
+    """
+    if "traceEvents" in entry:
+        return entry
+    if "ph" not in entry:
+        return entry.get("correlation")
+    if entry["ph"] != "X" or entry.get("cat") not in CATEGORIES:
+        return None
+    start, duration = entry["ts"] / 1e6, entry["dur"] / 1e6
+    name, category = sys.intern(entry["name"]), sys.intern(entry["cat"])
+    return TraceEvent(name, category, start, start + duration, entry["tid"], entry.get("args"))
+
+
+def render_report(events: Sequence[TraceEvent]) -> str:
+    """Render the tables of one step. The longest phase is the step as a whole."""
+    phases = [event for event in events if event.category == PHASE and event.name.startswith(PREFIX)]
+    step = max(phases, key=lambda event: event.end - event.start)
+    timeline = Timeline(event for event in phases if event.thread == step.thread)
+    totals = sum_phases(events, timeline)
+    on_gpu = [event for event in events if event.category in ON_GPU]
+    seconds = step.end - step.start
+    title = f"{step.name.removeprefix(PREFIX)}: {seconds:.3f} s"
+    tables = [render_phases(totals, seconds, whole=step.name)]
+    if on_gpu:
+        title += f", {summarise_gpu(on_gpu, totals.values(), seconds)}"
+        kernels = sum_by_name((event.name, event.end - event.start) for event in on_gpu)
+        tables += [
+            render_top("GPU kernels and copies", kernels),
+            render_top("waits for the GPU, by operator", sum_waits(events)),
+        ]
+    tables.append(render_top("CPU operators, without the operators inside them", sum_operators(events)))
+    return "\n\n".join([title, *tables])
+
+
+def summarise_gpu(on_gpu: Sequence[TraceEvent], phases: Collection[PhaseTotals], step_seconds: float) -> str:
+    busy = sum_union((event.start, event.end) for event in on_gpu)
+    waits, wait_seconds = sum(phase.waits for phase in phases), sum(phase.wait_seconds for phase in phases)
+    return (
+        f"GPU busy {busy:.3f} s ({busy / step_seconds:.0%}), {waits:,} waits for the GPU ({wait_seconds:.3f} s), "
+        f"{len(on_gpu):,} kernels and copies"
+    )
+
+
+def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, PhaseTotals]:
+    """Sum host time, waits and GPU time by the innermost phase; of the GPU's, by the one that launched it."""
+    totals: dict[str, PhaseTotals] = defaultdict(PhaseTotals)
+    for start, end, name in timeline.segments:
+        totals[name].host_seconds += end - start
+    launched: dict[int, str] = {}
+    for event in events:
+        phase = timeline.find(event.start) if event.category in LAUNCHES else None
+        if phase is None:
+            continue
+        if event.correlation is not None:
+            launched[event.correlation] = phase
+        if event.name in WAITS:
+            totals[phase].waits += 1
+            totals[phase].wait_seconds += event.end - event.start
+    for event in events:
+        if event.category in ON_GPU and event.correlation in launched:
+            totals[launched[event.correlation]].gpu.append((event.start, event.end))
+    return totals
+
+
+def sum_by_name(times: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
+    """Sum to `(name, seconds, count)`, the longest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for name, duration in times:
+        seconds[name] += duration
+        counts[name] += 1
+    return [(name, seconds[name], counts[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
+
+
+def operators_by_thread(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceEvent]]:
+    threads: dict[int | str, list[TraceEvent]] = defaultdict(list)
+    for event in events:
+        if event.category == OPERATOR:
+            threads[event.thread].append(event)
+    return threads
+
+
+def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
+    """Sum the waits by call and by the operator that makes it."""
+    timelines = {thread: Timeline(operators) for thread, operators in operators_by_thread(events).items()}
+    waits = []
+    for event in events:
+        if event.category in LAUNCHES and event.name in WAITS:
+            timeline = timelines.get(event.thread)
+            operator = timeline.find(event.start) if timeline else None
+            waits.append((f"{event.name} in {operator or 'Python'}", event.end - event.start))
+    return sum_by_name(waits)
+
+
+def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
+    """Sum the time of each operator without that of the operators it calls; counts are of its calls."""
+    threads = operators_by_thread(events).values()
+    seconds = sum_by_name((name, end - start) for ops in threads for start, end, name in split_nested(ops))
+    calls = Counter(operator.name for operators in threads for operator in operators)
+    return [(name, duration, calls[name]) for name, duration, _ in seconds]
+
+
+def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole: str) -> str:
+    """Render a row per phase in the order of their first time. `whole`: the name of the phase that is the whole step."""
+    table = Table("phase", title="phases, each without the phases inside it", title_justify="left")
+    for column in ("host s", "share", "GPU busy s", "waits", "waits s"):
+        table.add_column(column, justify="right")
+    for name, phase in totals.items():
+        values = (
+            f"{phase.host_seconds:.3f}",
+            f"{phase.host_seconds / step_seconds:.0%}",
+            f"{sum_union(phase.gpu):.3f}",
+        )
+        label = "outside of phases" if name == whole else name.removeprefix(PREFIX)
+        table.add_row(label, *values, f"{phase.waits:,}", f"{phase.wait_seconds:.3f}")
+    return render(table)
+
+
+def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
+    shown = f"{title}: {TOP} of {len(rows)}" if len(rows) > TOP else title
+    table = Table(title=shown, title_justify="left")
+    table.add_column("seconds", justify="right")
+    table.add_column("calls", justify="right")
+    table.add_column("name", no_wrap=True, overflow="ellipsis")
+    for name, seconds, count in rows[:TOP]:
+        table.add_row(f"{seconds:.4f}", f"{count:,}", name)
+    return render(table)
+
+
+def render(table: Table) -> str:
+    console = Console(width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip()
