@@ -36,11 +36,16 @@ class StateOffload:
     Weights and moments wait in pinned host memory, which is allocated once and kept. Of gradients nothing is needed
     between steps: they come back as zeros. Both methods may be called twice in a row. An engine on a CPU keeps everything
     where it is; tests ask for its tensors to be moved with `device_type="cpu"`.
+
+    Args:
+        need: bytes that have to leave, see `bytes_to_free`; None: all. Gradient buffers go first, which costs no copy, then
+            moments, then master weights, each as a whole.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda") -> None:
+    def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", need: int | None = None) -> None:
         self.engine = engine
         self.device_type = device_type
+        self.need = need
         self.host: dict[str, HostBuffer] = {}
         """By the name of the tensor whose bytes it takes."""
         self.away: dict[str, Tensor] = {}
@@ -56,7 +61,7 @@ class StateOffload:
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
-        moving, dropped = self.moving(), self._on_device(self.gradients())
+        moving, dropped = self.chosen()
         assert not storages(self._weights()) & storages([*moving.values(), *dropped])
         for name, tensor in moving.items():
             if name not in self.host:
@@ -79,6 +84,32 @@ class StateOffload:
             self.host[name].restore([raw_bytes(tensor)])
         self.away, self.dropped = {}, []
 
+    def chosen(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return what waits on the host, and which gradient buffers are dropped: as much as is needed now."""
+        moving, gradients = self.moving(), self._on_device(self.gradients())
+        if self.need is None:
+            return moving, gradients
+        freed = self.absent()
+        dropped: list[Tensor] = []
+        for tensor in gradients:
+            if freed < self.need:
+                dropped.append(tensor)
+                freed += tensor.nbytes
+        moved: dict[str, Tensor] = {}
+        for name, tensor in sorted(moving.items(), reverse=True):  # moments before master weights
+            if freed < self.need:
+                moved[name] = tensor
+                freed += tensor.nbytes
+        return moved, dropped
+
+    def absent(self) -> int:
+        """Bytes of the moments that the first step makes."""
+        return self.sizes()["moments"] - count_bytes(self._on_device(self.moments()))
+
+    def held(self) -> int:
+        """Bytes of weights and training state on the device, once the moments exist."""
+        return sum(self.sizes().values()) + count_bytes(self._on_device(self._weights()))
+
     def sizes(self) -> dict[str, int]:
         """Bytes of this rank that the GPU has free from the second rollout on; AdamW makes its moments in the first step."""
         masters = count_bytes(self._on_device(self.masters()))
@@ -92,6 +123,13 @@ class StateOffload:
         """One line for the log: what moves, what is on the host anyway, and what stays."""
         if not self.is_active:
             return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
+        if self.need == 0:
+            return f"offload during rollouts: nothing, {self.held() / GIB:.2f} GiB of training state fit beside vLLM's share"
+        if self.need is not None:
+            return (
+                f"offload during rollouts: {self.need / GIB:.2f} of {self.held() / GIB:.2f} GiB of training state make room "
+                "for vLLM's share: gradient buffers first, then moments, then master weights, to pinned host memory"
+            )
         sizes = self.sizes()
         gradients = sizes.pop("gradient buffers")
         moves = [f"{name} {size / GIB:.2f} GiB" for name, size in sizes.items() if size]

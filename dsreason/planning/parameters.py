@@ -23,6 +23,8 @@ from dsreason.planning.architecture import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BLOCK = re.compile(r".*\.(?:layers|blocks)\.\d+\.")
+"""Beginning of a parameter's name that says which block it is in."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
 
@@ -57,6 +59,15 @@ class Parameters:
     """All of a model, tied ones once."""
 
     all: tuple[Parameter, ...]
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Bytes of each decoder layer and vision block, which ZeRO-3 gathers as a whole."""
+        sizes: dict[str, int] = {}
+        for parameter in self.all:
+            if match := BLOCK.match(parameter.name):
+                sizes[match[0]] = sizes.get(match[0], 0) + parameter.nbytes
+        return sizes
 
     @cached_property
     def numel(self) -> int:

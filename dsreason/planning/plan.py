@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.engine.offload_need import bytes_to_free
+from dsreason.errors import ConfigError
 from dsreason.planning.architecture import find_architecture
 from dsreason.planning.host import checkpoint_copy, disk_phase, host_phase
 from dsreason.planning.parameters import count_parameters, meta_model
 from dsreason.planning.phases import GIB, Item, Phase, largest
-from dsreason.planning.request import ZERO_DEFAULTS, Request
+from dsreason.planning.request import Request
 from dsreason.planning.sampling import VLLM, answering_phase, vllm_phases
-from dsreason.planning.states import states_of
+from dsreason.planning.states import States, states_of
 from dsreason.planning.training import activations_of, held_items, training_phases
 from dsreason.planning.validation import held_out_phase
 
@@ -82,6 +84,7 @@ def plan_run(request: Request) -> Plan:
     if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
         vllm = VLLM(request, config)
         sampling = vllm_phases(vllm, states, extra)
+        sampling = [replace(one, items=(*one.items, staying(vllm, states))) for one in sampling]
     elif isinstance(config, GRPOConfig):
         sampling = [
             answering_phase(request, states, config.rollout.batch_size, config.rollout.max_completion_length, extra)
@@ -103,6 +106,19 @@ def plan_run(request: Request) -> Plan:
     return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes_of(request))
 
 
+def staying(vllm: VLLM, states: States) -> Item:
+    """Training state that waits on the GPU while vLLM is awake. ConfigError if none may leave, and not all fits."""
+    training = states.gradients + states.optimizer + states.bucket
+    mode, total = vllm.config.rollout.offload, vllm.request.machine.gpu_bytes
+    held = training + states.weights + states.persistent
+    try:
+        need = bytes_to_free(mode, total=total, sampler=vllm.share, held=held)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    left = 0 if need is None else max(0, training - need)
+    return Item(f"training state that stays, rollout.offload = {mode}", left)
+
+
 def with_fragments(phase: Phase) -> Phase:
     held = sum(item.nbytes for item in phase.items if item.note != "allowance")
     return Phase(phase.name, (*phase.items, Item("what the allocator cannot use", int(FRAGMENTS * held), "allowance")))
@@ -122,7 +138,7 @@ def teacher_bytes(request: Request) -> tuple[int, int, int]:
     )
     parameters = count_parameters(meta_model(architecture, bare), bare)
     share = sum(one.share(request.machine.gpus) for one in parameters.all)
-    whole = min(request.width * int(ZERO_DEFAULTS["stage3_max_reuse_distance"]) // 2, parameters.numel * request.width)
+    whole = max(*parameters.blocks.values(), *(one.nbytes for one in parameters.all))
     return (0, share, whole) if config.distill.offload else (share, 0, whole)
 
 

@@ -28,10 +28,10 @@ ZERO_DEFAULTS = {
     "sub_group_size": 1e9,
     "stage3_prefetch_bucket_size": 5e7,
     "stage3_param_persistence_threshold": 1e5,
-    "stage3_max_reuse_distance": 1e9,
+    "stage3_max_reuse_distance": 0,
     "contiguous_gradients": True,
 }
-"""DeepSpeed's (0.19.8), where its JSON leaves a key out."""
+"""DeepSpeed's (0.19.8) if its JSON leaves a key out, but for the reuse distance, which is ours (`config/deepspeed.py`)."""
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,9 @@ def pinned_size(nbytes: int) -> int:
 def gathered(request: Request) -> tuple[int, int]:
     """Bytes that are whole at a time under ZeRO-3: of weights at work, and of those that are fetched ahead.
 
-    On the way from forward to backward DeepSpeed keeps what is used again within `stage3_max_reuse_distance` values, there
-    and back; else one module at a time is whole. What is fetched is copied once on its way.
+    Whole at a time is one block, such as a decoder layer, or one parameter outside of blocks; on the way from forward to
+    backward also what is used again within `stage3_max_reuse_distance` values, there and back. What is fetched is copied once
+    on its way.
     """
     zero, parameters = request.zero, request.parameters
     lie_here = request.machine.device == "cpu" or not zero.offloads("param")
@@ -106,7 +107,7 @@ def gathered(request: Request) -> tuple[int, int]:
         return 0, 0
     everything = sum(one.nbytes for one in parameters.all)
     kept = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)
-    largest = max(one.nbytes for one in parameters.all)
+    largest = max(*parameters.blocks.values(), *(one.nbytes for one in parameters.all))
     rest = [one.nbytes for one in parameters.all if one.numel < request.shape.vocabulary * request.shape.hidden]
     ahead = request.width * zero.number("stage3_prefetch_bucket_size") + max(rest, default=0)
     at_work = max(kept, largest)

@@ -26,8 +26,7 @@ from dsreason.models.attention import (
     vision_attention,
 )
 from dsreason.models.load import load_model
-from dsreason.models.policy import Policy
-from dsreason.models.recomputation import enable_gradient_checkpointing
+from dsreason.models.policy import Policy, enable_gradient_checkpointing
 from dsreason.models.tiny import build_tiny
 from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows

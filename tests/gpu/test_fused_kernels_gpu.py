@@ -34,7 +34,7 @@ def make_samples() -> list[EncodedSample]:
 
 def run_policy(folder: Path, dtype: torch.dtype, *, fused: bool, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Return log-probabilities and gradients, with recomputation as in training."""
-    from dsreason.models.recomputation import enable_gradient_checkpointing
+    from dsreason.models.policy import enable_gradient_checkpointing
 
     model = load_model(folder, dtype=dtype, device=DEVICE, fused_kernels=fused)
     enable_gradient_checkpointing(model)

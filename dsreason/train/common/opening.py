@@ -20,6 +20,7 @@ from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
+from dsreason.engine.offload_need import Offload
 from dsreason.families import family_of
 from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
 from dsreason.models.folder import model_fingerprint
@@ -29,6 +30,7 @@ from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters,
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
+from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import samples_digest
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
@@ -170,6 +172,7 @@ def start_run(
     total_steps: int,
     scorer: Scorer | None = None,
     bucket_mb: float = BUCKET_MB,
+    offload: Offload = "always",
 ) -> Run[C]:
     """The run around the policy's `engine`: its record, rollout engine, rewards, curves and checkpoints, until `stack` closes.
 
@@ -177,6 +180,7 @@ def start_run(
 
     Args:
         settings: of the rollout engine.
+        offload: which training state leaves the GPU while vLLM is awake.
     """
     config, world = opened.config, opened.world
     metrics = open_curves(
@@ -191,7 +195,13 @@ def start_run(
             dtype=DTYPES[config.train.precision],
             trust_remote_code=config.model.trust_remote_code,
         )
-        sampler = open_sampler(engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb)
+        # How much memory another engine takes is not known.
+        mode, share = (
+            (offload, settings.gpu_memory_utilization) if isinstance(settings, VLLMSettings) else ("always", 0.0)
+        )
+        sampler = open_sampler(
+            engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb, offload_mode=mode, share=share
+        )
     scorer = None if scorer is None else stack.enter_context(scorer)
     started = start_job(
         opened,

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import Phase
 from dsreason.engine.merged import constant_names, merged_parameters
 from dsreason.engine.offload import StateOffload
+from dsreason.engine.offload_need import Offload, bytes_to_free
+from dsreason.errors import ConfigError
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.rollout.protocol import RolloutEngine
@@ -71,9 +74,25 @@ def open_sampler(
     stack: ExitStack,
     *,
     bucket_mb: float = BUCKET_MB,
+    offload_mode: Offload = "always",
+    share: float = 0.0,
 ) -> Sampler:
-    """The rollout `engine`, started here, until `stack` closes, beside the policy's. Every rank calls it."""
+    """The rollout `engine`, started here, until `stack` closes, beside the policy's. Every rank calls it.
+
+    Args:
+        share: of the GPU's memory that vLLM uses while it is awake.
+
+    Raises:
+        ConfigError: nothing may be offloaded, and not everything fits.
+    """
     offload = StateOffload(policy)
+    if offload.is_active:
+        total = torch.cuda.mem_get_info()[1]
+        held = torch.cuda.memory_allocated() + offload.absent()
+        try:
+            offload.need = bytes_to_free(offload_mode, total=total, sampler=int(share * total), held=held)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     log.info(offload.describe())
     offload.offload()  # vLLM starts only where its share of the GPU is free
     rollout = stack.enter_context(engine)

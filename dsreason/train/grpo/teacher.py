@@ -15,7 +15,9 @@ from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.engine.engine import place_buffers
+from dsreason.engine.zero3 import gather_whole_blocks
 from dsreason.errors import ConfigError
+from dsreason.families import family_of
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, on_rank_zero
 from dsreason.models.folder import model_fingerprint
@@ -55,6 +57,7 @@ class TeacherModel:
             trust_remote_code=config.model.trust_remote_code,
         )
         policy = Policy(model.requires_grad_(False).eval(), world.group)
+        gather_whole_blocks(policy, family_of(model.config.model_type).modules.blocks)
         self.engine, *_ = deepspeed.initialize(model=policy, config=settings)
         place_buffers(self.engine.module, self.engine.device)
         self.banned_ids = banned_ids
@@ -67,7 +70,7 @@ class TeacherModel:
 
 def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
     """ZeRO-3 whatever the student's stage, and no optimizer."""
-    zero: dict[str, Any] = {"stage": 3}
+    zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
     if world.device.type == "cuda" and config.distill.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
