@@ -234,8 +234,8 @@ def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole:
 
 
 def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
-    shown = f"{title}: {TOP} of {len(rows)}" if len(rows) > TOP else title
-    table = Table(title=shown, title_justify="left")
+    heading = f"{title}: {TOP} of {len(rows)}" if len(rows) > TOP else title
+    table = Table(title=heading, title_justify="left")
     table.add_column("seconds", justify="right")
     table.add_column("calls", justify="right")
     table.add_column("name", no_wrap=True, overflow="ellipsis")

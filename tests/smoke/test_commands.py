@@ -54,9 +54,9 @@ def test_every_module_can_be_imported() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_starts(command: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"])
-    assert shown.exit_code == 0
-    assert f"{command} [OPTIONS]" in shown.output
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"{command} [OPTIONS]" in result.output
 
 
 @pytest.mark.parametrize("command", trainers())
