@@ -7,20 +7,16 @@ from functools import cached_property
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.engine.rollout_memory import CONTEXT, FRAGMENTS, NCCL
 from dsreason.planning.architecture import find_architecture
 from dsreason.planning.host import checkpoint_copy, disk_phase, host_phase
 from dsreason.planning.parameters import count_parameters, meta_model
 from dsreason.planning.phases import GIB, Item, Phase, largest
 from dsreason.planning.request import ZERO_DEFAULTS, Request
-from dsreason.planning.sampling import VLLM, answering_phase, vllm_phases
+from dsreason.planning.sampling import VLLM, answering_phase, plan_offload, vllm_phases
 from dsreason.planning.states import states_of
 from dsreason.planning.training import activations_of, held_items, training_phases
 from dsreason.planning.validation import held_out_phase
-
-CONTEXT, NCCL = GIB, GIB // 2
-"""Allowances on a GPU: CUDA's context and libraries; communication between several."""
-FRAGMENTS = 0.05
-"""Share of what torch holds that its allocator cannot use. vLLM's own memory has none."""
 
 
 @dataclass
@@ -34,6 +30,8 @@ class Plan:
     disk: Phase
     vllm: VLLM | None = None
     notes: list[str] = field(default_factory=list)
+    offloaded: int = 0
+    """Bytes of one rank that move to the host for each rollout."""
 
     @property
     def fullest(self) -> Phase:
@@ -77,14 +75,17 @@ def plan_run(request: Request) -> Plan:
         outside.append(Item("NCCL", NCCL, "allowance"))
     on_gpu, on_host, fetched = teacher_bytes(request)
     extra = (*outside, Item("teacher's weights", on_gpu))
-    vllm = None
+    vllm = VLLM(request, config) if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" else None
+    offload = plan_offload(request, states, vllm, extra)
+    during_rollout = (*extra, *offload.staying)
     sampling: list[Phase] = []
-    if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
-        vllm = VLLM(request, config)
-        sampling = vllm_phases(vllm, states, extra)
+    if vllm:
+        sampling = vllm_phases(vllm, states, during_rollout)
     elif isinstance(config, GRPOConfig):
         sampling = [
-            answering_phase(request, states, config.rollout.batch_size, config.rollout.max_completion_length, extra)
+            answering_phase(
+                request, states, config.rollout.batch_size, config.rollout.max_completion_length, during_rollout
+            )
         ]
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
@@ -99,8 +100,9 @@ def plan_run(request: Request) -> Plan:
     # vLLM fills its share to the last byte, so that phase has no fragments.
     phases = [one if vllm and one is sampling[-1] else with_fragments(one) for one in [*sampling, *training]]
     waiting = activations_of(request).on_host
-    host = host_phase(request, states, waiting, vllm=vllm.host if vllm else 0, teacher=on_host)
-    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes_of(request))
+    host = host_phase(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
+    notes = [*notes_of(request), *([offload.note] if offload.note else [])]
+    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes, offload.moved)
 
 
 def with_fragments(phase: Phase) -> Phase:

@@ -15,6 +15,7 @@ from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
 from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
+from dsreason.config.schema_grpo import OffloadMode
 from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
@@ -29,6 +30,7 @@ from dsreason.models.policy import Policy
 from dsreason.models.recomputation import enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
+from dsreason.rollout.vllm_arguments import VLLMSettings
 from dsreason.train.common.digest import samples_digest
 from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
@@ -169,6 +171,7 @@ def start_run(
     total_steps: int,
     scorer: Scorer | None = None,
     bucket_mb: float = BUCKET_MB,
+    offload: OffloadMode = "always",
 ) -> Run[C]:
     """The run around the policy's `engine`: its record, rollout engine, rewards, curves and checkpoints, until `stack` closes.
 
@@ -176,6 +179,7 @@ def start_run(
 
     Args:
         settings: of the rollout engine.
+        offload: whether the optimizer's state leaves the GPU during rollouts.
     """
     config, world = opened.config, opened.world
     metrics = open_curves(
@@ -190,7 +194,10 @@ def start_run(
             dtype=DTYPES[config.train.precision],
             trust_remote_code=config.model.trust_remote_code,
         )
-        sampler = open_sampler(engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb)
+        share = settings.gpu_memory_utilization if isinstance(settings, VLLMSettings) else None
+        sampler = open_sampler(
+            engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
+        )
     scorer = None if scorer is None else stack.enter_context(scorer)
     started = start_job(
         opened,

@@ -79,6 +79,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             state=state,
             scorer=Scorer(config.reward),
             bucket_mb=config.rollout.sync_bucket_mb,
+            offload=config.rollout.offload,
             total_steps=num_steps(order, config),
         )
         asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
