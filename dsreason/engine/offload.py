@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsreason.engine.engine import full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer, synchronize
@@ -185,8 +185,8 @@ class StateOffload:
         return [p.ds_tensor if is_partitioned(p) else p for p in self.engine.module.parameters()]
 
     def _largest_weight(self) -> int:
-        parameters: list[Tensor] = list(self.engine.module.parameters())
-        return max(full_shape(p).numel() * p.element_size() for p in parameters)
+        parameters: list[nn.Parameter] = list(self.engine.module.parameters())
+        return max(full_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
 
     def _on_device(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor.device.type == self.device_type and tensor.numel()]

@@ -1,4 +1,4 @@
-"""The GPU memory of a rollout: how much training state has to make room for vLLM. Runs and plans both decide here."""
+"""The GPU memory of a rollout, and the training state that has to make room for vLLM. Runs and plans both decide here."""
 
 from __future__ import annotations
 

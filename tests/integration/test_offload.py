@@ -63,7 +63,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 
 AMOUNTS = {"nothing": (False, 0), "gradients": (True, 0), "one moment": (True, 1), "everything": (True, 2**40)}
-"""Whether gradient buffers are dropped, and the bytes that have to move."""
+"""Amounts by name: (drop gradient buffers, bytes that have to move)."""
 
 
 def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int]) -> dict[str, Any]:
