@@ -12,6 +12,8 @@ from dsreason.config.schema import RewardFunctionsConfig, RewardWeight, RunConfi
 from dsreason.config.section import Section
 from dsreason.errors import ConfigError
 
+OffloadMode = Literal["auto", "always", "never"]
+
 
 class AlgorithmConfig(Section):
     """How completions become an update. What is unset here is the preset's."""
@@ -100,9 +102,9 @@ class RolloutConfig(Section):
     """Ranks that hold one copy of vLLM's model together."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """Share of a GPU's memory that vLLM may use while it is awake."""
-    offload: Literal["auto", "always", "never"] = "auto"
-    """Training state that waits in CPU memory while vLLM is awake: `auto` moves as much as vLLM's share needs, and nothing if
-    everything fits; `always` moves all of it; `never` is an error if not everything fits. Plain transformers: all."""
+    offload: OffloadMode = "auto"
+    """Whether the optimizer's state waits in CPU memory during rollouts: "auto" moves as much as vLLM's share needs, "always" all
+    of it, "never" nothing. Beside the transformers engine, "auto" moves all of it."""
     sleep_level: Literal[1, 2] = 2
     """2 drops vLLM's weights while it sleeps; 1 keeps a copy in CPU memory."""
     enforce_eager: bool = False

@@ -9,15 +9,18 @@ objects, so all that DeepSpeed and the optimizer keep of them, views included, s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
-from dsreason.engine.engine import is_partitioned
+from dsreason.engine.engine import full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer, synchronize
+from dsreason.engine.rollout_memory import EVERYTHING, OffloadAmount, RolloutMemory, allow_outside, count_moving
 from dsreason.engine.zero3 import release_gathered
 from dsreason.monitor.memory import GIB
 
@@ -38,14 +41,13 @@ class StateOffload:
     where it is; tests ask for its tensors to be moved with `device_type="cpu"`.
 
     Args:
-        need: bytes that have to leave, see `bytes_to_free`; None: all. Gradient buffers go first, which costs no copy, then
-            moments, then master weights, each as a whole.
+        amount: how much leaves the GPU; moments first, then master weights, in whole tensors.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", need: int | None = None) -> None:
+    def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", amount: OffloadAmount = EVERYTHING) -> None:
         self.engine = engine
         self.device_type = device_type
-        self.need = need
+        self.amount = amount
         self.host: dict[str, HostBuffer] = {}
         """By the name of the tensor whose bytes it takes."""
         self.away: dict[str, Tensor] = {}
@@ -57,11 +59,12 @@ class StateOffload:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Afterwards the tensors have no memory at all: only weights may be read until `reload`."""
+        """Afterwards these tensors have no memory at all: only weights may be read until `reload`."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
-        moving, dropped = self.chosen()
+        moving = self.moving()
+        dropped = self._on_device(self.gradients()) if self.amount.drop_gradients else []
         assert not storages(self._weights()) & storages([*moving.values(), *dropped])
         for name, tensor in moving.items():
             if name not in self.host:
@@ -84,69 +87,82 @@ class StateOffload:
             self.host[name].restore([raw_bytes(tensor)])
         self.away, self.dropped = {}, []
 
-    def chosen(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return what waits on the host, and which gradient buffers are dropped: as much as is needed now."""
-        moving, gradients = self.moving(), self._on_device(self.gradients())
-        if self.need is None:
-            return moving, gradients
-        freed = self.absent()
-        dropped: list[Tensor] = []
-        for tensor in gradients:
-            if freed < self.need:
-                dropped.append(tensor)
-                freed += tensor.nbytes
-        moved: dict[str, Tensor] = {}
-        for name, tensor in sorted(moving.items(), reverse=True):  # moments before master weights
-            if freed < self.need:
-                moved[name] = tensor
-                freed += tensor.nbytes
-        return moved, dropped
-
-    def absent(self) -> int:
-        """Bytes of the moments that the first step makes."""
-        return self.sizes()["moments"] - count_bytes(self._on_device(self.moments()))
-
-    def held(self) -> int:
-        """Bytes of weights and training state on the device, once the moments exist."""
-        return sum(self.sizes().values()) + count_bytes(self._on_device(self._weights()))
-
     def sizes(self) -> dict[str, int]:
-        """Bytes of this rank that the GPU has free from the second rollout on; AdamW makes its moments in the first step."""
-        masters = count_bytes(self._on_device(self.masters()))
+        """Bytes of this rank that can leave the GPU from the second rollout on; AdamW makes its moments in the first step."""
+        moments, masters = self._tensor_sizes()
         return {
-            "master weights": masters,
-            "moments": len(MOMENTS) * masters,
+            "master weights": sum(masters),
+            "moments": sum(moments),
             "gradient buffers": count_bytes(self._on_device(self.gradients())),
         }
+
+    def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
+        """Measure this rank's GPU, before vLLM has started. The optimizer's moments count even if they do not exist yet.
+
+        Args:
+            utilization: vLLM's share of the GPU.
+            bucket_bytes: most bytes of weights that a weight sync gathers at a time, unless a single one is larger.
+        """
+        release_gathered(self.engine)
+        device, sizes = self.engine.device, self.sizes()
+        free, total = torch.cuda.mem_get_info(device)
+        state = self._on_device([*self.masters(), *self.moments(), *self.gradients()])
+        return RolloutMemory(
+            total=total,
+            vllm=math.ceil(total * utilization),
+            fixed=torch.cuda.memory_allocated(device) - count_bytes(state),
+            gradients=sizes["gradient buffers"],
+            moments=sizes["moments"],
+            masters=sizes["master weights"],
+            sync=2 * max(bucket_bytes, self._largest_weight()),
+            outside=max(allow_outside(num_ranks), total - free - torch.cuda.memory_reserved(device)),
+        )
 
     def describe(self) -> str:
         """One line for the log: what moves, what is on the host anyway, and what stays."""
         if not self.is_active:
             return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
-        if self.need == 0:
-            return f"offload during rollouts: nothing, {self.held() / GIB:.2f} GiB of training state fit beside vLLM's share"
-        if self.need is not None:
-            return (
-                f"offload during rollouts: {self.need / GIB:.2f} of {self.held() / GIB:.2f} GiB of training state make room "
-                "for vLLM's share: gradient buffers first, then moments, then master weights, to pinned host memory"
-            )
         sizes = self.sizes()
         gradients = sizes.pop("gradient buffers")
-        moves = [f"{name} {size / GIB:.2f} GiB" for name, size in sizes.items() if size]
+        moving = self._moving_bytes()
+        moves = [f"{name} {size / GIB:.2f} GiB" for name, size in moving.items() if size]
         text = f"offload during rollouts, to pinned host memory: {', '.join(moves) or 'nothing'}"
-        if gradients:
+        staying = {"weights": count_bytes(self._on_device(self._weights()))}
+        staying |= {name: size - moving[name] for name, size in sizes.items()}
+        if gradients and self.amount.drop_gradients:
             text += f"; given back until the next step: gradient buffers {gradients / GIB:.2f} GiB"
-        if not moves:
+        else:
+            staying["gradient buffers"] = gradients
+        if not any(sizes.values()):
             text += "; not on the GPU anyway: master weights, moments (zero_optimization.offload_optimizer)"
-        weights = count_bytes(self._on_device(self._weights()))
-        return text + f"; stays on the GPU: weights {weights / GIB:.2f} GiB, which the sampler's are copied from"
+        stays = [f"{name} {size / GIB:.2f} GiB" for name, size in staying.items() if size]
+        return f"{text}; stays on the GPU: {', '.join(stays) or 'nothing'}"
 
     # ------------------------------------------------------------ what there is
 
     def moving(self) -> dict[str, Tensor]:
         """What waits on the host, by names that stay the same from rollout to rollout."""
-        parts = {"master weights": self.masters(), "moments": self.moments()}
-        return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(self._on_device(part))}
+        num_moments, num_masters = self._count_moving()
+        parts = {
+            "moments": self._on_device(self.moments())[:num_moments],
+            "master weights": self._on_device(self.masters())[:num_masters],
+        }
+        return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
+
+    def _count_moving(self) -> tuple[int, int]:
+        """Return the numbers of moments and master weights that move."""
+        moments, masters = self._tensor_sizes()
+        count = count_moving([*moments, *masters], self.amount.move_bytes)
+        return min(count, len(moments)), max(0, count - len(moments))
+
+    def _moving_bytes(self) -> dict[str, int]:
+        (moments, masters), (num_moments, num_masters) = self._tensor_sizes(), self._count_moving()
+        return {"master weights": sum(masters[:num_masters]), "moments": sum(moments[:num_moments])}
+
+    def _tensor_sizes(self) -> tuple[list[int], list[int]]:
+        """Return the bytes of each moment and of each master weight; moments count before the first step makes them."""
+        masters = [tensor.nbytes for tensor in self._on_device(self.masters())]
+        return [size for size in masters for _ in MOMENTS], masters
 
     def masters(self) -> list[Tensor]:
         return list(getattr(self.engine.optimizer, MASTER_WEIGHTS[type(self.engine.optimizer)]))
@@ -167,6 +183,10 @@ class StateOffload:
 
     def _weights(self) -> list[Tensor]:
         return [p.ds_tensor if is_partitioned(p) else p for p in self.engine.module.parameters()]
+
+    def _largest_weight(self) -> int:
+        parameters: list[nn.Parameter] = list(self.engine.module.parameters())
+        return max(full_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
 
     def _on_device(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor.device.type == self.device_type and tensor.numel()]

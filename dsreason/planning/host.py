@@ -20,11 +20,12 @@ def has_reference(request: Request) -> bool:
     return isinstance(config, GRPOConfig) and not config.lora.rank and bool(objective_of(config.grpo).kl_coef)
 
 
-def host_phase(request: Request, states: States, waiting: int, *, vllm: int = 0, teacher: int = 0) -> Phase:
+def host_phase(request: Request, states: States, waiting: int, *, moved: int, vllm: int = 0, teacher: int = 0) -> Phase:
     """Of one host.
 
     Args:
         waiting: bytes of one rank's activations that wait there.
+        moved: bytes of one rank's optimizer that wait there while completions are sampled.
         vllm: of one rank.
         teacher: of one rank.
     """
@@ -32,7 +33,7 @@ def host_phase(request: Request, states: States, waiting: int, *, vllm: int = 0,
     shares = request.width * request.parameters.trained_shares(request.machine.gpus)
     items = [
         Item("weights, gradients and optimizer (offload)", states.host),
-        Item("optimizer while completions are sampled, pinned", states.optimizer),
+        Item("optimizer while completions are sampled, pinned", moved),
         Item("activations (train.activation_offload)", waiting),
         Item("reference and policy while the other is in place, pinned", 2 * shares if has_reference(request) else 0),
         Item("teacher", teacher),

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.engine.offload_need import bytes_to_free
-from dsreason.errors import ConfigError
+from dsreason.engine.rollout_memory import CONTEXT, FRAGMENTS, NCCL
 from dsreason.planning.architecture import find_architecture
 from dsreason.planning.host import checkpoint_copy, disk_phase, host_phase
 from dsreason.planning.parameters import count_parameters, meta_model
 from dsreason.planning.phases import GIB, Item, Phase, largest
 from dsreason.planning.request import Request
-from dsreason.planning.sampling import VLLM, answering_phase, vllm_phases
-from dsreason.planning.states import States, states_of
+from dsreason.planning.sampling import VLLM, answering_phase, plan_offload, vllm_phases
+from dsreason.planning.states import states_of
 from dsreason.planning.training import activations_of, held_items, training_phases
 from dsreason.planning.validation import held_out_phase
-
-CONTEXT, NCCL = GIB, GIB // 2
-"""Allowances on a GPU: CUDA's context and libraries; communication between several."""
-FRAGMENTS = 0.05
-"""Share of what torch holds that its allocator cannot use. vLLM's own memory has none."""
 
 
 @dataclass
@@ -36,6 +30,8 @@ class Plan:
     disk: Phase
     vllm: VLLM | None = None
     notes: list[str] = field(default_factory=list)
+    offloaded: int = 0
+    """Bytes of one rank that move to the host for each rollout."""
 
     @property
     def fullest(self) -> Phase:
@@ -79,15 +75,17 @@ def plan_run(request: Request) -> Plan:
         outside.append(Item("NCCL", NCCL, "allowance"))
     on_gpu, on_host, fetched = teacher_bytes(request)
     extra = (*outside, Item("teacher's weights", on_gpu))
-    vllm = None
+    vllm = VLLM(request, config) if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" else None
+    offload = plan_offload(request, states, vllm, extra)
+    during_rollout = (*extra, *offload.staying)
     sampling: list[Phase] = []
-    if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
-        vllm = VLLM(request, config)
-        sampling = vllm_phases(vllm, states, extra)
-        sampling = [replace(one, items=(*one.items, staying(vllm, states))) for one in sampling]
+    if vllm:
+        sampling = vllm_phases(vllm, states, during_rollout)
     elif isinstance(config, GRPOConfig):
         sampling = [
-            answering_phase(request, states, config.rollout.batch_size, config.rollout.max_completion_length, extra)
+            answering_phase(
+                request, states, config.rollout.batch_size, config.rollout.max_completion_length, during_rollout
+            )
         ]
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
@@ -102,21 +100,9 @@ def plan_run(request: Request) -> Plan:
     # vLLM fills its share to the last byte, so that phase has no fragments.
     phases = [one if vllm and one is sampling[-1] else with_fragments(one) for one in [*sampling, *training]]
     waiting = activations_of(request).on_host
-    host = host_phase(request, states, waiting, vllm=vllm.host if vllm else 0, teacher=on_host)
-    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes_of(request))
-
-
-def staying(vllm: VLLM, states: States) -> Item:
-    """Training state that waits on the GPU while vLLM is awake. ConfigError if none may leave, and not all fits."""
-    training = states.gradients + states.optimizer + states.bucket
-    mode, total = vllm.config.rollout.offload, vllm.request.machine.gpu_bytes
-    held = training + states.weights + states.persistent
-    try:
-        need = bytes_to_free(mode, total=total, sampler=vllm.share, held=held)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    left = 0 if need is None else max(0, training - need)
-    return Item(f"training state that stays, rollout.offload = {mode}", left)
+    host = host_phase(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
+    notes = [*notes_of(request), *([offload.note] if offload.note else [])]
+    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes, offload.moved)
 
 
 def with_fragments(phase: Phase) -> Phase:

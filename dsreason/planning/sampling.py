@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
-from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.config.schema_grpo import GRPOConfig, OffloadMode
+from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, RolloutMemory, choose_amount
+from dsreason.errors import ConfigError
 from dsreason.planning.phases import GIB, Item, Phase
 from dsreason.planning.request import Request
 from dsreason.planning.states import States
@@ -116,11 +119,76 @@ class VLLM:
         }
 
 
+def sync_bucket(vllm: VLLM) -> int:
+    """Bytes of the whole weights that a weight sync gathers at a time."""
+    largest = max(parameter.numel for parameter in vllm.request.parameters.all) * vllm.request.width
+    return max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
+
+
+@dataclass(frozen=True)
+class RolloutOffload:
+    moved: int
+    """Bytes of one rank that move to the host and back for each rollout."""
+    staying: tuple[Item, ...]
+    note: str = ""
+
+
+def plan_offload(request: Request, states: States, vllm: VLLM | None, extra: tuple[Item, ...]) -> RolloutOffload:
+    """Plan what moves. Only GRPO has a choice: other trainers move everything for a validation by answers.
+
+    Args:
+        extra: what lies on the GPU beside DeepSpeed's memory.
+
+    Raises:
+        ConfigError: `rollout.offload` is "never", and vLLM's share does not fit.
+    """
+    mode: OffloadMode = request.config.rollout.offload if isinstance(request.config, GRPOConfig) else "always"
+    if vllm is None:
+        amount, note = NOTHING if mode == "never" else EVERYTHING, ""
+    else:
+        memory = build_rollout_memory(vllm, states, extra)
+        amount, note = choose_amount(mode, memory), describe_modes(mode, memory)
+    moved = min(amount.move_bytes, states.optimizer)
+    staying = (
+        Item("optimizer that stays", states.optimizer - moved),
+        Item("gradient buffers that stay", 0 if amount.drop_gradients else states.gradients + states.bucket),
+    )
+    return RolloutOffload(moved, staying, note)
+
+
+def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> RolloutMemory:
+    outside = sum(item.nbytes for item in extra if item.note == "allowance")
+    return RolloutMemory(
+        total=vllm.request.machine.gpu_bytes,
+        vllm=vllm.share,
+        fixed=states.weights + states.persistent + sum(item.nbytes for item in extra) - outside,
+        gradients=states.gradients + states.bucket,
+        moments=states.moments,
+        masters=states.masters,
+        sync=2 * sync_bucket(vllm),
+        outside=outside,
+    )
+
+
+def describe_modes(mode: OffloadMode, memory: RolloutMemory) -> str:
+    """Return a note with the GiB that move in each mode."""
+    moves = ", ".join(f'"{name}" {describe_amount(name, memory)}' for name in get_args(OffloadMode))
+    return f'rollout.offload = "{mode}"; state that moves to the host and back for each rollout, per GPU: {moves}'
+
+
+def describe_amount(mode: OffloadMode, memory: RolloutMemory) -> str:
+    try:
+        amount = choose_amount(mode, memory)
+    except ConfigError:
+        return "does not fit"
+    return f"{amount.move_bytes / GIB:.1f} GiB"
+
+
 def vllm_phases(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> list[Phase]:
     request = vllm.request
     held = (Item("policy's weights", states.weights + states.persistent), *extra)
     largest = max(one.numel for one in request.parameters.all) * request.width
-    bucket = max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
+    bucket = sync_bucket(vllm)
     sync = Phase(
         "weight sync",
         (

@@ -88,6 +88,7 @@ def as_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
         "room_bytes": plan.room,
         "phases": [phase_json(phase) for phase in plan.phases],
         "vllm": plan.vllm.facts() if plan.vllm else None,
+        "rollout_offload_bytes": plan.offloaded,
         "host_memory": phase_json(plan.host),
         "disk": phase_json(plan.disk),
         "suggestions": [

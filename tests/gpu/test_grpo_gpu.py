@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsreason.config.schema_grpo import OffloadMode
 from dsreason.monitor.memory import GIB
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
@@ -28,6 +29,8 @@ UTILIZATION = 0.4
 """Share of the GPU that vLLM may use."""
 SPACE = 40 * GIB
 """What a policy of that size and vLLM need together."""
+ALL_FITS = 75 * GIB
+"""GPU memory that holds 34 GiB of training state, a margin of about 4 and vLLM's share."""
 PER_PARAMETER = {"zero2.json": 12, "zero3.json": 16, "zero3_offload.json": 0}
 """Bytes that leave the GPU for each parameter: master weight and two moments, at stage 3 its gradient too."""
 
@@ -72,11 +75,10 @@ def in_own_process(fn: Callable[..., Any], *args: object) -> Any:
 # ---------------------------------------------------------------- vLLM beside a policy
 
 
-def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+def hand_over(folder: Path, sizes: dict[str, int], mode: OffloadMode) -> dict[str, Any]:
     """Three rollouts' worth of handing memory to vLLM and back. Numbers of GiB are the driver's."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import init_world, shutdown
     from dsreason.models.tiny import build_tiny
     from dsreason.monitor.memory import MemoryLedger, used_bytes
@@ -84,13 +86,14 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     from dsreason.rollout.vllm_engine import VLLMEngine
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.common.sampler import Sampler
+    from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_offload
 
     world, config = init_world(), SFTConfig()
     build_tiny("qwen3_vl", folder, dtype=torch.bfloat16, **sizes)
     deepspeed = resolve_deepspeed("zero3.json", config, device=world.device.type, world_size=world.size)
     policy = build_policy_engine(config, deepspeed, folder)
-    offload, ledger = StateOffload(policy), MemoryLedger(world.device)
+    offload = open_offload(policy, mode, UTILIZATION, int(BUCKET_MB * 2**20), world.size)
+    ledger = MemoryLedger(world.device)
     offload.offload()
     alone = used_bytes(world.device) / GIB
     engine = VLLMEngine(
@@ -110,18 +113,21 @@ def hand_over(folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
     shutdown()
     return {
         "alone": alone,
+        "moved": len(offload.host),
+        "dropped": offload.amount.drop_gradients,
         "awake": [values["memory/generate/device_gib"] for values in found],
         "asleep": [values["memory/sleep/device_gib"] for values in found],
         "seconds": [values["memory/wake/seconds"] + values["memory/sync/seconds"] for values in found],
     }
 
 
-@pytest.fixture(scope="module")
-def handed_over(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["always", "auto"])
+def handed_over(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     total = torch.cuda.get_device_properties(0).total_memory
     if total < SPACE:
         pytest.skip(f"a model of 2e9 parameters and vLLM need {SPACE / GIB:.0f} GiB, the GPU has {total / GIB:.0f}")
-    return in_own_process(hand_over, tmp_path_factory.mktemp("large") / "model", TWO_BILLION)
+    folder = tmp_path_factory.mktemp("large") / "model"
+    return in_own_process(hand_over, folder, TWO_BILLION, request.param) | {"mode": request.param, "total": total}
 
 
 def test_a_sleeping_engine_gives_back_what_it_held(handed_over: dict[str, Any]) -> None:
@@ -130,6 +136,14 @@ def test_a_sleeping_engine_gives_back_what_it_held(handed_over: dict[str, Any]) 
         held = awake - handed_over["alone"]
         assert held > 0.5 * UTILIZATION * total
         assert awake - asleep >= 0.9 * held
+
+
+def test_only_needed_state_leaves_the_gpu(handed_over: dict[str, Any]) -> None:
+    if handed_over["mode"] == "auto" and handed_over["total"] < ALL_FITS:
+        pytest.skip(f"training state and vLLM's share need {ALL_FITS / GIB:.0f} GiB")
+    moves = handed_over["mode"] == "always"
+    assert bool(handed_over["moved"]) is moves
+    assert handed_over["dropped"] is moves
 
 
 def test_two_billion_weights_are_awake_and_in_sync_within_two_seconds(handed_over: dict[str, Any]) -> None:

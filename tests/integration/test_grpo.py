@@ -145,7 +145,8 @@ def test_the_curves_that_the_readme_explains_are_there(folder: Path) -> None:
         ),
         *("completion/truncated_fraction", "policy/entropy", "policy/clip_fraction", "policy/kl", "mismatch/kl"),
         *("mismatch/kl/text", "mismatch/kl/image", "mismatch/kl/video", "mismatch/max_abs_logprob", "time/rollout"),
-        *("time/reward", "time/wake", "time/sync", "time/generate", "time/sleep", "rollout/tokens_per_second"),
+        *("time/offload", "time/wake", "time/sync", "time/generate", "time/sleep", "time/reload"),
+        *("time/reward", "rollout/tokens_per_second"),
         *("memory/sync/peak_gib", "memory/sleep/freed_gib", "perf/tokens_per_second"),
     } - {name for line in lines for name in line}
     assert not missing

@@ -62,6 +62,30 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return len(a) == len(b) and all(map(np.array_equal, a, b))
 
 
+AMOUNTS = {"nothing": (False, 0), "gradients": (True, 0), "one moment": (True, 1), "everything": (True, 2**40)}
+"""Amounts by name: (drop gradient buffers, bytes that have to move)."""
+
+
+def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int]) -> dict[str, Any]:
+    """Train with a rollout after each of three steps."""
+    from dsreason.engine.offload import StateOffload
+    from dsreason.engine.rollout_memory import OffloadAmount
+
+    engine = build(*case)
+    offload = StateOffload(engine, "cpu", OffloadAmount(*amount))
+    measured: dict[str, Any] = {"norms": [], "line": offload.describe(), "same bits": True}
+    for _ in range(3):
+        measured["norms"] += train(engine, world, 1)
+        state = [*offload.moments(), *offload.masters()]
+        before = bits(state)
+        offload.offload()
+        measured["away"] = [tensor.untyped_storage().nbytes() == 0 for tensor in state]
+        measured["gradients away"] = [tensor.untyped_storage().nbytes() == 0 for tensor in offload.gradients()]
+        offload.reload()
+        measured["same bits"] &= same(bits(state), before)
+    return measured | {"num moments": len(offload.moments()), "weights": weights(engine, master=True)}
+
+
 def there_and_back(engine: Any) -> dict[str, Any]:
     """What is seen of one rollout, in which only the weights are read."""
     from dsreason.engine.offload import StateOffload
@@ -133,6 +157,7 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
             "moments": same(*moments),
             "moved on a CPU": moved_on_cpu,
             "lines": lines(engine),
+            "amounts": {name: train_with_trips(case, world, amount) for name, amount in AMOUNTS.items()},
         }
     return found
 
@@ -189,3 +214,34 @@ def test_a_run_says_what_moves_and_what_does_not(found: Any, case: tuple[str, bo
     for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "stays on the GPU: weights 0.00 GiB"):
         assert text in said["all moves"]
     assert "nothing; not on the GPU anyway: master weights, moments" in said["all elsewhere"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("amount", [name for name in AMOUNTS if name != "everything"])
+def test_partial_offload_trains_like_full_offload(found: Any, case: tuple[str, bool], amount: str) -> None:
+    for measured in found:
+        partial, full = measured[case]["amounts"][amount], measured[case]["amounts"]["everything"]
+        assert partial["norms"] == full["norms"]
+        assert same(partial["weights"], full["weights"])
+        assert partial["same bits"] and full["same bits"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_partial_offload_moves_whole_tensors_in_order(found: Any, case: tuple[str, bool]) -> None:
+    for measured in found:
+        amounts = measured[case]["amounts"]
+        num_tensors = len(amounts["everything"]["away"])
+        assert amounts["nothing"]["away"] == amounts["gradients"]["away"] == [False] * num_tensors
+        assert amounts["one moment"]["away"] == [True] + [False] * (num_tensors - 1)
+        assert amounts["everything"]["away"] == [True] * num_tensors
+        assert not any(amounts["nothing"]["gradients away"])
+        assert all(amounts["gradients"]["gradients away"])
+
+
+def test_partial_offload_reports_what_stays(found: Any) -> None:
+    """TinyLM's master weights on one of two ranks are a few hundred bytes, so only names can be compared."""
+    amounts = found[0]["zero3", True]["amounts"]
+    assert "pinned host memory: nothing; stays on the GPU: weights" in amounts["nothing"]["line"]
+    assert "gradient buffers" in amounts["nothing"]["line"].partition("stays on the GPU")[2]
+    assert "pinned host memory: moments" in amounts["one moment"]["line"]
+    assert "gradient buffers" not in amounts["one moment"]["line"].partition("stays on the GPU")[2]

@@ -16,11 +16,11 @@ from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
 from dsreason.checkpoints.export import export_engine
 from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
+from dsreason.config.schema_grpo import OffloadMode
 from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
-from dsreason.engine.offload_need import Offload
 from dsreason.families import family_of
 from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
 from dsreason.models.folder import model_fingerprint
@@ -172,7 +172,7 @@ def start_run(
     total_steps: int,
     scorer: Scorer | None = None,
     bucket_mb: float = BUCKET_MB,
-    offload: Offload = "always",
+    offload: OffloadMode = "always",
 ) -> Run[C]:
     """The run around the policy's `engine`: its record, rollout engine, rewards, curves and checkpoints, until `stack` closes.
 
@@ -180,7 +180,7 @@ def start_run(
 
     Args:
         settings: of the rollout engine.
-        offload: which training state leaves the GPU while vLLM is awake.
+        offload: whether the optimizer's state leaves the GPU during rollouts.
     """
     config, world = opened.config, opened.world
     metrics = open_curves(
@@ -195,12 +195,9 @@ def start_run(
             dtype=DTYPES[config.train.precision],
             trust_remote_code=config.model.trust_remote_code,
         )
-        # How much memory another engine takes is not known.
-        mode, share = (
-            (offload, settings.gpu_memory_utilization) if isinstance(settings, VLLMSettings) else ("always", 0.0)
-        )
+        share = settings.gpu_memory_utilization if isinstance(settings, VLLMSettings) else None
         sampler = open_sampler(
-            engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb, offload_mode=mode, share=share
+            engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
         )
     scorer = None if scorer is None else stack.enter_context(scorer)
     started = start_job(

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
-import torch
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import Phase
+from dsreason.config.schema_grpo import OffloadMode
 from dsreason.engine.merged import constant_names, merged_parameters
 from dsreason.engine.offload import StateOffload
-from dsreason.engine.offload_need import Offload, bytes_to_free
-from dsreason.errors import ConfigError
+from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, OffloadAmount, choose_amount
+from dsreason.job.ranks import gather_objects
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.rollout.protocol import RolloutEngine
@@ -37,7 +37,7 @@ class Sampler:
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
     """The watchdog's `phase`."""
     times: dict[str, float] = field(default_factory=dict)
-    """`time/{wake,sync,sleep}` in seconds, of the last time."""
+    """`time/{offload,wake,sync,sleep,reload}` in seconds, of the last handover."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
@@ -45,7 +45,7 @@ class Sampler:
 
         `version` is stamped on the weights, and on what is sampled with them.
         """
-        with self.memory.phase("offload"):
+        with self._timed("offload"):
             self.offload.offload()
         with self._timed("wake"):
             self.rollout.wake()
@@ -56,7 +56,7 @@ class Sampler:
             yield self.rollout
         with self._timed("sleep"):
             self.rollout.sleep()
-        with self.memory.phase("reload"):
+        with self._timed("reload"):
             self.offload.reload()
 
     @contextmanager
@@ -74,27 +74,41 @@ def open_sampler(
     stack: ExitStack,
     *,
     bucket_mb: float = BUCKET_MB,
-    offload_mode: Offload = "always",
-    share: float = 0.0,
+    mode: OffloadMode = "always",
+    vllm_share: float | None = None,
 ) -> Sampler:
-    """The rollout `engine`, started here, until `stack` closes, beside the policy's. Every rank calls it.
+    """Start the rollout `engine` beside the policy's, until `stack` closes. Every rank calls it.
 
     Args:
-        share: of the GPU's memory that vLLM uses while it is awake.
-
-    Raises:
-        ConfigError: nothing may be offloaded, and not everything fits.
+        mode: `rollout.offload`.
+        vllm_share: `rollout.gpu_memory_utilization`; None for an engine without a fixed share.
     """
-    offload = StateOffload(policy)
-    if offload.is_active:
-        total = torch.cuda.mem_get_info()[1]
-        held = torch.cuda.memory_allocated() + offload.absent()
-        try:
-            offload.need = bytes_to_free(offload_mode, total=total, sampler=int(share * total), held=held)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    log.info(offload.describe())
-    offload.offload()  # vLLM starts only where its share of the GPU is free
+    offload = open_offload(policy, mode, vllm_share, int(bucket_mb * 2**20), watchdog.world.size)
+    offload.offload()  # vLLM starts only if its share of the GPU is free
     rollout = stack.enter_context(engine)
     offload.reload()
     return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.phase)
+
+
+def open_offload(
+    policy: DeepSpeedEngine, mode: OffloadMode, vllm_share: float | None, bucket_bytes: int, num_ranks: int
+) -> StateOffload:
+    """Decide how much of the optimizer's state leaves the GPUs, the maximum over all ranks, and log it. Collective.
+
+    Raises:
+        ConfigError: the mode is "never", and vLLM's share does not fit.
+    """
+    offload = StateOffload(policy)
+    if not offload.is_active or vllm_share is None:
+        offload.amount = NOTHING if mode == "never" else EVERYTHING
+        log.info(offload.describe())
+        return offload
+    memories = gather_objects(offload.measure(vllm_share, bucket_bytes, num_ranks))
+    amounts = [choose_amount(mode, memory) for memory in memories]
+    offload.amount = OffloadAmount(
+        drop_gradients=any(amount.drop_gradients for amount in amounts),
+        move_bytes=max(amount.move_bytes for amount in amounts),
+    )
+    fullest = max(memories, key=lambda memory: memory.needed - memory.total)
+    log.info('%s (rollout.offload = "%s"; if nothing left: %s)', offload.describe(), mode, fullest.describe())
+    return offload

@@ -2,66 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from dsreason.engine.offload import StateOffload
-from dsreason.engine.offload_need import GIB, bytes_to_free
-
-
-@pytest.mark.parametrize(
-    ("mode", "total", "sampler", "held", "need"),
-    [
-        ("always", 80, 40, 20, None),
-        ("auto", 140, 56, 33, 0),
-        ("auto", 80, 40, 38, 6),  # 38 + 40 + a margin of 4 + 80 / 20 on 80
-        ("never", 80, 40, 32, 0),
-    ],
-)
-def test_state_leaves_as_far_as_the_sampler_needs(
-    mode: Any, total: int, sampler: int, held: int, need: int | None
-) -> None:
-    result = bytes_to_free(mode, total=total * GIB, sampler=sampler * GIB, held=held * GIB)
-    assert result == (None if need is None else need * GIB)
-
-
-def test_state_that_may_not_leave_must_fit() -> None:
-    message = (
-        r"training state \(33.0 GiB\), vLLM's share \(40.0 GiB, .*margin of 8.0 GiB do not fit on a GPU of 80.0 GiB"
-    )
-    with pytest.raises(ValueError, match=message):
-        bytes_to_free("never", total=80 * GIB, sampler=40 * GIB, held=33 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("need", "dropped", "moved"),
-    [
-        (0, 0, []),
-        (4000, 1, []),
-        (4001, 1, ["moments 1"]),
-        (7000, 1, ["moments 1", "moments 0"]),
-        (None, 1, ["master weights 0", "moments 0", "moments 1"]),
-    ],
-)
-def test_gradients_leave_before_moments_and_moments_before_weights(
-    need: int | None, dropped: int, moved: list[str]
-) -> None:
-    """Gradients of 4,000 bytes, moments of 2,000 each, master weights of 2,000."""
-    engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
-    offload = StateOffload(engine, device_type="cpu", need=need)
-    state = {"masters": [torch.ones(500)], "moments": [torch.ones(500), torch.full((500,), 2.0)]}
-    parts = state | {"_weights": [], "gradients": [torch.ones(1000)]}
-    with mock.patch.multiple(offload, **{name: mock.Mock(return_value=value) for name, value in parts.items()}):
-        tensors, gradients = offload.chosen()
-        assert (list(tensors), len(gradients)) == (moved, dropped)
-        offload.offload()
-        assert set(offload.away) == set(moved)
-        offload.reload()
-    assert all(bool((tensor == tensor.mean()).all()) and float(tensor.sum()) for tensor in state["moments"])
+from dsreason.engine.rollout_memory import GIB, OffloadAmount, RolloutMemory
 
 
 def test_gradient_buffers_outlive_two_trips_begun_in_a_row_where_nothing_else_is_on_the_device() -> None:
@@ -79,3 +28,56 @@ def test_gradient_buffers_outlive_two_trips_begun_in_a_row_where_nothing_else_is
         bucket.fill_(1.0)
         offload.reload()
     assert bucket.all()  # what was written meanwhile stays
+
+
+def build_offload(stack: ExitStack, amount: OffloadAmount, num_moments: int) -> StateOffload:
+    """Build an offload of two master weights of 4,000 and 8,000 bytes, with some or none of their four moments."""
+    engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None, module=torch.nn.Linear(300, 10, bias=False))
+    offload = StateOffload(engine, "cpu", amount)
+    sizes = [1000, 1000, 2000, 2000][:num_moments]
+    state = {
+        "masters": [torch.ones(1000), torch.ones(2000)],
+        "moments": [torch.ones(size) for size in sizes],
+        "gradients": [torch.ones(500)],
+    }
+    mocks = {name: mock.Mock(return_value=tensors) for name, tensors in state.items()}
+    stack.enter_context(mock.patch.multiple(offload, **mocks))
+    return offload
+
+
+@pytest.mark.parametrize(
+    ("move_bytes", "num_moments", "names"),
+    [
+        (0, 4, []),
+        (4001, 4, ["moments 0", "moments 1"]),
+        (24_000, 4, ["moments 0", "moments 1", "moments 2", "moments 3"]),
+        (24_001, 4, ["moments 0", "moments 1", "moments 2", "moments 3", "master weights 0"]),
+        (24_000, 0, []),  # before the first step the moments' 24,000 bytes are free
+        (24_001, 0, ["master weights 0"]),
+    ],
+)
+def test_moments_move_before_master_weights(move_bytes: int, num_moments: int, names: list[str]) -> None:
+    with ExitStack() as stack:
+        assert list(build_offload(stack, OffloadAmount(True, move_bytes), num_moments).moving()) == names
+
+
+@pytest.mark.parametrize("num_moments", [0, 4])
+def test_measured_memory_counts_future_moments(num_moments: int) -> None:
+    """Of 40,000,000 bytes in torch 14,000 are masters and gradients, and 24,000 moments if they exist."""
+    with ExitStack() as stack:
+        offload = build_offload(stack, OffloadAmount(True, 0), num_moments)
+        stack.enter_context(mock.patch("dsreason.engine.offload.release_gathered"))
+        readings = {"mem_get_info": (60 * GIB, 80 * GIB), "memory_allocated": 40_000_000, "memory_reserved": 3 * GIB}
+        for name, value in readings.items():
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        memory = offload.measure(0.5, 1000, num_ranks=2)
+    assert memory == RolloutMemory(
+        total=80 * GIB,
+        vllm=40 * GIB,
+        fixed=40_000_000 - 14_000 - (24_000 if num_moments else 0),
+        gradients=2000,
+        moments=24_000,
+        masters=12_000,
+        sync=2 * 12_000,  # the only weight is larger than the bucket
+        outside=17 * GIB,  # 20 are in use, 3 by torch
+    )
