@@ -88,9 +88,8 @@ gpu: setup ## Run the tests that need a GPU.
 	$(PY) -m pytest tests/gpu
 
 # SECONDS=300 runs what answers most in that time, PARTS="environment sync" some of it; PYTHON=python3 takes an environment that is there already, OUT= is the folder.
-gpu-report: $(if $(PYTHON),,setup) ## Measure what a GPU shows of dsreason, at most 25 minutes: outputs/gpu-report.
-	$(or $(PYTHON),$(PY)) -m benchmarks.gpu_report --parts "$(PARTS)" $(if $(OUT),--out "$(OUT)") \
-		$(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS))
+gpu-report: $(if $(PYTHON),,setup) ## Measure what a GPU shows of dsreason, at most 30 minutes: outputs/gpu-report.
+	$(or $(PYTHON),$(PY)) -m benchmarks.gpu_report --parts "$(PARTS)" $(if $(OUT),--out "$(OUT)") $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS))
 
 check: setup ## Format, lint, types.
 	$(PY) -m ruff format --check .

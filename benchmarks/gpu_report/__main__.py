@@ -6,8 +6,8 @@ runs those that answer most within five minutes: first the checks beside each ot
 take more than ten minutes, three of them fill one report:
 
     make gpu-report PARTS="environment zero attention vision head parity ledger_05b"
-    make gpu-report PARTS="ledger_2b sync state_poison sft grpo"
-    make gpu-report PARTS="checkpoint leaks processor ledger_7b"
+    make gpu-report PARTS="ledger_2b state_poison sft grpo"
+    make gpu-report PARTS="sync checkpoint leaks processor lora_8b ledger_7b"
 """
 
 from __future__ import annotations
@@ -105,16 +105,26 @@ def main(
                 records[part.name] = record_of(part, ended, setting)
                 write_report(out, records)
                 tell(part, records[part.name])
-        except KeyboardInterrupt:
+        except Stopped as stop:
+            records[stop.part.name] = record_of(stop.part, stop.ended, setting)
+            write_report(out, records)
             console.print("stopped; what was measured before is in the report")
             raise typer.Exit(130) from None
     console.print(f"\n{out / MARKDOWN_FILE}: send it with the JSON beside it")
     raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in wanted) else 1)
 
 
+class Stopped(Exception):
+    """A signal ended a part; carries what the part had measured."""
+
+    def __init__(self, part: Part, ended: Ended) -> None:
+        super().__init__(part.name)
+        self.part, self.ended = part, ended
+
+
 @dataclass(frozen=True)
 class Runner:
-    """Runs parts; KeyboardInterrupt once `stopped` is set."""
+    """Runs parts; raises Stopped once `stopped` is set."""
 
     setting: Setting
     logs: Path
@@ -151,13 +161,15 @@ class Runner:
         if cards and cards < part.cards:
             return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {cards}")
 
-        def tick(seconds: float) -> None:
-            if self.stopped.is_set():
-                raise KeyboardInterrupt
+        def tick(seconds: float) -> bool:
             minutes = (limit - seconds + later) / 60
             self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
+            return not self.stopped.is_set()
 
-        return run_part(part, self.setting, self.logs, tick, limit)
+        ended = run_part(part, self.setting, self.logs, tick, limit)
+        if self.stopped.is_set():
+            raise Stopped(part, ended)
+        return ended
 
 
 def tell(part: Part, record: dict[str, object]) -> None:

@@ -193,8 +193,11 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
     config_class = getattr(importlib.import_module(f"{place}.configuration_{family}"), config_name)
     model_class = getattr(importlib.import_module(f"{place}.modeling_{family}"), model_name)
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    real = (
+        {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
+    )  # not the class's defaults
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
-    config = config_class(**(sizes if setting.tiny else {}))
+    config = config_class(**(sizes if setting.tiny else real))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if setting.cards else torch.float32
     with torch.device(setting.device):  # one CPU thread would draw 0.7e9 values for minutes

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.parts import Setting, SkipPart
+from dsreason.files.atomic import write_file
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES: dict[str, dict[str, Any]] = {
@@ -35,9 +39,10 @@ def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precisio
 
     size = "tiny" if setting.tiny else size
     folder = setting.scratch / "models" / f"{family}-{size}-{precision}"
-    if not (folder / "config.json").is_file():
+    if not folder.is_dir():
         sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
-        build_tiny(family, folder, dtype=DTYPES[precision], device=setting.device, **sizes)
+        with made_at_once(folder) as draft:
+            build_tiny(family, draft, dtype=DTYPES[precision], device=setting.device, **sizes)
     return folder
 
 
@@ -66,16 +71,29 @@ def card_gib() -> float:
 
 def write_rows(setting: Setting, count: int) -> Path:
     """A JSONL in whose rows text alone, a picture and a clip take turns; answers of 1 to 40 sentences, mostly few."""
+    folder = setting.scratch / f"rows-{count}"
+    if not folder.is_dir():
+        with made_at_once(folder) as draft:
+            fill_with_rows(setting, draft, count)
+    return folder / "rows.jsonl"
+
+
+@contextmanager
+def made_at_once(folder: Path) -> Iterator[Path]:
+    """Yield a draft that becomes `folder`, unless a part beside this one was faster."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent))
+    yield draft
+    with suppress(OSError):  # the folder exists by now
+        draft.rename(folder)
+
+
+def fill_with_rows(setting: Setting, folder: Path, count: int) -> None:
     import numpy as np
     from PIL import Image
 
     from dsreason.datasets.builtin import write_clip
 
-    folder = setting.scratch / f"rows-{count}"
-    path = folder / "rows.jsonl"
-    if path.is_file():
-        return path
-    folder.mkdir()
     frames, height, width = (4, 64, 64) if setting.tiny else (16, 240, 320)
     random, rows = np.random.default_rng(0), []
     for number in range(count):
@@ -93,8 +111,7 @@ def write_rows(setting: Setting, count: int) -> Path:
             write_clip(folder / f"{number}.mp4", clip)
             row["video"] = f"{number}.mp4"
         rows.append(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
@@ -117,8 +134,9 @@ def grpo_settings(
     setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
     """A GRPO run without KL, rewarded for vowels; on a card with room, vLLM has 4 tenths of it."""
-    rows, reward = write_rows(setting, 24), setting.scratch / "rewards.py"
-    reward.write_text(REWARD)
+    rows = write_rows(setting, 24)
+    reward = rows.with_name("rewards.py")
+    write_file(reward, REWARD)
     settings = run_settings(model, rows, precision=precision)
     settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setting.tiny else 16384}
     return settings | {

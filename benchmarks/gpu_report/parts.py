@@ -99,6 +99,7 @@ PARTS = (
             Goal("as dsreason sets it: * kernel", "!=", "CUDNN_ATTENTION"),
             Goal("as dsreason sets it: * non-finite gradients", "==", 0, on_cpu=True),
         ),
+        beside=True,
     ),
     Part(
         "vision",
@@ -152,7 +153,7 @@ PARTS = (
     Part(
         "grpo",
         RUNS,
-        140,
+        200,
         "a GRPO step split by phase",
         (
             Goal("mismatch/kl", "<=", 1e-2, on_cpu=True),
@@ -181,7 +182,7 @@ PARTS = (
             Goal("lines with a CUDA error", "==", 0, on_cpu=True),
         ),
     ),
-    Part("lora_8b", TRAINING, 120, "SFT of adapters on 8 billion parameters, on a card with 80 GB"),
+    Part("lora_8b", TRAINING, 95, "SFT of adapters on 8 billion parameters, on a card with 80 GB"),
     Part("processor", ENGINES, 75, "media processing and generation with and without vLLM's processor cache"),
     Part("cards_sft", RUNS, 90, "SFT on all cards", cards=2),
     Part("cards_grpo", RUNS, 140, "GRPO on all cards", cards=2),

@@ -52,7 +52,7 @@ def run_part(
     part: Part,
     setting: Setting,
     logs: Path,
-    tick: Callable[[float], None] = lambda seconds: None,
+    tick: Callable[[float], bool] = lambda seconds: True,
     limit: float | None = None,
 ) -> Ended:
     """Run it to its end or its time limit; whatever ends this call, no process of the part is left.
@@ -60,7 +60,7 @@ def run_part(
     Args:
         limit: seconds; None: the part's own.
         logs: gets `<part>.log`, all that the part writes to its terminal.
-        tick: called several times a second with the seconds so far.
+        tick: called several times a second with the seconds so far; returns whether the part may go on.
     """
     results, log = setting.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
     results.unlink(missing_ok=True)
@@ -75,7 +75,8 @@ def run_part(
         )
         try:
             while process.poll() is None and time.monotonic() - started < limit:
-                tick(time.monotonic() - started)
+                if not tick(time.monotonic() - started):
+                    break
                 time.sleep(TICK)
             code = process.poll()
         finally:
