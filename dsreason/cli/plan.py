@@ -20,6 +20,8 @@ from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.planning.advice import Suggestion
+    from dsreason.planning.duration.estimate import Duration, Load
+    from dsreason.planning.duration.rates import Rates
     from dsreason.planning.plan import Plan
     from dsreason.planning.request import Machine
 
@@ -48,9 +50,24 @@ def plan(
             "--for", metavar="COMMAND", help="Which command the configuration is for; default: by its sections."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, instead of tables.")] = False,
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="h100, h200, a100, b200 or l40s, for the time; default: by memory."),
+    ] = None,
+    network_gbit: Annotated[float, typer.Option(min=0.1, help="Gbit/s of each GPU between hosts.")] = 400.0,
+    tokens_per_sample: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a sample or prompt, for the time; default: a quarter of model.max_length."),
+    ] = None,
+    media_share: Annotated[float, typer.Option(min=0, max=1, help="Share of them that are media tokens.")] = 0.5,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows to train on, for hours without train.max_steps.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, in bytes and seconds, instead of tables.")
+    ] = False,
 ) -> None:
-    """Estimate the memory of an sft, grpo or dpo run by phase, on GPUs, hosts and disk, and say whether it fits.
+    """Estimate the memory of an sft, grpo or dpo run by phase, whether it fits, and how long it takes.
 
     Needs neither GPUs nor weights: the model's config.json is enough. The exit code is 0 where it fits, and 1 where it does
     not; then it says what to change.
@@ -68,6 +85,8 @@ def plan(
     machine = find_machine(gpus or (imported.num_gpus if imported else None), gpu_memory, gpus_per_host)
     with quick_imports():
         from dsreason.planning.advice import suggestions
+        from dsreason.planning.duration.estimate import Load, estimate_duration
+        from dsreason.planning.duration.rates import GB
         from dsreason.planning.plan import plan_run
         from dsreason.planning.request import Request
         from dsreason.train.common.preflight import check_deepspeed
@@ -77,7 +96,12 @@ def plan(
     request = Request(trainer.name, run, machine, run.deepspeed, name)
     check_deepspeed(run)
     planned = plan_run(request)
-    show(planned, suggestions(planned), as_json=as_json)
+    load = Load(
+        tokens_per_sample or max(1, run.model.max_length // 4), media_share, network_gbit / 8 * GB, num_samples=rows
+    )
+    rates = find_rates(card, machine)
+    timed = (estimate_duration(planned, rates, load), rates, load)
+    show(planned, suggestions(planned), timed, as_json=as_json)
     if not planned.fits:
         raise typer.Exit(1)
 
@@ -100,11 +124,26 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
     return Machine(gpus or here, gpu_memory or GPU_MEMORY, gpus_per_host)
 
 
-def show(planned: Plan, found: list[Suggestion], *, as_json: bool) -> None:
+def find_rates(card: str | None, machine: Machine) -> Rates:
+    """Rates of the card named, else of the local one, else of one with that memory."""
+    import torch
+
+    from dsreason.planning.duration.rates import CARDS, find_card
+
+    if card is None:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return CARDS[find_card(name, machine.gpu_memory)]
+    if card.lower() not in CARDS:
+        raise ConfigError(f"--card: the rates of {card!r} are not known; choose one of {', '.join(CARDS)}, the nearest")
+    return CARDS[card.lower()]
+
+
+def show(planned: Plan, found: list[Suggestion], timed: tuple[Duration, Rates, Load], *, as_json: bool) -> None:
     from dsreason.planning import show as texts
+    from dsreason.planning.duration.show import describe_time, time_json, time_table
 
     if as_json:
-        write(json.dumps(texts.as_json(planned, found), indent=2))
+        write(json.dumps(texts.as_json(planned, found) | {"time": time_json(*timed)}, indent=2))
         return
     console = open_console()
     if not console.is_terminal:
@@ -113,6 +152,9 @@ def show(planned: Plan, found: list[Suggestion], *, as_json: bool) -> None:
         say(line)
     console.print(texts.phase_table(planned))
     console.print(texts.outside_table(planned))
+    console.print(time_table(timed[0]))
+    for line in describe_time(*timed):
+        say(line)
     for note in planned.notes:
         say(f"note: {note}")
     for line in texts.verdict(planned, found):

@@ -57,6 +57,20 @@ def test_json_has_bytes_of_every_phase(config: Path) -> None:
         assert phase["bytes"] == sum(item["bytes"] for item in phase["items"])
 
 
+def test_time_is_shown_by_phase_and_as_json(config: Path) -> None:
+    arguments = ("--config", config, "--gpus", 2, "--card", "H200", "--rows", 640, "--tokens-per-sample", 100)
+    text = call(*arguments).stdout
+    assert "forward and backward" in text and "tokens/s on 2 H200" in text and "GPU hours" in text
+    time = json.loads(call(*arguments, "--json").stdout)["time"]
+    assert time["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in time["phases"]))
+    assert time["gpu_hours"] == pytest.approx(2 * time["steps"] * time["step_seconds"] / 3600)
+
+
+def test_an_unknown_card_is_an_error_that_lists_the_known_ones(config: Path) -> None:
+    with pytest.raises(ConfigError, match="--card: the rates of 'h99' are not known; choose one of h200, h100"):
+        plan(config=str(config), gpus=1, card="h99")
+
+
 def test_values_and_the_deepspeed_json_can_be_changed(config: Path) -> None:
     changes = ["--set", "train.max_tokens_per_micro_batch=4096", "--ds-config", "zero3_offload.json"]
     usual, changed = call("--config", config, "--gpus", 2), call("--config", config, "--gpus", 2, *changes)

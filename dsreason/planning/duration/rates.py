@@ -1,0 +1,81 @@
+"""What a GPU does per second, and how that is known. Edit it when a card has been measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dsreason.monitor.flops import PEAK_TFLOPS, peak_flops
+
+GB = 1e9
+MEASURED = "measured on an H200, 2026-11-26 (benchmarks/RESULTS.md)"
+TRAINED_SHARE = 0.316
+"""Share of the peak that a training pass of long rows reached on an H200, recomputation counted."""
+INFERENCE_SHARE = 0.5
+"""Share of the peak in prefill and in forwards without a backward pass: assumed."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one GPU and its host; bytes and FLOPs per second."""
+
+    card: str
+    peak: float
+    """Dense bf16 FLOP/s of the data sheet."""
+    memory: float
+    """Bytes of GPU memory read and written."""
+    to_host: float = 55 * GB
+    """Copies to pinned memory and back, each way."""
+    between_gpus: float = 360 * GB
+    """Sent by each GPU to the others of its host."""
+    update: float = 660 * GB
+    """Bytes of optimizer state per second of an optimizer step on the GPU."""
+    host_update: float = 60 * GB
+    """The same of a host whose GPUs' optimizer state is offloaded, shared by them."""
+    sync: float = 7.8 * GB
+    """Weights into vLLM, checked."""
+    block_seconds: float = 0.0096
+    """Host time of a decoder layer or vision block per micro-batch: forward, recomputation and backward under ZeRO-3."""
+    decode_seconds: float = 0.0047
+    """Host time of a decoded token, of all sequences together."""
+    wake_seconds: float = 0.3
+    """To wake vLLM and put it to sleep again."""
+    source: str = "published peak and memory; the rest as " + MEASURED
+
+    @property
+    def training(self) -> float:
+        return TRAINED_SHARE * self.peak
+
+    @property
+    def inference(self) -> float:
+        return INFERENCE_SHARE * self.peak
+
+
+H200 = Rates("H200", 989.4e12, 4200 * GB, source=MEASURED)
+CARDS = {
+    "h200": H200,
+    "h100": replace(H200, card="H100", memory=3350 * GB, source=Rates.source),
+    "a100": replace(
+        H200, card="A100", peak=312e12, memory=2039 * GB, to_host=25 * GB, between_gpus=240 * GB, source=Rates.source
+    ),
+    "b200": replace(H200, card="B200", peak=2250e12, memory=8000 * GB, between_gpus=720 * GB, source=Rates.source),
+    "l40s": replace(
+        H200, card="L40S", peak=362.05e12, memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB, source=Rates.source
+    ),
+}
+"""By the name that `--card` takes. Memory and links between GPUs are those of NVIDIA's data sheets, links at 80 %."""
+NETWORK_GBIT = 400.0
+"""Per GPU between hosts, unless `--network-gbit` says otherwise."""
+
+
+def find_card(device_name: str, gpu_memory: float) -> str:
+    """Return the card that a local GPU is, or one of that memory (GB)."""
+    if (peak := peak_flops(device_name)) is not None:
+        known = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
+        if known:
+            return next(iter(known))
+    if gpu_memory > 150:
+        return "b200"
+    return "h200" if gpu_memory > 100 else "h100" if gpu_memory > 50 else "l40s"
+
+
+assert all(rates.peak == PEAK_TFLOPS[rates.card] * 1e12 for rates in CARDS.values())
