@@ -50,9 +50,10 @@ class Mismatch:
 def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     """One for each rollout of a micro-batch, whose tokens have the trainer's `logprobs` `[N]`, rollout after rollout."""
     found, start = [], 0
+    logprobs = logprobs.double().cpu()
     for rollout in rollouts:
         ids = rollout.completion.ids
-        trainer = logprobs[start : start + len(ids)].double().cpu()
+        trainer = logprobs[start : start + len(ids)]
         engine = torch.tensor(rollout.completion.logprobs, dtype=torch.float64)
         start += len(ids)
         apart = (trainer - engine).abs()

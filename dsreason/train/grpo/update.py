@@ -117,12 +117,13 @@ def accumulate_gradients(
         num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
-    sums = {"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0}
+    # By metric, for each micro-batch; read after the loop, for reading waits for the GPU.
+    terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
     if micro_batches[0].ref_logprobs is not None:
-        sums["policy/kl"] = 0.0
+        terms["policy/kl"] = []
     if micro_batches[0].teacher_logprobs is not None:
-        sums["distill/kl"] = 0.0
-    found: list[Mismatch] = []
+        terms["distill/kl"] = []
+    trainer_logprobs: list[Tensor] = []
     for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
         last = i == len(micro_batches) - 1
         logprobs, entropy = forward(engine, one, config.rollout.temperature, banned_ids)
@@ -139,14 +140,18 @@ def accumulate_gradients(
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
         backward(engine, result.loss, world, last=last)
-        sums["train/loss"] += result.loss.item()
-        sums["policy/clip_fraction"] += float(result.clipped.sum())
-        sums["policy/entropy"] += float(entropy.detach().sum())
+        terms["train/loss"].append(result.loss.detach())
+        terms["policy/clip_fraction"].append(result.clipped.sum())
+        terms["policy/entropy"].append(entropy.detach().sum())
         if one.ref_logprobs is not None:
-            sums["policy/kl"] += float(k3(logprobs.detach(), one.ref_logprobs).sum())
+            terms["policy/kl"].append(k3(logprobs.detach(), one.ref_logprobs).sum())
         if one.teacher_logprobs is not None:
-            sums["distill/kl"] += float((old - one.teacher_logprobs).sum())
-        found += mismatches(one.rollouts, old)
+            terms["distill/kl"].append((old - one.teacher_logprobs).sum())
+        trainer_logprobs.append(old)
+    sums = {name: sum(map(float, values)) for name, values in terms.items()}
+    found: list[Mismatch] = []
+    for one, values in zip(micro_batches, trainer_logprobs, strict=True):
+        found += mismatches(one.rollouts, values)
     everywhere = world.of_groups(gather_objects((sums, with_few_texts(found))))
     totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
     found = [one for _, part in everywhere for one in part]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
+from torch import Tensor
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
@@ -61,7 +62,7 @@ def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world:
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
     """Forward and backward of every micro-batch; returns the mean loss over the trained tokens of the global batch."""
-    total = 0.0
+    losses: list[Tensor] = []  # read after the loop, for reading waits for the GPU
     for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
         last = i == len(batches.micro_batches) - 1
         with record_phase("forward"):
@@ -73,8 +74,8 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
             engine.backward(loss * world.size, scale_wrt_gas=False)
         if not last:
             engine.step()
-        total += loss.item()
-    return all_sum(total) / world.ranks_per_row  # those that compute a row together all have its loss
+        losses.append(loss.detach())
+    return all_sum(sum(map(float, losses))) / world.ranks_per_row  # those that compute a row together all have its loss
 
 
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
