@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 
 from dsreason.checkpoints.checkpoint_folder import SavedAdapter, TrainerState
 from dsreason.checkpoints.export import export_engine
@@ -122,7 +122,7 @@ def build_policy_engine(
         attention=config.model.attention,
         deepspeed=deepspeed_config,
         quantize=config.model.quantize,
-        fused_kernels=config.model.fused_kernels and torch.cuda.is_available(),
+        fused_kernels=config.model.fused_kernels and get_accelerator().device_name() == "cuda",
         trust_remote_code=config.model.trust_remote_code,
     )
     log.info("a forward takes %s", forward_size(config))
