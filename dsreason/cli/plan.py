@@ -131,7 +131,7 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
     from dsreason.planning.duration.rates import CARDS, find_card
 
     if card is None:
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        name = torch.cuda.get_device_name() if cuda_fault() is None and launch.gpu_count() else ""
         return CARDS[find_card(name, machine.gpu_memory)]
     if card.lower() not in CARDS:
         raise ConfigError(f"--card: the rates of {card!r} are not known; choose one of {', '.join(CARDS)}, the nearest")

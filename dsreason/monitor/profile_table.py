@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import sys
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from dsreason.monitor.console import open_console
 from dsreason.phases import PREFIX
 
 OPERATOR, PHASE = "cpu_op", "user_annotation"
@@ -240,12 +242,13 @@ def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
     table.add_column("calls", justify="right")
     table.add_column("name", no_wrap=True, overflow="ellipsis")
     for name, seconds, count in rows[:TOP]:
-        table.add_row(f"{seconds:.4f}", f"{count:,}", name)
+        table.add_row(f"{seconds:.4f}", f"{count:,}", Text(name))
     return render(table)
 
 
 def render(table: Table) -> str:
-    console = Console(width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+    text = io.StringIO()
+    console = open_console(file=text, highlight=False)
+    console.width = WIDTH
+    console.print(table)
+    return text.getvalue().rstrip()

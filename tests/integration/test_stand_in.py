@@ -205,7 +205,7 @@ def test_whole_runs_do_with_checkpoint_and_export(
         rooms = ("train/", "val/", "policy/", "reward/", "mismatch/")
         return [{name: value for name, value in line.items() if name.startswith(rooms)} for line in lines]
 
-    eager, sdpa = (["model.attention=" + name] for name in ("eager", "sdpa"))
+    eager, sdpa = (["model.attention=" + name, "model.fused_kernels=false"] for name in ("eager", "sdpa"))
     expected = measured(devices.cpu.submit(scenarios.run, str(tmp_path), command, "cpu", eager).result())
     found = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "eager", eager))
     assert len(found) >= 2

@@ -110,7 +110,7 @@ def build(model: str, attention: str, settings: dict[str, Any]) -> Any:
     world = init_world()
     config = GRPOConfig.model_validate(
         {
-            "model": {"path": model, "attention": attention},
+            "model": {"path": model, "attention": attention, "fused_kernels": False},
             "train": {"precision": "fp32", "micro_batch_size": 3},
             "rollout": {"temperature": TEMPERATURE, "max_completion_length": 6},
             "reward": {"functions": {"format": 1.0}},
