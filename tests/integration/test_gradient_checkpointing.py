@@ -63,12 +63,12 @@ def gradients(
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    from dsreason.models import recomputation
+    from dsreason.models import policy
     from dsreason.models.freeze import freeze
     from dsreason.models.load import load_model
     from dsreason.models.policy import enable_gradient_checkpointing
 
-    recomputation.save_on_cpu = Recorded  # type: ignore[misc]
+    policy.save_on_cpu = Recorded  # type: ignore[misc]
     Recorded.moved.clear()
 
     model = load_model(folder, dtype=torch.float32, deepspeed=DS_CONFIG)
