@@ -70,6 +70,15 @@ class Parameters:
         return sizes
 
     @cached_property
+    def trained_blocks(self) -> dict[str, int]:
+        """Trained values of each of these."""
+        sizes: dict[str, int] = {}
+        for parameter in self.trained:
+            if match := BLOCK.match(parameter.name):
+                sizes[match[0]] = sizes.get(match[0], 0) + parameter.numel
+        return sizes
+
+    @cached_property
     def numel(self) -> int:
         """Of the model itself, without adapters."""
         return sum(one.numel for one in self.all if one.kind != "adapter")

@@ -182,6 +182,12 @@ def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
     return Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
 
 
+def block_gradients(request: Request) -> Item:
+    """Gradients of the largest block: ZeRO-3 reduces those of a block it gathers as a whole together, at its end."""
+    trained = request.parameters.trained_blocks if request.zero.stage == 3 else {}
+    return Item("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
+
+
 def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
     """At the fullest of its moments."""
     found = activations_of(request)
@@ -209,6 +215,7 @@ def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
             embedding,
             Item(moving, max(few, 0 if tied else one_large)),
             Item("one text layer at work", found.layer),
+            block_gradients(request),
         ),
         "vision tower": (
             *media,
