@@ -110,7 +110,8 @@ def test_reopened_logits_are_those_of_the_trained_model(
     trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]
 ) -> None:
     for name in CASES:
-        assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() == 0
+        # transformers embeds patches by a convolution, training by a matrix product: the same but for rounding.
+        assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() <= 1e-5
 
 
 def test_vllm_continues_as_transformers_does(reopened: dict[str, Any]) -> None:
