@@ -146,14 +146,10 @@ class Batch:
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy on the device, but for the grids and token types, from which the host computes the media's layout.
-
-        Tensors that go to a GPU are pinned first: the copy then does not wait for the GPU's work.
-        """
+        """Return a copy on the device, but for the grids and token types, from which the host computes the media's layout."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            pinned = device.type == "cuda" and tensor.device.type == "cpu"
-            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+            return copy_to_device(tensor, device)
 
         return replace(
             self,
@@ -167,6 +163,12 @@ class Batch:
             },
             part=None if self.part is None else moved_part(self.part, move),
         )
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor; one that goes to a GPU is pinned first, so that the host does not wait for the GPU's work."""
+    pinned = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
 def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> RowPart:

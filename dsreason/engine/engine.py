@@ -15,6 +15,7 @@ from dsreason.config.schema import OptimConfig
 from dsreason.engine.zero3 import gather_whole_blocks, record_training_only
 from dsreason.errors import ConfigError
 from dsreason.job.launch import environment
+from dsreason.phases import record_phase
 
 T = TypeVar("T")
 ZeroParameter: TypeAlias = Any
@@ -74,6 +75,22 @@ def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
 def full_shape(parameter: nn.Parameter) -> torch.Size:
     """Shape of the whole parameter: under ZeRO-3 `parameter.shape` is (0,)."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
+
+
+def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
+    """Run the backward pass of a share of the step's loss.
+
+    The shares of all micro-batches and ranks add up to that loss, however it was cut; ranks that compute a row together each
+    have the gradient of their own tokens. DeepSpeed averages gradients over ranks, which is undone here.
+
+    Args:
+        last: whether it is the step's last one on this rank, which the optimizer step follows.
+    """
+    engine.set_gradient_accumulation_boundary(last)
+    with record_phase("backward"):
+        engine.backward(loss * num_ranks, scale_wrt_gas=False)
+    if not last:
+        engine.step()
 
 
 def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dsreason.data.types import Batch, Segment
+from dsreason.data.types import Batch, Segment, copy_to_device
 from dsreason.errors import CheckpointError
 from dsreason.families import family_of
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
@@ -46,10 +46,10 @@ class Call:
     def to(self, device: torch.device) -> Call:
         return replace(
             self,
-            queries=None if self.queries is None else moved(self.queries, device),
-            keys=None if self.keys is None else moved(self.keys, device),
-            query_starts=moved(self.query_starts, device),
-            key_starts=moved(self.key_starts, device),
+            queries=None if self.queries is None else copy_to_device(self.queries, device),
+            keys=None if self.keys is None else copy_to_device(self.keys, device),
+            query_starts=copy_to_device(self.query_starts, device),
+            key_starts=copy_to_device(self.key_starts, device),
         )
 
 
@@ -74,7 +74,7 @@ def row_layout(segments: Sequence[Segment], device: torch.device, group: Group =
     order = None
     if len(calls) > 1:
         asked = [call.queries for call in calls if call.queries is not None]
-        order = moved(torch.cat(asked).argsort(), device)
+        order = copy_to_device(torch.cat(asked).argsort(), device)
     return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order, group)
 
 
@@ -109,11 +109,6 @@ def places(segment: Segment) -> Tensor:
 def starts_of(lengths: Sequence[int]) -> Tensor:
     """`[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Pinned first: the copy then does not wait for the GPU's work."""
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def text_attention(

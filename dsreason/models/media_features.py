@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dsreason.data.collate import find_media_tokens, join_pixels
-from dsreason.data.types import Batch
+from dsreason.data.types import Batch, copy_to_device
 from dsreason.families import family_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def embed_batch(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return the inputs of the language model that stand for a batch's tokens and media."""
     media = find_media_tokens(batch)
     if media is None:
-        return embed_tokens(model, batch.input_ids, torch.empty(0, dtype=torch.int64), [])
+        return {"input_ids": batch.input_ids}
     features = encode_media(model, join_pixels(batch), media.grids)
     return embed_tokens(model, batch.input_ids, media.indices, [media.spread(layer) for layer in features])
 
@@ -49,8 +49,6 @@ def embed_batch(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
 def embed_tokens(model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]) -> dict[str, Any]:
     """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the tokens `indices` `[M]` of the flattened rows."""
     embeddings = model.get_input_embeddings()(input_ids)
-    if not features:
-        return {"inputs_embeds": embeddings}
     first, *deeper = (layer.to(embeddings.device, embeddings.dtype) for layer in features)
     indices = copy_to_device(indices, embeddings.device)
     inputs = {"inputs_embeds": embeddings.flatten(0, 1).index_copy(0, indices, first).view_as(embeddings)}
@@ -86,10 +84,3 @@ def add_at_indices(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
     indices = places.flatten().nonzero().flatten() if places.dtype == torch.bool else places
     features = features.to(hidden.device, hidden.dtype)
     return hidden.flatten(0, 1).index_add(0, indices.to(hidden.device), features).view_as(hidden)
-
-
-def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from pinned memory, so that the host does not wait for the GPU's work."""
-    if device.type != "cuda" or tensor.is_cuda:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
     """Run the model without its output layer on a batch, whose repeated media are encoded once."""
-    inputs = {"use_cache": use_cache, **attention_inputs(model, batch)}
-    if family_of(model.config.model_type).vision is None:
-        output: BaseModelOutputWithPast = model.model(input_ids=batch.input_ids, **inputs)
-    else:
-        output = model.get_decoder()(**embed_batch(model, batch), **inputs)
+    inputs = embed_batch(model, batch) | attention_inputs(model, batch)
+    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
     return output
 
 
@@ -36,15 +33,16 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
     part = batch.part
     assert part is not None
     local = slice(part.start, part.end)
-    inputs = {"use_cache": False, **attention_inputs(model, batch, group)}
+    inputs = attention_inputs(model, batch, group)
     inputs["position_ids"] = inputs["position_ids"][..., local]
     input_ids = batch.input_ids[:, local]
     if part.media is None:
-        output: BaseModelOutputWithPast = model.get_decoder()(input_ids=input_ids, **inputs)
+        inputs["input_ids"] = input_ids
     else:
         features = encode_media(model, join_pixels(batch), part.media.grids)
         features = exchange_features(features, part.media, group)
-        output = model.get_decoder()(**embed_tokens(model, input_ids, part.media.indices, features), **inputs)
+        inputs |= embed_tokens(model, input_ids, part.media.indices, features)
+    output: BaseModelOutputWithPast = model.get_decoder()(use_cache=False, **inputs)
     return output
 
 

@@ -12,6 +12,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.config.schema_dpo import PreferenceConfig
+from dsreason.engine.engine import add_gradient
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.losses.preference import Pairs, PairSettings, pairs_of, preference_loss
 from dsreason.phases import record_phase
@@ -73,16 +74,10 @@ def accumulate_gradients(
     for i, (one, ref) in enumerate(
         zip(parts, reference_logprobs(engine, reference, parts, "training"), strict=True)
     ):  # every rank runs the same number: forwards are collectives
-        last = i == len(parts) - 1
         with record_phase("forward"):
             pairs = pairs_of(engine(one.batch.to(engine.device)), one.lengths.to(engine.device), ref)
             loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
-        engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
-        with record_phase("backward"):
-            engine.backward(loss.float() * world.size, scale_wrt_gas=False)
-        if not last:
-            engine.step()
+        add_gradient(engine, loss.float(), world.size, last=i == len(parts) - 1)
         found.append(pairs)
     return gather_pairs(found, world)
 

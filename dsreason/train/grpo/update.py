@@ -13,6 +13,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import by_parent, joined
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
+from dsreason.engine.engine import add_gradient
 from dsreason.engine.reference import Reference
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
@@ -84,25 +85,6 @@ def add_fixed_logprobs(
     return list(steps)
 
 
-def forward(
-    engine: DeepSpeedEngine, micro_batch: MicroBatch, temperature: float, banned_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities and the entropy of each completion token."""
-    with record_phase("forward"):
-        logprobs, entropy = engine(micro_batch.batch.to(engine.device), temperature, banned_ids, True)
-    return logprobs, entropy
-
-
-def backward(engine: DeepSpeedEngine, loss: Tensor, world: World, *, last: bool) -> None:
-    """Add the gradient of a micro-batch. `last`: the optimizer step follows."""
-    engine.set_gradient_accumulation_boundary(last)
-    # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that.
-    with record_phase("backward"):
-        engine.backward(loss * world.size, scale_wrt_gas=False)
-    if not last:
-        engine.step()
-
-
 def accumulate_gradients(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
 ) -> tuple[dict[str, float], list[Mismatch]]:
@@ -125,8 +107,8 @@ def accumulate_gradients(
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
     for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
-        last = i == len(micro_batches) - 1
-        logprobs, entropy = forward(engine, one, config.rollout.temperature, banned_ids)
+        with record_phase("forward"):
+            logprobs, entropy = engine(one.batch.to(engine.device), config.rollout.temperature, banned_ids, True)
         flat = flatten(one.rollouts, engine.device)
         old = logprobs.detach() if one.old_logprobs is None else one.old_logprobs
         correction = None
@@ -139,7 +121,7 @@ def accumulate_gradients(
             advantages = advantages + config.distill.coef * told
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
-        backward(engine, result.loss, world, last=last)
+        add_gradient(engine, result.loss, world.size, last=i == len(micro_batches) - 1)
         terms["train/loss"].append(result.loss.detach())
         terms["policy/clip_fraction"].append(result.clipped.sum())
         terms["policy/entropy"].append(entropy.detach().sum())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
-from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.phases import record_phase
@@ -64,16 +64,10 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
     """Forward and backward of every micro-batch; returns the mean loss over the trained tokens of the global batch."""
     losses: list[Tensor] = []  # read after the loop, for reading waits for the GPU
     for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
-        last = i == len(batches.micro_batches) - 1
         with record_phase("forward"):
             logprobs = engine(batch.to(engine.device))
             loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
-        engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over ranks; the loss is a share of the global mean already, so undo that.
-        with record_phase("backward"):
-            engine.backward(loss * world.size, scale_wrt_gas=False)
-        if not last:
-            engine.step()
+        add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
     return all_sum(sum(map(float, losses))) / world.ranks_per_row  # those that compute a row together all have its loss
 

@@ -6,11 +6,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from dsreason.engine.engine import full_shape
 from dsreason.job.ranks import gather_objects
-from dsreason.phases import record_phase
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import Sample
 
@@ -18,21 +15,6 @@ log = logging.getLogger(__name__)
 
 LITTLE = 10
 """Gradients over Adam's epsilon of which a run is warned: with 10, steps are a tenth too short."""
-
-
-def backward(world: WorldRun, loss: Tensor, *, last: bool) -> None:
-    """The gradient of a share of the step's loss. `last`: the step's last one on this rank.
-
-    The shares of all micro-batches and ranks add up to the loss of the step, however it was cut.
-    """
-    engine = world.engine
-    engine.set_gradient_accumulation_boundary(last)
-    # DeepSpeed averages gradients over ranks; the loss is a share of the global one already, so undo that. The ranks of a
-    # context-parallel group have the gradients of their own tokens, which add up likewise.
-    with record_phase("backward"):
-        engine.backward(loss * world.world.size, scale_wrt_gas=False)
-    if not last:
-        engine.step()
 
 
 def grad_over_eps(world: WorldRun, norm: float) -> float:

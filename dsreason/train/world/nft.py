@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dsreason.engine.engine import add_gradient
 from dsreason.losses.diffusion import kl_velocity, nft_loss, optimality
 from dsreason.phases import record_phase
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import Place, Sample, clip_noise, halved
-from dsreason.train.world.gradients import add, backward, count_clips, gathered
+from dsreason.train.world.gradients import add, count_clips, gathered
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.noise import generator
 
@@ -110,6 +111,6 @@ def accumulate(world: WorldRun, part: Sequence[Sample], rollout_step: int) -> di
             loss, found = step_loss(world, one, number, rollout_step)
         share = float(one.batch.counted) / (num_clips * count)
         total = loss.sum() * share
-        backward(world, total, last=i == len(items) - 1)
+        add_gradient(world.engine, total, world.world.size, last=i == len(items) - 1)
         add(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in found.items()})
     return gathered(world, sums)

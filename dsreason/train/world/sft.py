@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dsreason.engine.engine import add_gradient
 from dsreason.errors import DataError
 from dsreason.job.ranks import errors_on_all_ranks, gather_objects
 from dsreason.losses.diffusion import flow_matching_loss
@@ -15,7 +16,7 @@ from dsreason.phases import record_phase
 from dsreason.train.common.steps import count_skipped
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import MicroBatch, Place, own_places, share_out
-from dsreason.train.world.gradients import add, backward, gathered
+from dsreason.train.world.gradients import add, gathered
 from dsreason.train.world.inputs import Clip, loss_rows, read_clips
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.data import WorldDataset
@@ -95,7 +96,7 @@ def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dic
     for i, batch in enumerate(batches):  # every rank runs the same number: forwards are collectives
         with record_phase("forward"):
             loss = clip_losses(world, batch, step).sum() * (float(batch.counted) / num_clips)
-        backward(world, loss, last=i == len(batches) - 1)
+        add_gradient(world.engine, loss, world.world.size, last=i == len(batches) - 1)
         add(sums, {"train/loss": loss.item()})
     return gathered(world, sums)
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from dsreason.config.schema_world import WorldConfigSection
+from dsreason.engine.engine import add_gradient
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.losses.diffusion import flow_matching_loss, kl_mean, kl_velocity, policy_loss
 from dsreason.phases import record_phase
 from dsreason.train.world.build import WorldRun
 from dsreason.train.world.clips import MicroBatch, Sample, clip_noise, halved
-from dsreason.train.world.gradients import add, backward, count_clips, gathered
+from dsreason.train.world.gradients import add, count_clips, gathered
 from dsreason.train.world.rollout import Plan, plan_steps
 from dsreason.train.world.velocity import velocity_of
 from dsreason.world.sampler import Velocity
@@ -73,13 +74,13 @@ def accumulate(world: WorldRun, part: Sequence[Sample], step: int, rollout_step:
             loss, found, error = step_loss(world, one, number, plan.steps[number])
         share = counted / len(plan.trained)
         total = loss.sum() * share
-        backward(world, total, last=last and number not in data_steps)
+        add_gradient(world.engine, total, world.world.size, last=last and number not in data_steps)
         add(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in found.items()})
         worst = max(worst, error if one.batch.counted else 0.0)
         if number in data_steps:
             with record_phase("forward"):
                 data = data_loss(world, one.batch, number, rollout_step).sum() * (counted / len(data_steps))
-            backward(world, coefficient * data, last=last)
+            add_gradient(world.engine, coefficient * data, world.world.size, last=last)
             add(sums, {"train/loss": coefficient * data.item(), "policy/data_loss": data.item()})
     metrics = gathered(world, sums)
     metrics["policy/ratio_error"] = max(gather_objects(worst))

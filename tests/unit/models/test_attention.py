@@ -256,7 +256,7 @@ def test_the_kernel_is_asked_for_what_the_segments_are(
     segments: Sequence[Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "varlen", reference_varlen)
-    monkeypatch.setattr(attention, "moved", lambda tensor, device: tensor)
+    monkeypatch.setattr(attention, "copy_to_device", lambda tensor, device: tensor)
     random, length = torch.Generator().manual_seed(0), segments[-1].end
     query, key, value = (torch.randn(1, heads, length, 8, generator=random) for heads in (4, 2, 2))
     layout = attention.row_layout(segments, torch.device("cuda"))
