@@ -20,7 +20,7 @@ from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.planning.advice import Suggestion
-    from dsreason.planning.duration.estimate import Duration, Load
+    from dsreason.planning.duration.estimate import Duration
     from dsreason.planning.duration.rates import Rates
     from dsreason.planning.plan import Plan
     from dsreason.planning.request import Machine
@@ -99,9 +99,8 @@ def plan(
     load = Load(
         tokens_per_sample or max(1, run.model.max_length // 4), media_share, network_gbit / 8 * GB, num_samples=rows
     )
-    rates = find_rates(card, machine)
-    timed = (estimate_duration(planned, rates, load), rates, load)
-    show(planned, suggestions(planned), timed, as_json=as_json)
+    duration = estimate_duration(planned, find_rates(card, machine), load)
+    show(planned, suggestions(planned), duration, as_json=as_json)
     if not planned.fits:
         raise typer.Exit(1)
 
@@ -138,12 +137,12 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
     return CARDS[card.lower()]
 
 
-def show(planned: Plan, found: list[Suggestion], timed: tuple[Duration, Rates, Load], *, as_json: bool) -> None:
+def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json: bool) -> None:
     from dsreason.planning import show as texts
     from dsreason.planning.duration.show import describe_time, time_json, time_table
 
     if as_json:
-        write(json.dumps(texts.as_json(planned, found) | {"time": time_json(*timed)}, indent=2))
+        write(json.dumps(texts.as_json(planned, found) | {"time": time_json(duration)}, indent=2))
         return
     console = open_console()
     if not console.is_terminal:
@@ -152,8 +151,8 @@ def show(planned: Plan, found: list[Suggestion], timed: tuple[Duration, Rates, L
         say(line)
     console.print(texts.phase_table(planned))
     console.print(texts.outside_table(planned))
-    console.print(time_table(timed[0]))
-    for line in describe_time(*timed):
+    console.print(time_table(duration))
+    for line in describe_time(duration):
         say(line)
     for note in planned.notes:
         say(f"note: {note}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,20 +64,17 @@ class Parameters:
     @cached_property
     def blocks(self) -> dict[str, int]:
         """Bytes of each decoder layer and vision block, which ZeRO-3 gathers as a whole."""
-        sizes: dict[str, int] = {}
-        for parameter in self.all:
-            if match := BLOCK.match(parameter.name):
-                sizes[match[0]] = sizes.get(match[0], 0) + parameter.nbytes
-        return sizes
+        return sum_blocks(self.all, lambda parameter: parameter.nbytes)
 
     @cached_property
     def trained_blocks(self) -> dict[str, int]:
         """Trained values of each of these."""
-        sizes: dict[str, int] = {}
-        for parameter in self.trained:
-            if match := BLOCK.match(parameter.name):
-                sizes[match[0]] = sizes.get(match[0], 0) + parameter.numel
-        return sizes
+        return sum_blocks(self.trained, lambda parameter: parameter.numel)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes that ZeRO-3 has whole at a time: of the largest block, or of a larger parameter outside of blocks."""
+        return max(*self.blocks.values(), *(parameter.nbytes for parameter in self.all))
 
     @cached_property
     def numel(self) -> int:
@@ -101,6 +99,15 @@ class Parameters:
     def largest(self, among: Callable[[Parameter], bool] = lambda one: True) -> int:
         """Values of the largest parameter."""
         return max((one.numel for one in self.all if among(one)), default=0)
+
+
+def sum_blocks(parameters: Iterable[Parameter], size: Callable[[Parameter], int]) -> dict[str, int]:
+    """Sizes of each block's parameters together, by the beginning of their names."""
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        if match := BLOCK.match(parameter.name):
+            sizes[match[0]] += size(parameter)
+    return dict(sizes)
 
 
 def meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:

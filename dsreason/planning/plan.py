@@ -124,7 +124,7 @@ def teacher_bytes(request: Request) -> tuple[int, int, int]:
     )
     parameters = count_parameters(meta_model(architecture, bare), bare)
     share = sum(one.share(request.machine.gpus) for one in parameters.all)
-    whole = max(*parameters.blocks.values(), *(one.nbytes for one in parameters.all))
+    whole = parameters.whole_bytes
     return (0, share, whole) if config.distill.offload else (share, 0, whole)
 
 

@@ -107,8 +107,7 @@ def gathered(request: Request) -> tuple[int, int]:
         return 0, 0
     everything = sum(one.nbytes for one in parameters.all)
     kept = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)
-    largest = max(*parameters.blocks.values(), *(one.nbytes for one in parameters.all))
     rest = [one.nbytes for one in parameters.all if one.numel < request.shape.vocabulary * request.shape.hidden]
     ahead = request.width * zero.number("stage3_prefetch_bucket_size") + max(rest, default=0)
-    at_work = max(kept, largest)
+    at_work = max(kept, parameters.whole_bytes)
     return at_work, min(2 * ahead, everything)

@@ -55,8 +55,10 @@ def slowest(name: str, **seconds: float) -> Timed:
 
 @dataclass(frozen=True)
 class Duration:
-    """Of one optimizer step."""
+    """Of one optimizer step, and what it was estimated from."""
 
+    rates: Rates
+    load: Load
     phases: tuple[Timed, ...]
     tokens: float
     """Trained on in a step, by all GPUs."""
@@ -85,7 +87,6 @@ def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
     request = plan.request
     config, gpus = request.config, request.machine.gpus
     model = Model(request)
-    samples = config.samples_per_step * (2 if isinstance(config, DPOConfig) else 1)
     if isinstance(config, GRPOConfig):
         rollout = sampling_phases(plan, rates, load, model)
         per_rollout = config.grpo.optimizer_steps_per_rollout
@@ -96,13 +97,14 @@ def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
         sample = load.tokens_per_sample + config.grpo.num_generations * config.rollout.max_completion_length
         extra = (per_rollout > 1) + bool(objective_of(config.grpo).kl_coef)
     else:
-        phases, tokens, sample = [], samples * load.tokens_per_sample, load.tokens_per_sample
+        phases, sample = [], load.tokens_per_sample
+        tokens = config.samples_per_step * (2 if isinstance(config, DPOConfig) else 1) * sample
         extra = 1 if isinstance(config, DPOConfig) and config.dpo.reference == "adapter_off" else 0
     local = tokens / gpus * config.ranks_per_row
     if extra:
         phases.append(forwards(model, rates, load, local, sample, extra))
     phases += [training(request, model, rates, load, local, sample), optimizer_step(request, rates)]
-    return Duration(tuple(phases), tokens, count_steps(request, load), gpus)
+    return Duration(rates, load, tuple(phases), tokens, count_steps(request, load), gpus)
 
 
 def count_steps(request: Request, load: Load) -> int | None:
@@ -151,21 +153,23 @@ class Model:
 
 def training(request: Request, model: Model, rates: Rates, load: Load, tokens: float, sample: int) -> Timed:
     """All micro-batches of a step on one GPU: forward and backward, with the gathers and reductions of ZeRO."""
-    micro_batches = max(1, math.ceil(tokens / request.row_tokens))
+    rows = cut_rows(tokens, request.row_tokens)
     work = model.work(tokens, sample, load)
-    ranks = request.config.ranks_per_row
-    arithmetic = model.training(work) / ranks / rates.training
+    arithmetic = model.training(work) / request.config.ranks_per_row / rates.training
     # A short row takes the host as long as a full one.
-    host = micro_batches * model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
-    full = min(tokens, request.row_tokens)
-    last = tokens - (micro_batches - 1) * request.row_tokens
-    shares = [full / tokens] * (micro_batches - 1) + [max(last, 0) / tokens]
-    per_row = host / micro_batches
-    computing = sum(max(share * arithmetic, per_row) for share in shares)
-    network = micro_batches * exchange_seconds(request, rates, load)
+    host_per_row = model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
+    computing = sum(max(arithmetic * row / tokens, host_per_row) for row in rows)
+    network = len(rows) * exchange_seconds(request, rates, load)
     if network > computing:
         return Timed("forward and backward", network, "network")
-    return Timed("forward and backward", computing, "arithmetic" if arithmetic > host else "host")
+    limit = "arithmetic" if arithmetic > host_per_row * len(rows) else "host"
+    return Timed("forward and backward", computing, limit)
+
+
+def cut_rows(tokens: float, row_tokens: int) -> list[float]:
+    """Return the tokens of each micro-batch: full rows, then the rest."""
+    full_rows = max(0, math.ceil(tokens / row_tokens) - 1)
+    return [*[float(row_tokens)] * full_rows, tokens - full_rows * row_tokens]
 
 
 def exchange_seconds(request: Request, rates: Rates, load: Load) -> float:
@@ -192,7 +196,7 @@ def optimizer_step(request: Request, rates: Rates) -> Timed:
 def forwards(model: Model, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
     """Old and reference log-probabilities."""
     arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
-    micro_batches = max(1, math.ceil(tokens / model.request.row_tokens))
+    micro_batches = len(cut_rows(tokens, model.request.row_tokens))
     host = count * micro_batches * model.blocks * rates.block_seconds / 3
     return slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
 

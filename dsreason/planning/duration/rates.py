@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dsreason.monitor.flops import PEAK_TFLOPS, peak_flops
 
@@ -19,8 +19,7 @@ class Rates:
     """Of one GPU and its host; bytes and FLOPs per second."""
 
     card: str
-    peak: float
-    """Dense bf16 FLOP/s of the data sheet."""
+    """A name of `PEAK_TFLOPS`."""
     memory: float
     """Bytes of GPU memory read and written."""
     to_host: float = 55 * GB
@@ -42,6 +41,11 @@ class Rates:
     source: str = "published peak and memory; the rest as " + MEASURED
 
     @property
+    def peak(self) -> float:
+        """Dense bf16 FLOP/s of the data sheet."""
+        return PEAK_TFLOPS[self.card] * 1e12
+
+    @property
     def training(self) -> float:
         return TRAINED_SHARE * self.peak
 
@@ -50,21 +54,15 @@ class Rates:
         return INFERENCE_SHARE * self.peak
 
 
-H200 = Rates("H200", 989.4e12, 4200 * GB, source=MEASURED)
+H200 = Rates("H200", memory=4200 * GB, source=MEASURED)
 CARDS = {
     "h200": H200,
-    "h100": replace(H200, card="H100", memory=3350 * GB, source=Rates.source),
-    "a100": replace(
-        H200, card="A100", peak=312e12, memory=2039 * GB, to_host=25 * GB, between_gpus=240 * GB, source=Rates.source
-    ),
-    "b200": replace(H200, card="B200", peak=2250e12, memory=8000 * GB, between_gpus=720 * GB, source=Rates.source),
-    "l40s": replace(
-        H200, card="L40S", peak=362.05e12, memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB, source=Rates.source
-    ),
+    "h100": Rates("H100", memory=3350 * GB),
+    "a100": Rates("A100", memory=2039 * GB, to_host=25 * GB, between_gpus=240 * GB),
+    "b200": Rates("B200", memory=8000 * GB, between_gpus=720 * GB),
+    "l40s": Rates("L40S", memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB),
 }
 """By the name that `--card` takes. Memory and links between GPUs are those of NVIDIA's data sheets, links at 80 %."""
-NETWORK_GBIT = 400.0
-"""Per GPU between hosts, unless `--network-gbit` says otherwise."""
 
 
 def find_card(device_name: str, gpu_memory: float) -> str:
@@ -76,6 +74,3 @@ def find_card(device_name: str, gpu_memory: float) -> str:
     if gpu_memory > 150:
         return "b200"
     return "h200" if gpu_memory > 100 else "h100" if gpu_memory > 50 else "l40s"
-
-
-assert all(rates.peak == PEAK_TFLOPS[rates.card] * 1e12 for rates in CARDS.values())

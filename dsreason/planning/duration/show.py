@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from dsreason.planning.duration.estimate import Duration, Load
-from dsreason.planning.duration.rates import GB, Rates
+from dsreason.planning.duration.estimate import Duration
+from dsreason.planning.duration.rates import GB
 
 
 def time_table(duration: Duration) -> Table:
@@ -24,9 +24,9 @@ def time_table(duration: Duration) -> Table:
     return table
 
 
-def describe_time(duration: Duration, rates: Rates, load: Load) -> list[str]:
+def describe_time(duration: Duration) -> list[str]:
     """The speed, the length of the run, and how all of it is known."""
-    slowest = duration.slowest
+    slowest, rates, load = duration.slowest, duration.rates, duration.load
     lines = [
         f"speed: {duration.tokens_per_second:,.0f} tokens/s on {duration.gpus} {rates.card}; most of the time goes to "
         f"{slowest.name}, limited by {slowest.limit}"
@@ -39,13 +39,14 @@ def describe_time(duration: Duration, rates: Rates, load: Load) -> list[str]:
     lines += [
         f"assumed: samples of {load.tokens_per_sample:,} tokens (--tokens-per-sample), {load.media_share:.0%} of them media "
         f"(--media-share), {8 * load.network / GB:g} Gbit/s per GPU between hosts (--network-gbit)",
-        f"rates of {rates.card}: {rates.source}; estimates of measured steps were 1 to 22 % too long",
+        f"rates of {rates.card}: {rates.source}; of the steps that they were fitted to, estimates are 1 to 22 % too long",
         "not counted: start, rewards, a teacher, plain transformers' rollouts, validation, checkpoints, export",
     ]
     return lines
 
 
-def time_json(duration: Duration, rates: Rates, load: Load) -> dict[str, Any]:
+def time_json(duration: Duration) -> dict[str, Any]:
+    rates, load = duration.rates, duration.load
     phases = [{"name": one.name, "seconds": one.seconds, "limited_by": one.limit} for one in duration.phases]
     return {
         "card": rates.card,
