@@ -26,13 +26,14 @@ from typing import Any
 from sides import log_uniform, time_steps, trl_clock, write_rows
 
 ROOT = Path(__file__).parents[1]
-TINY = {"hidden_size": 64, "num_layers": 2, "intermediate_size": 128}
-VISION = {"vision_hidden_size": 1024, "vision_depth": 24}
-REAL = {"head_size": 128, "num_key_value_heads": 8, "vocabulary_size": 151_936, **VISION}
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_report import materials  # noqa: E402 (the root is on the path only now)
+
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": TINY,
-    "2B": REAL | {"hidden_size": 2048, "num_layers": 28, "intermediate_size": 6144},
-    "4B": REAL | {"hidden_size": 2560, "num_layers": 36, "intermediate_size": 9728},
+    "tiny": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 128},
+    "2B": materials.REAL | materials.TOWER | materials.SIZES["2B"],
+    "4B": materials.REAL | materials.TOWER | {"hidden_size": 2560, "num_layers": 36, "intermediate_size": 9728},
 }
 ROWS, BUDGET = 64, 16_384
 PROMPTS, GENERATIONS, LENGTH = 16, 8, 256
@@ -78,15 +79,10 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
     from dsreason.job.launch import prepare_environment
 
     prepare_environment()
-    settings = {
-        "deepspeed": "zero2.json",
-        "model": {"path": facts["model"], "max_length": 2048},
-        "data": {"adapter": "jsonl", "path": facts["rows"], "workers": 8},
-        "optim": {"lr": 1e-6, "warmup": 0, "schedule": "constant"},
-        "train": {"precision": "bf16", "epochs": 1000, "max_steps": STEPS[task], "max_tokens_per_micro_batch": BUDGET},
-        "validation": {"before_training": False, "generate": False},
-        "checkpoint": {"every": 0, "export": "none"},
-    }
+    settings = materials.run_settings(Path(facts["model"]), Path(facts["rows"])) | {"deepspeed": "zero2.json"}
+    settings["data"]["workers"] = 8
+    settings["optim"]["lr"] = 1e-6
+    settings["train"] |= {"max_steps": STEPS[task], "max_tokens_per_micro_batch": BUDGET}
     if task == "sft":
         from dsreason.config.schema import SFTConfig
         from dsreason.train.sft import loop as sft_loop
@@ -110,13 +106,13 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
 def report_steps(loop: Any) -> None:
     """Print when each step of a training loop ends; leave out the checkpoint at its end."""
     ends = time_steps(loop)
-    count_step = loop.count_step
+    finish_step = loop.finish_step
 
-    def count_and_print(*args: Any, **kwargs: Any) -> None:
-        count_step(*args, **kwargs)
+    def finish_and_print(*args: Any, **kwargs: Any) -> None:
+        finish_step(*args, **kwargs)
         print_ends(ends)
 
-    loop.count_step = count_and_print
+    loop.finish_step = finish_and_print
     loop.finish = lambda run: print_ends(ends)
 
 
@@ -284,7 +280,6 @@ def main() -> None:
     if arguments.side:
         SIDES[arguments.side](arguments.task, arguments.facts, arguments.output)
         return
-    sys.path.insert(0, str(ROOT))
     size = arguments.size or ("2B" if on_gpu() else "tiny")
     with tempfile.TemporaryDirectory(prefix="gpu-vs-trl-") as scratch:
         facts = prepare(arguments.task, size, Path(scratch))

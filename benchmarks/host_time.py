@@ -1,6 +1,6 @@
 """CPU time that ZeRO-3 adds to the host's work, relative to ZeRO-2, on a model that computes next to nothing.
 
-    python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 16] [--one-kind]
+    python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 24] [--one-kind]
 
 The model has as many modules as one of 2e9 parameters (28 layers, 24 vision blocks) and a width of 64, so that its CPU
 seconds are those of Python, DeepSpeed's hooks and kernel launches. On a GPU they are idle time of the card if they exceed
@@ -8,8 +8,9 @@ the time of the kernels. Rows of text, images and clips take turns, so that micr
 updates with old and reference log-probabilities on made-up completions, `dpo` with a reference, `world` SFT of a video
 transformer with 28 blocks.
 
-Prints CPU seconds per micro-batch for both DeepSpeed files, the mean after four warm-up steps, and, last, their ratio and
-the slowest ZeRO-3 step relative to its median.
+Both DeepSpeed files train in their own processes and take turns, step by step, so that a machine that is faster now than
+later changes both alike. Prints CPU seconds per micro-batch for both, the mean after four warm-up steps, and, last, their
+ratio and the slowest ZeRO-3 step relative to its median.
 """
 
 from __future__ import annotations
@@ -23,44 +24,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from itertools import islice
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_report.materials import run_settings, write_rows  # noqa: E402 (the root is on the path only now)
+from benchmarks.gpu_report.parts import Setting  # noqa: E402
+
 WARMUP = 4
 MAX_RATIO = {"sft": 1.15, "grpo": 1.3, "dpo": 1.3, "world": 1.3}
 MAX_SPIKE = 2.5
+SECONDS = "SECONDS "
+"""Begins the line of a measured step."""
 FILES = ("zero2.json", "zero3.json")
-QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Describe what you see.")
 Step = Callable[[], int]
 """Run one step and return the number of its micro-batches."""
 
 
-def write_rows(folder: Path, one_kind: bool) -> Path:
-    """Write 48 rows with answers of 1 to 4 sentences; each has a chosen and a rejected answer as well."""
-    import numpy as np
-    from PIL import Image
-
-    from dsreason.datasets.builtin import write_clip
-
-    random, rows = np.random.default_rng(0), []
-    for number in range(48):
-        answer = " ".join(["The ball moves to the left."] * int(random.integers(1, 5)))
-        row = {"id": str(number), "question": QUESTIONS[number % 3], "answer": answer, "rejected": "I see nothing."}
-        clip = np.full((4, 64, 64, 3), random.integers(0, 255), np.uint8)
-        kind = 1 if one_kind else number % 3
-        if kind == 1:
-            Image.fromarray(clip[0]).save(folder / f"{number}.png")
-            row["image"] = f"{number}.png"
-        elif kind == 2:
-            write_clip(folder / f"{number}.mp4", clip)
-            row["video"] = f"{number}.mp4"
-        rows.append(row)
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def prepare_rows(arguments: argparse.Namespace) -> None:
+    """Write rows with short answers; each has a rejected answer as well."""
+    path = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
+    rows = [json.loads(line) | {"rejected": "I see nothing."} for line in path.read_text().splitlines()]
+    chosen = [row for row in rows if "image" in row or not arguments.one_kind]
+    path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
 
 
 def build_model(family: str, folder: Path) -> Path:
@@ -83,16 +72,12 @@ def build_model(family: str, folder: Path) -> Path:
     )
 
 
-def run_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "deepspeed": arguments.file,
-        "model": {"path": str(arguments.scratch / "model"), "max_length": 2048},
-        "data": {"adapter": "jsonl", "path": str(arguments.scratch / "rows.jsonl"), "workers": 0},
-        "optim": {"lr": 1e-5, "warmup": 0, "schedule": "constant"},
-        "train": {"epochs": 1000, "max_steps": 10_000, "global_batch_size": 4, "max_tokens_per_micro_batch": 4096},
-        "validation": {"before_training": False, "generate": False},
-        "checkpoint": {"every": 0, "export": "none"},
-    }
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    rows = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
+    settings = run_settings(arguments.scratch / "model", rows)
+    settings["data"]["workers"] = 0
+    settings["train"] |= {"global_batch_size": 4, "max_tokens_per_micro_batch": 4096}
+    return settings | {"deepspeed": arguments.file}
 
 
 def open_sft(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
@@ -100,7 +85,7 @@ def open_sft(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.train.sft.build import build_sft
     from dsreason.train.sft.loop import sft_step
 
-    config = SFTConfig.model_validate(run_settings(arguments))
+    config = SFTConfig.model_validate(settings_of(arguments))
     run = stack.enter_context(build_sft(config, arguments.scratch / f"sft-{arguments.file}", None))
     for batches in run.loader:
 
@@ -117,7 +102,7 @@ def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.train.dpo.loop import dpo_step
     from dsreason.train.dpo.validate import validate
 
-    settings = run_settings(arguments)
+    settings = settings_of(arguments)
     del settings["validation"]["generate"]
     config = DPOConfig.model_validate(settings | {"dpo": {"reference": "model"}})
     run = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None, validate=validate))
@@ -144,7 +129,7 @@ def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
-    settings = run_settings(arguments)
+    settings = settings_of(arguments)
     del settings["train"]["global_batch_size"]
     settings["train"]["max_tokens_per_micro_batch"] = 512
     grpo = {"num_generations": 4, "prompts_per_step": 4, "kl_coef": 0.01, "optimizer_steps_per_rollout": 2}
@@ -218,49 +203,57 @@ TASKS = {"sft": open_sft, "grpo": open_grpo, "dpo": open_dpo, "world": open_worl
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Print the CPU seconds per micro-batch of each step."""
+    """Run a step for each line of the standard input, and print its CPU seconds per micro-batch."""
     from dsreason.job.launch import prepare_environment
 
     prepare_environment()
     import torch
 
     torch.set_num_threads(1)
-    if not (arguments.scratch / "rows.jsonl").is_file():
-        write_rows(arguments.scratch, arguments.one_kind)
-        if arguments.task == "world":
-            from dsreason.world.families import FAMILIES
-
-            FAMILIES[arguments.family].build_tiny(arguments.scratch / "model", num_layers=28)
-        else:
-            build_model(arguments.family, arguments.scratch / "model")
-    seconds = []
     with ExitStack() as stack:
-        for step in islice(TASKS[arguments.task](arguments, stack), arguments.steps):
+        for step in TASKS[arguments.task](arguments, stack):
+            if not sys.stdin.readline():
+                break
             started = time.process_time()
             count = step()
-            seconds.append((time.process_time() - started) / count)
-    print("SECONDS " + json.dumps(seconds))
+            print(f"{SECONDS}{(time.process_time() - started) / count}", flush=True)
 
 
-def run_side(arguments: argparse.Namespace, file: str, scratch: Path) -> list[float]:
-    """Measure one DeepSpeed file in its own process and return its steps after the warm-up."""
+def prepare(arguments: argparse.Namespace) -> None:
+    prepare_rows(arguments)
+    if arguments.task == "world":
+        from dsreason.world.families import FAMILIES
+
+        FAMILIES[arguments.family].build_tiny(arguments.scratch / "model", num_layers=28)
+    else:
+        build_model(arguments.family, arguments.scratch / "model")
+
+
+def start_side(arguments: argparse.Namespace, file: str, scratch: Path) -> subprocess.Popen[str]:
+    """Start the training with one DeepSpeed file in its own process."""
     command = [sys.executable, __file__, "--task", arguments.task, "--family", arguments.family]
-    command += ["--steps", str(arguments.steps), "--file", file, "--scratch", str(scratch)]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    command += ["--one-kind"] * arguments.one_kind
-    process = subprocess.run(command, env=os.environ | environment, text=True, capture_output=True, check=False)
-    lines = [line for line in process.stdout.splitlines() if line.startswith("SECONDS ")]
-    if not lines:
-        sys.exit(f"{file} failed:\n{process.stdout[-1000:]}\n{process.stderr[-3000:]}")
-    seconds: list[float] = json.loads(lines[-1].removeprefix("SECONDS "))
-    return seconds[WARMUP:]
+    command += ["--file", file, "--scratch", str(scratch)]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    log = (scratch / f"{file}.log").open("w")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+    return subprocess.Popen(command, env=os.environ | environment, text=True, bufsize=1, **pipes)  # type: ignore[call-overload, no-any-return]  # pipes
+
+
+def run_step(side: subprocess.Popen[str], log: Path) -> float:
+    assert side.stdin is not None and side.stdout is not None
+    with suppress(BrokenPipeError):
+        side.stdin.write("\n")
+    for line in side.stdout:
+        if line.startswith(SECONDS):
+            return float(line.removeprefix(SECONDS))
+    sys.exit(f"a side failed:\n{log.read_text()[-3000:]}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="sft")
     parser.add_argument("--family", help="default: qwen3_vl, of world models wan")
-    parser.add_argument("--steps", type=int, default=16, help="the first four are not counted")
+    parser.add_argument("--steps", type=int, default=24, help="the first four are not counted")
     parser.add_argument("--one-kind", action="store_true", help="rows of images only")
     parser.add_argument("--file", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
@@ -274,14 +267,24 @@ def main() -> None:
     if arguments.file:
         measure(arguments)
         return
-    means, spikes = {}, {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for file in FILES:
-            seconds = run_side(arguments, file, Path(scratch))
-            means[file], spikes[file] = statistics.mean(seconds), max(seconds) / statistics.median(seconds)
-            print(
-                f"{file}: {means[file]:.3f} CPU s per micro-batch, slowest step / median {spikes[file]:.1f}", flush=True
-            )
+    seconds: dict[str, list[float]] = {file: [] for file in FILES}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.scratch = Path(folder)
+        prepare(arguments)
+        sides = {file: start_side(arguments, file, Path(folder)) for file in FILES}
+        try:
+            for _ in range(arguments.steps):
+                for file, side in sides.items():
+                    seconds[file].append(run_step(side, Path(folder) / f"{file}.log"))
+        finally:
+            for side in sides.values():
+                side.kill()
+                side.wait()
+    counted = {file: steps[WARMUP:] for file, steps in seconds.items()}
+    means = {file: statistics.mean(steps) for file, steps in counted.items()}
+    spikes = {file: max(steps) / statistics.median(steps) for file, steps in counted.items()}
+    for file in FILES:
+        print(f"{file}: {means[file]:.3f} CPU s per micro-batch, slowest step / median {spikes[file]:.1f}")
     print(f"goals: ratio at most {MAX_RATIO[arguments.task]}, slowest step at most {MAX_SPIKE} of the median")
     ratio, spike = means["zero3.json"] / means["zero2.json"], spikes["zero3.json"]
     print(f"zero3 / zero2: {ratio:.2f}, slowest step {spike:.1f} of the median")

@@ -5,7 +5,7 @@
 runs those that answer most within five minutes: first the checks beside each other, then speeds, each alone. If no call may
 take more than ten minutes, three of them fill one report:
 
-    make gpu-report PARTS="environment zero attention vision head parity ledger_05b"
+    make gpu-report PARTS="environment zero attention vision fused head parity ledger_05b"
     make gpu-report PARTS="ledger_2b state_poison sft grpo"
     make gpu-report PARTS="sync checkpoint leaks processor lora_8b ledger_7b"
 """
@@ -100,31 +100,20 @@ def main(
     with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch) as folder, console.status("") as status:
         setting = Setting(Path(folder), cards, tiny or not cards)
         runner = Runner(setting, logs, stopped, status)
-        try:
-            for part, ended in runner.run_within(wanted, seconds) if seconds else runner.run_all(wanted):
-                records[part.name] = record_of(part, ended, setting)
-                write_report(out, records)
-                tell(part, records[part.name])
-        except Stopped as stop:
-            records[stop.part.name] = record_of(stop.part, stop.ended, setting)
+        for part, ended in runner.run_within(wanted, seconds) if seconds else runner.run_all(wanted):
+            records[part.name] = record_of(part, ended, setting)
             write_report(out, records)
-            console.print("stopped; what was measured before is in the report")
-            raise typer.Exit(130) from None
+            tell(part, records[part.name])
+    if stopped.is_set():
+        console.print("stopped; what was measured before is in the report")
+        raise typer.Exit(130)
     console.print(f"\n{out / MARKDOWN_FILE}: send it with the JSON beside it")
     raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in wanted) else 1)
 
 
-class Stopped(Exception):
-    """A signal ended a part; carries what the part had measured."""
-
-    def __init__(self, part: Part, ended: Ended) -> None:
-        super().__init__(part.name)
-        self.part, self.ended = part, ended
-
-
 @dataclass(frozen=True)
 class Runner:
-    """Runs parts; raises Stopped once `stopped` is set."""
+    """Runs parts. Once `stopped` is set, those at work end with what they have measured, and no other one starts."""
 
     setting: Setting
     logs: Path
@@ -134,6 +123,8 @@ class Runner:
     def run_all(self, parts: list[Part]) -> Iterator[tuple[Part, Ended]]:
         """Run one part after the other, each within its own limit."""
         for number, part in enumerate(parts):
+            if self.stopped.is_set():
+                return
             later = sum(limit_of(other, self.setting) for other in parts[number + 1 :])
             yield part, self.run(part, limit_of(part, self.setting), later)
 
@@ -149,6 +140,8 @@ class Runner:
         for part in parts:
             if part.beside:
                 continue
+            if self.stopped.is_set():
+                return
             remaining = deadline - time.monotonic()
             if remaining < SHORTEST:
                 yield part, Ended("skipped", 0.0, {}, f"no time is left of {seconds:g} s")
@@ -166,10 +159,7 @@ class Runner:
             self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
             return not self.stopped.is_set()
 
-        ended = run_part(part, self.setting, self.logs, tick, limit)
-        if self.stopped.is_set():
-            raise Stopped(part, ended)
-        return ended
+        return run_part(part, self.setting, self.logs, tick, limit)
 
 
 def tell(part: Part, record: dict[str, object]) -> None:

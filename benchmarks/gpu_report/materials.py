@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.parts import Setting, SkipPart
-from dsreason.files.atomic import write_file
+from dsreason.files.atomic import build_once, write_file
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES: dict[str, dict[str, Any]] = {
@@ -38,12 +36,9 @@ def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precisio
     from dsreason.train.common.preflight import DTYPES
 
     size = "tiny" if setting.tiny else size
-    folder = setting.scratch / "models" / f"{family}-{size}-{precision}"
-    if not folder.is_dir():
-        sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
-        with made_at_once(folder) as draft:
-            build_tiny(family, draft, dtype=DTYPES[precision], device=setting.device, **sizes)
-    return folder
+    sizes = SIZES[size] if size == "tiny" else {**REAL, **TOWER, **SIZES[size]}
+    build = partial(build_tiny, family, dtype=DTYPES[precision], device=setting.device, **sizes)
+    return build_once(setting.scratch / "models" / f"{family}-{size}-{precision}", build)
 
 
 def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
@@ -71,29 +66,17 @@ def card_gib() -> float:
 
 def write_rows(setting: Setting, count: int) -> Path:
     """A JSONL in whose rows text alone, a picture and a clip take turns; answers of 1 to 40 sentences, mostly few."""
-    folder = setting.scratch / f"rows-{count}"
-    if not folder.is_dir():
-        with made_at_once(folder) as draft:
-            fill_with_rows(setting, draft, count)
-    return folder / "rows.jsonl"
+    fill = partial(fill_with_rows, setting, count)
+    return build_once(setting.scratch / f"rows-{count}", fill) / "rows.jsonl"
 
 
-@contextmanager
-def made_at_once(folder: Path) -> Iterator[Path]:
-    """Yield a draft that becomes `folder`, unless a part beside this one was faster."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent))
-    yield draft
-    with suppress(OSError):  # the folder exists by now
-        draft.rename(folder)
-
-
-def fill_with_rows(setting: Setting, folder: Path, count: int) -> None:
+def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
     import numpy as np
     from PIL import Image
 
     from dsreason.datasets.builtin import write_clip
 
+    folder.mkdir(exist_ok=True)
     frames, height, width = (4, 64, 64) if setting.tiny else (16, 240, 320)
     random, rows = np.random.default_rng(0), []
     for number in range(count):

@@ -69,8 +69,8 @@ POISON_GOALS = (
 )
 SFT_GOALS = (Goal("perf/tokens_per_second", ">=", 20_000), Goal("slowest step / median", "<=", 1.5))
 
-ENVIRONMENT, KERNELS, TRAINING, ENGINES, RUNS = (
-    f"{__package__}.{name}" for name in ("environment", "kernels", "training", "engines", "runs")
+ENVIRONMENT, KERNELS, ELEMENTWISE, TRAINING, ENGINES, RUNS = (
+    f"{__package__}.{name}" for name in ("environment", "kernels", "elementwise", "training", "engines", "runs")
 )
 
 # In this order; a size that may bring the machine down comes last.
@@ -107,6 +107,13 @@ PARTS = (
         45,
         "the vision towers as transformers computes them, a call for each window, and as dsreason does",
         (Goal("* as dsreason computes it: difference", "<=", 0.05, on_cpu=True),),
+    ),
+    Part(
+        "fused",
+        ELEMENTWISE,
+        40,
+        "RMSNorm, SwiGLU and rotary positions by transformers, torch, torch.compile and Liger-Kernel",
+        (Goal("*: difference", "<=", 0.02, on_cpu=True),),
     ),
     Part("head", KERNELS, 25, "log-probabilities and entropy by chunk size"),
     Part(
@@ -198,7 +205,7 @@ PARTS = (
 BY_NAME = {part.name: part for part in PARTS}
 SHORT = (
     ("environment", "zero", "attention", "parity_bf16", "parity_fp32")
-    + ("sft", "grpo", "sft_zero2", "sync", "ledger_2b", "lora_8b", "vision", "leaks", "checkpoint")
+    + ("sft", "grpo", "sft_zero2", "sync", "ledger_2b", "fused", "lora_8b", "vision", "leaks", "checkpoint")
 )  # fmt: skip
 """Parts for a short time on a GPU, those first that answer most."""
 CHECKS_SHARE = 0.3

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,25 @@ def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
     records = read_records(tmp_path)
     assert records["sft_zero2"]["verdict"] == records["ledger_2b"]["verdict"] == "skipped"
     assert "no time is left of 200 s" in result.output
+
+
+def test_checks_beside_each_other_all_keep_what_they_measured_when_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, both_run = threading.Event(), threading.Barrier(2)
+
+    def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
+        both_run.wait(timeout=10)
+        stopped.set()
+        return Ended("timed out", 1.0, {"speed": 1.0})
+
+    monkeypatch.setattr(command, "run_part", run)
+    monkeypatch.setattr(command, "listen", lambda: stopped)
+    arguments = ["--seconds", "200", "--parts", "zero attention sft", "--out", str(tmp_path)]
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 130
+    records = read_records(tmp_path)
+    assert {name: len(record["measurements"]) for name, record in records.items()} == {"zero": 1, "attention": 1}
 
 
 def test_a_stopped_report_leaves_no_part_running_and_keeps_what_was_measured(tmp_path: Path) -> None:

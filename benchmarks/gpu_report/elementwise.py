@@ -1,0 +1,147 @@
+"""Elementwise work of a decoder layer as each library computes it: what `model.fused_kernels` was chosen from."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu_report.parts import Setting, Value
+from benchmarks.gpu_report.timing import seconds_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Function = Callable[..., tuple["Tensor", ...]]
+EPSILON = 1e-6
+
+
+def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
+    """Forward and backward of a row, and how far results and gradients are from transformers' in float32."""
+    has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
+    yield "Liger-Kernel takes part", has_liger
+    for operation, inputs, functions in (
+        ("RMSNorm", norm_inputs(setting), norms(has_liger)),
+        ("SwiGLU", swiglu_inputs(setting), swiglus(has_liger)),
+        ("rotary positions", rotary_inputs(setting), rotaries(has_liger)),
+    ):
+        yield from compare(operation, inputs, functions, setting)
+
+
+def compare(
+    operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setting: Setting
+) -> Iterator[tuple[str, Value]]:
+    """The first function is transformers'; the others also run compiled or fused."""
+    import torch
+
+    plain = functions["transformers"]
+    exact = forward_and_backward(plain, [tensor.float() for tensor in inputs])
+    if setting.cards:
+        functions |= {"torch.compile": torch.compile(plain, dynamic=True)}
+    for library, function in functions.items():
+        own_inputs = [tensor.clone() for tensor in inputs]  # some of Liger's kernels write into them
+        pairs = zip(forward_and_backward(function, own_inputs), exact, strict=True)
+        yield f"{operation}, {library}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        run = partial(forward_and_backward, function, own_inputs)
+        seconds = seconds_of(run, times=10)
+        yield f"{operation}, {library}: forward and backward, ms", 1e3 * seconds
+
+
+def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return what it computes, and the gradients of its inputs."""
+    import torch
+
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    outputs = function(*leaves)
+    torch.autograd.backward(outputs, [output.detach() for output in outputs])
+    return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:
+    import torch
+
+    return [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
+
+
+# ---------------------------------------------------------------- RMSNorm: hidden states and weight
+
+
+def norm_inputs(setting: Setting) -> list[Tensor]:
+    tokens, width = (64, 128) if setting.tiny else (16_384, 2048)
+    return random_tensors(setting, (1, tokens, width), (width,))
+
+
+def norms(has_liger: bool) -> dict[str, Function]:
+    from torch.func import functional_call
+    from torch.nn.functional import rms_norm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm = Qwen3RMSNorm(1, EPSILON)
+    functions: dict[str, Function] = {
+        "transformers": lambda hidden, weight: (functional_call(norm, {"weight": weight}, hidden),),
+        "torch": lambda hidden, weight: (rms_norm(hidden, weight.shape, weight, EPSILON),),
+    }
+    if has_liger:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        functions["Liger"] = lambda hidden, weight: (
+            LigerRMSNormFunction.apply(hidden, weight, EPSILON, 0.0, "llama", False),
+        )
+    return functions
+
+
+# ---------------------------------------------------------------- SwiGLU: gate and up projections
+
+
+def swiglu_inputs(setting: Setting) -> list[Tensor]:
+    shape = (1, 64, 128) if setting.tiny else (1, 16_384, 6144)
+    return random_tensors(setting, shape, shape)
+
+
+def swiglus(has_liger: bool) -> dict[str, Function]:
+    from torch.nn.functional import silu
+
+    functions: dict[str, Function] = {"transformers": lambda gate, up: (silu(gate) * up,)}
+    if has_liger:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        functions["Liger"] = lambda gate, up: (LigerSiLUMulFunction.apply(gate, up),)
+    return functions
+
+
+# ---------------------------------------------------------------- rotary positions: queries, keys, cosines and sines
+
+
+def rotary_inputs(setting: Setting) -> list[Tensor]:
+    tokens = 64 if setting.tiny else 16_384
+    return random_tensors(setting, (1, tokens, 16, 128), (1, tokens, 8, 128))
+
+
+def rotaries(has_liger: bool) -> dict[str, Function]:
+    import torch
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    def angles(like: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, size = like.shape[1], like.shape[3]
+        frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device) / size)
+        turns = torch.arange(tokens, device=like.device)[:, None] * frequencies
+        turns = torch.cat([turns, turns], -1)[None]
+        return turns.cos().to(like.dtype), turns.sin().to(like.dtype)
+
+    cache: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def turned(rotate: Function) -> Function:
+        def function(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            if query.dtype not in cache:
+                cache[query.dtype] = angles(query)
+            return rotate(query.transpose(1, 2), key.transpose(1, 2), *cache[query.dtype])
+
+        return function
+
+    functions = {"transformers": turned(apply_rotary_pos_emb)}
+    if has_liger:
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        functions["Liger"] = turned(LigerRopeFunction.apply)
+    return functions
