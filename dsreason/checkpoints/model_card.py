@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import dsreason
 from dsreason.checkpoints.checkpoint_folder import CARD, STEPS
 from dsreason.config.output import CONFIG_FILE, read_record
-from dsreason.monitor.metrics import read_lines
+from dsreason.monitor.sinks.json_lines import read_lines
 
 log = logging.getLogger(__name__)
 

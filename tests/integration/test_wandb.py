@@ -37,7 +37,7 @@ def test_wandb_runs_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monke
 NO_KEY = """
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
-from dsreason.monitor.metrics import check_wandb
+from dsreason.monitor.sinks.wandb import check_wandb
 
 check_wandb(MonitorConfig(wandb=False))
 try:
@@ -58,7 +58,7 @@ def test_wandb_without_a_key_is_an_error_and_no_prompt(tmp_path: Path) -> None:
 ADDRESS = """
 import wandb
 from dsreason.config.schema import MonitorConfig
-from dsreason.monitor.metrics import check_wandb
+from dsreason.monitor.sinks.wandb import check_wandb
 
 check_wandb(MonitorConfig(wandb=True))
 print(wandb.setup().settings.base_url)

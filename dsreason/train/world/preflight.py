@@ -15,8 +15,8 @@ from dsreason.data.order import Part, StepOrder
 from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
-from dsreason.monitor.metrics import check_wandb
 from dsreason.monitor.profile import check_profiled_steps
+from dsreason.monitor.sinks.wandb import check_wandb
 from dsreason.problems import nearest
 from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
 from dsreason.world.cache import TextCache

@@ -14,7 +14,7 @@ from dsreason.errors import CheckpointError, ConfigError
 from dsreason.evaluation.settings import delete
 from dsreason.files.disk import remove
 from dsreason.job.logs import setup_logs
-from dsreason.monitor.metrics import StepLines
+from dsreason.monitor.sinks.json_lines import JSONLines
 from dsreason.storage.package import opened_package
 from dsreason.train.common.answers import write_rows
 
@@ -37,7 +37,7 @@ def own_handlers() -> Iterator[None]:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "rows": lambda file: write_rows(file, [{"a": 1}]),
-    "metrics": lambda file: StepLines(file, resume_step=None).add(1, {"a": 1.0}),
+    "metrics": lambda file: JSONLines(file, resume_step=None).scalars(1, {"a": 1.0}),
 }
 
 

@@ -22,7 +22,7 @@ from dsreason.files import disk, lock
 from dsreason.files.disk import json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
 from dsreason.models.folder import find_folder
-from dsreason.monitor.metrics import StepLines, read_lines
+from dsreason.monitor.sinks.json_lines import JSONLines, read_lines
 from dsreason.train.dpo import reference
 from dsreason.world.families import components
 from tests.unit.hostile.guard import guarded, refused
@@ -123,7 +123,7 @@ def test_metrics_that_are_no_file_are_refused_by_their_name(put: Put, here: Path
 def test_a_line_of_metrics_that_is_no_step_is_left_out(line: bytes, here: Path) -> None:
     file = here / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "a": 2}\n' + line + b"\n")
-    StepLines(file, resume_step=1).close()
+    JSONLines(file, resume_step=1).close()
     assert file.read_text() == '{"step": 1, "a": 2}\n'
 
 

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import SaveError
-from dsreason.monitor import metrics as metrics_module
 from dsreason.monitor.metrics import Metrics, open_metrics
+from dsreason.monitor.sinks import wandb as wandb_sink
 from dsreason.world.video import gif
 
 
@@ -159,9 +159,9 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
         return SimpleNamespace(define_metric=lambda *_, **__: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    monkeypatch.setattr(metrics_module, "check_wandb", lambda config: None)
+    monkeypatch.setattr(wandb_sink, "check_wandb", lambda config: None)
     for resumed in (False, True, False):
-        metrics_module.open_wandb(tmp_path, MonitorConfig(wandb=True), {}, resumed=resumed)
+        wandb_sink.open_wandb(tmp_path, MonitorConfig(wandb=True), {}, resumed=resumed)
     first, again, fresh = begun
     assert first == again != fresh
 

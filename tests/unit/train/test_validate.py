@@ -15,7 +15,7 @@ from dsreason.config.schema import MonitorConfig, SFTConfig
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import Sample
 from dsreason.job.ranks import World
-from dsreason.monitor.metrics import MetricsWriter
+from dsreason.monitor.metrics import open_metrics
 from dsreason.train.common import validate as validation
 from dsreason.train.common.answers import Answer, ValidationResult, accuracies, mean_rewards, modality_of
 from dsreason.train.common.validate import HeldOut
@@ -106,7 +106,7 @@ def test_results_are_written_with_every_answer_and_the_shown_sheets(tmp_path: Pa
     assert sheet.width == 640
     assert sheet.getpixel((20, 20)) == (255, 0, 0)
     result = ValidationResult({"val/loss": 1.0}, [answer(0, True, "video"), answer(1, False)], {1: sheet})
-    with MetricsWriter(tmp_path, resume_step=None, config=MonitorConfig(), run_config={}) as metrics:
+    with open_metrics(tmp_path, rank=0, resume_step=None, config=MonitorConfig(), run_config={}) as metrics:
         result.write(tmp_path, 3, metrics, World(0, 0, 1, torch.device("cpu")))
     lines = (tmp_path / "validation" / "step_3.jsonl").read_text().splitlines()
     assert [json.loads(line)["correct"] for line in lines] == [True, False]

@@ -1,0 +1,24 @@
+"""What a sink of metrics can do. A new one overrides what it can show, and `open_metrics` opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+
+class Sink:
+    """Ignores everything. Steps never go backwards; a step may get several calls."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+    def text(self, step: int, name: str, text: str) -> None: ...
+    def images(self, step: int, name: str, images: Sequence[Image]) -> None: ...
+    def video(self, step: int, name: str, gif: bytes) -> None:
+        """Show an animated GIF."""
+
+    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,110 @@
+"""Weights & Biases, if `monitor.wandb` asks for it."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import chdir
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsreason.config.schema import MonitorConfig
+from dsreason.errors import ConfigError
+from dsreason.files.atomic import write_file
+from dsreason.imports import install_command
+from dsreason.monitor.sinks.sink import Sink
+
+if TYPE_CHECKING:
+    import wandb
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+    from torch import Tensor
+
+
+class WeightsAndBiases(Sink):
+    """A run of W&B, whose steps are a column of ours: its own counter would refuse the ones that a resumed run repeats."""
+
+    def __init__(
+        self, output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], resume_step: int | None
+    ) -> None:
+        self.run = open_wandb(output_dir, config, run_config, resumed=resume_step is not None)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({"step": step, **values})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        import wandb
+
+        self.run.log({"step": step, name: wandb.Table(columns=["step", "text"], data=[[step, text]])})
+
+    def images(self, step: int, name: str, images: Sequence[Image]) -> None:
+        import wandb
+
+        self.run.log({"step": step, name: [wandb.Image(image) for image in images]})
+
+    def video(self, step: int, name: str, gif: bytes) -> None:
+        import wandb
+
+        self.run.log({"step": step, name: wandb.Video(io.BytesIO(gif), format="gif")})
+
+    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
+        import wandb
+
+        self.run.log({"step": step, name: wandb.Histogram(values)})  # type: ignore[arg-type]  # it takes arrays, too
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def check_wandb(config: MonitorConfig) -> None:
+    """Raise `ConfigError` where W&B is asked for and cannot be used: a rank must never stop at a login prompt."""
+    if not config.wandb:
+        return
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "monitor.wandb is true, and the package wandb is not installed; "
+            f"install it with `{install_command('wandb')}`, or set monitor.wandb = false"
+        ) from error
+    # From `wandb/settings` in the current folder it would learn the address to which it sends the key.
+    with chdir("/"):
+        mode = wandb.setup().settings.mode
+    if mode != "online":
+        return
+    login = shlex.join([sys.executable, "-m", "wandb", "login"])
+    way_out = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    try:
+        logged_in = wandb.login(prompt=False)
+    except wandb.Error as error:
+        raise ConfigError(
+            f"monitor.wandb is true, and the login to Weights & Biases failed ({error}); {way_out}"
+        ) from error
+    if not logged_in:
+        raise ConfigError(f"monitor.wandb is true, and there is no key for Weights & Biases; {way_out}")
+
+
+def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:
+    """Start the W&B run, or go on with the one that this output folder began."""
+    check_wandb(config)
+    import wandb
+
+    id_file = output_dir / "wandb" / "run_id"
+    id_file.parent.mkdir(exist_ok=True)
+    if not (resumed and id_file.exists()):
+        write_file(id_file, uuid.uuid4().hex[:8])
+    run = wandb.init(
+        project=config.wandb_project,
+        name=config.wandb_name or re.sub(r"\W+", "-", output_dir.name),
+        id=id_file.read_text(),
+        resume="allow",
+        dir=output_dir,
+        config=run_config,
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
