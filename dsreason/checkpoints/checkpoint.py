@@ -30,7 +30,6 @@ from dsreason.checkpoints.checkpoint_folder import (
     check_content,
     check_sizes,
     check_written,
-    checkpoint_step,
     choose_checkpoint,
     complete_checkpoints,
     delete_folder,
@@ -47,6 +46,7 @@ from dsreason.engine.engine import full_shape
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import draft_of
 from dsreason.files.disk import digest_of_end
+from dsreason.files.step_names import PREFIX, named_step, step_name
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
 from dsreason.problems import listed
 
@@ -55,7 +55,7 @@ UNIVERSAL = "universal"
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
-    partial = folder / f"{SAVING}step_{step}"
+    partial = folder / f"{SAVING}{step_name(step)}"
 
     def make() -> None:
         with as_save_error(partial):
@@ -256,10 +256,10 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
     common = set(complete[0]).intersection(*complete)
     if not any(complete) or (chosen is not None and chosen.name in common):
         return chosen
-    if not common or Path(resume).name.startswith("step_"):
+    if not common or Path(resume).name.startswith(PREFIX):
         found = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
         raise CheckpointError(
             f"--resume {resume}: {inside} is another folder on every host, and no checkpoint to go on from is complete in all "
             f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
         )
-    return max((inside / name for name in common), key=checkpoint_step)
+    return max((inside / name for name in common), key=named_step)

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
 from dsreason.files.disk import as_os_error, digest_of_end, read_small, remove
+from dsreason.files.step_names import PREFIX, is_step_name, named_step, step_name
 from dsreason.problems import first_problem, listed
 
 MARKER = "COMPLETE"
@@ -105,7 +106,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
     if resume == "auto":
         return find_checkpoint(folder)
     path = Path(resume)
-    if not path.name.startswith("step_"):
+    if not path.name.startswith(PREFIX):
         inside = path if path.name == "checkpoints" else path / "checkpoints"
         found = find_checkpoint(inside)
         if found is None:
@@ -131,10 +132,10 @@ def newer_checkpoint(folder: Path, file: Path) -> Path | None:
     if newest is None:
         return None
     step = exported_step(file.parent)
-    if step is None or checkpoint_step(newest) < step:
+    if step is None or named_step(newest) < step:
         is_newer = (newest / MARKER).stat().st_mtime > file.stat().st_mtime
     else:
-        is_newer = checkpoint_step(newest) > step
+        is_newer = named_step(newest) > step
     return newest if is_newer else None
 
 
@@ -152,22 +153,13 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest step first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if is_checkpoint_name(path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=checkpoint_step)
+    found = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=named_step)
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Of checkpoints that are being written."""
-    return [int(path.name.removeprefix(f"{SAVING}step_")) for path in folder.glob(f"{SAVING}step_*")]
-
-
-def is_checkpoint_name(name: str) -> bool:
-    return re.fullmatch(r"step_(0|[1-9][0-9]*)", name) is not None
-
-
-def checkpoint_step(path: Path) -> int:
-    """`.../step_12` → 12."""
-    return int(path.name.removeprefix("step_"))
+    return [named_step(Path(path.name.removeprefix(SAVING))) for path in folder.glob(f"{SAVING}{PREFIX}*")]
 
 
 def check_complete(path: Path) -> None:
@@ -181,10 +173,10 @@ def read_checkpoint(path: Path) -> SavedRun:
     """What a complete checkpoint says of its run."""
     check_complete(path)
     saved = read_state(path)
-    if is_checkpoint_name(path.name) and checkpoint_step(path) != saved.state.step:
+    if is_step_name(path.name) and named_step(path) != saved.state.step:
         raise CheckpointError(
             f"{path}: holds the checkpoint of step {saved.state.step}, says its {STATE_FILE}; give it the name "
-            f"step_{saved.state.step} again, or choose another one"
+            f"{step_name(saved.state.step)} again, or choose another one"
         )
     return saved
 
@@ -294,13 +286,13 @@ def recover(folder: Path) -> list[Path]:
     On rank 0 only, before training. Returns the checkpoints that were named.
     """
     recovered = []
-    for partial in sorted(folder.glob(f"{SAVING}step_*")):
+    for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
         final = folder / partial.name.removeprefix(SAVING)
         with contextlib.suppress(CheckpointError):
             if (partial / MARKER).is_file():
                 check_content(partial)
             saved = read_state(partial)
-            if final.name == f"step_{saved.state.step}":
+            if final.name == step_name(saved.state.step):
                 finish(partial, final, saved.ranks_here)
                 recovered.append(final)
     for prefix in (SAVING, DELETING):
@@ -317,7 +309,7 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
     """
     renamed = []
     for newer in complete_checkpoints(folder):
-        if checkpoint_step(newer) >= checkpoint_step(path) and newer.resolve() != path.resolve():
+        if named_step(newer) >= named_step(path) and newer.resolve() != path.resolve():
             delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
             renamed.append(newer.rename(aside))
     return renamed
@@ -334,8 +326,8 @@ def prune_exports(
     """The same of exports `step_N` of a run at `step`. Those of later steps count as the oldest: the run was resumed at an
     earlier step and does not go on from them. Nothing depends on the times of files, as a clock may be set back. One of
     another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
-    found = [file.parent for file in folder.glob(f"step_*/{export_file}") if is_checkpoint_name(file.parent.name)]
-    found.sort(key=lambda export: (checkpoint_step(export) <= step, checkpoint_step(export)))
+    found = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
+    found.sort(key=lambda export: (named_step(export) <= step, named_step(export)))
     prune(found, keep, spared)
 
 

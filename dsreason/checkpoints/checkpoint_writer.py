@@ -28,6 +28,7 @@ from dsreason.engine.average import WeightAverage
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
+from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, on_one_rank_per_folder
 from dsreason.monitor.memory import GIB, available_bytes
 
@@ -214,7 +215,7 @@ class CheckpointWriter:
         future = self.thread.submit(write)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
-        self.writing = Writing(self.folder / f"step_{step}", partial, future, started, time.perf_counter() - started)
+        self.writing = Writing(self.folder / step_name(step), partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
         """The checkpoint that all ranks have written since the last call; it is complete now."""

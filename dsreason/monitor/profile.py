@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
+from dsreason.files.step_names import step_name
 from dsreason.monitor.memory import synchronize
 from dsreason.monitor.profile_table import read_trace, render_report
 from dsreason.monitor.progress import Progress
@@ -66,7 +67,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
 
     def _write(self, recorded: profile, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace, table = self.folder / f"step_{step}.json.gz", self.folder / f"step_{step}.txt"
+        trace, table = self.folder / f"{step_name(step)}.json.gz", self.folder / f"{step_name(step)}.txt"
         recorded.export_chrome_trace(str(trace))
         report = render_report(read_trace(trace))
         write_file(table, report + "\n")

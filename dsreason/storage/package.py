@@ -22,6 +22,7 @@ from dsreason.checkpoints.checkpoint_folder import (
 )
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
+from dsreason.files.step_names import PREFIX, is_step_name, named_step
 
 MANIFEST = "UPLOADED.json"
 """Marker of other uploads; it is made when they are complete and exists in storage only."""
@@ -197,9 +198,8 @@ def finished_folders(run: Path) -> list[Path]:
 
 def unfinished_folders(run: Path) -> list[Path]:
     """Checkpoints of a run that are not complete, or not yet."""
-    return sorted(path for path in run.glob(f"{CHECKPOINTS}/*step_*") if not (path / MARKER).is_file())
+    return sorted(path for path in run.glob(f"{CHECKPOINTS}/*{PREFIX}*") if not (path / MARKER).is_file())
 
 
 def _step(folder: Path) -> tuple[int, str]:
-    digits = folder.name.removeprefix("step_")
-    return (int(digits), "") if digits.isdecimal() else (2**63, folder.name)  # `final` comes last
+    return (named_step(folder), "") if is_step_name(folder.name) else (2**63, folder.name)  # `final` comes last

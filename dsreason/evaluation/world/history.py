@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from dsreason.config.output import flat, run_record
 from dsreason.evaluation.world.page import FILE, Card, Clip, Curve, Page, Table, number, write_page
 from dsreason.evaluation.world.score import reward_name
+from dsreason.files.step_names import is_step_name, named_step, step_name
 
 MOST_COLUMNS = 5
 """Validations that are shown: the first, the last, and some between them."""
@@ -34,11 +34,7 @@ def write_run_page(run: Path) -> Path | None:
 
 def validations(run: Path) -> dict[int, list[Row]]:
     """The clips of each validation, by step."""
-    files = {
-        int(match[1]): file
-        for file in (run / "validation").glob("step_*.jsonl")
-        if (match := re.fullmatch(r"step_(\d+)", file.stem))
-    }
+    files = {named_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
     return {step: read_rows(files[step]) for step in sorted(files)}
 
 
@@ -81,7 +77,7 @@ def chosen(steps: Sequence[int]) -> list[int]:
 
 def cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[Card]:
     """Of the clips that have a video in the last validation."""
-    folders = {step: run / "validation" / f"step_{step}" for step in steps}
+    folders = {step: run / "validation" / step_name(step) for step in steps}
     last = found[steps[-1]]
     return [
         Card(row["prompt"], row["id"], [clip_of(folders[step], found[step], i) for step in steps])

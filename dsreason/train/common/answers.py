@@ -14,6 +14,7 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.messages import media_parts, text_of
 from dsreason.data.types import Sample
 from dsreason.files.atomic import write_file
+from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
 from dsreason.rewards.scoring import Scorer, Scores
@@ -68,7 +69,7 @@ class ValidationResult:
         """`validation/step_N.jsonl` with every answer, and the shown ones in TensorBoard; rank 0 does it."""
         if not world.is_main or not self.answers:
             return
-        write_rows(output_dir / "validation" / f"step_{step}.jsonl", map(vars, self.answers))
+        write_rows(output_dir / "validation" / f"{step_name(step)}.jsonl", map(vars, self.answers))
         shown = [answer for answer in self.answers if answer.row in self.sheets]
         if shown:
             metrics.text(

@@ -20,6 +20,7 @@ from dsreason.config.schema import JobConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import draft_of, write_file
+from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World, errors_on_all_ranks
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class FiniteCheck:
             return metrics
         what = f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
         if self.rule == "stop":
-            saved = self.folder / f"step_{step}"
+            saved = self.folder / step_name(step)
             shown = [list(b.ids) for b in batches if isinstance(b, Batch)] if names is None else names()
             with errors_on_all_ranks():
                 self._save(batches, shown, saved, what)

@@ -9,13 +9,13 @@ from pathlib import Path
 from dsreason.checkpoints.checkpoint_folder import (
     MARKER,
     as_save_error,
-    checkpoint_step,
     delete_folder,
     exported_step,
     prune_exports,
     read_state,
 )
 from dsreason.errors import Stopped
+from dsreason.files.step_names import named_step, step_name
 from dsreason.job.ranks import on_rank_zero
 from dsreason.train.common.job import J, JobRun
 
@@ -42,14 +42,14 @@ def save(run: JobRun[J], *, last: bool, checkpoint: bool = True) -> None:
         if last:
             after_checkpoint(run, run.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
-        export(run, run.output_dir / "export" / ("final" if last else f"step_{step}"), last=last)
+        export(run, run.output_dir / "export" / ("final" if last else step_name(step)), last=last)
     run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
 
 
 def export_resumed(run: JobRun[J]) -> None:
     """Write the export that belongs to the checkpoint where this run continues, if it was killed between the two."""
     step = run.state.step
-    checkpoint, output = run.checkpoints / f"step_{step}", run.output_dir / "export" / f"step_{step}"
+    checkpoint, output = run.checkpoints / step_name(step), run.output_dir / "export" / step_name(step)
     if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / run.export_file).exists()):
         export(run, output, last=False)
 
@@ -64,7 +64,7 @@ def stop_if_asked(run: JobRun[J]) -> None:
             f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last and "
             "checkpoint.keep_best are false"
         )
-    checkpoint = run.checkpoints / f"step_{step}"
+    checkpoint = run.checkpoints / step_name(step)
     with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
         after_checkpoint(run, run.writer.wait())
         if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
@@ -79,15 +79,15 @@ def after_checkpoint(run: JobRun[J], written: Path | None) -> None:
         return
     config = run.config.checkpoint
     run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
-    run.uploads.add(written, last=written.name == f"step_{run.total_steps}")
+    run.uploads.add(written, last=written.name == step_name(run.total_steps))
     # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
     bests = {run.state.best_step, read_state(written).state.best_step} if config.keep_best else set()
-    run.writer.prune(config.keep, {run.checkpoints / f"step_{best}" for best in bests if best} | run.uploads.in_use())
+    run.writer.prune(config.keep, {run.checkpoints / step_name(best) for best in bests if best} | run.uploads.in_use())
 
 
 def finish(run: JobRun[J]) -> None:
     """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
-    checkpoint, final = run.checkpoints / f"step_{run.state.step}", run.output_dir / "export" / "final"
+    checkpoint, final = run.checkpoints / step_name(run.state.step), run.output_dir / "export" / "final"
     if run.config.checkpoint.export != "none":
         if on_rank_zero(lambda: is_outdated(final / run.export_file, checkpoint)):
             export(run, final, last=True)
@@ -100,7 +100,7 @@ def finish(run: JobRun[J]) -> None:
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
     """Whether the export that `file` is in is missing, of another step, or older than the checkpoint, which may be missing."""
-    if not file.exists() or exported_step(file.parent) not in (None, checkpoint_step(checkpoint)):
+    if not file.exists() or exported_step(file.parent) not in (None, named_step(checkpoint)):
         return True
     marker = checkpoint / MARKER
     return marker.exists() and file.stat().st_mtime < marker.stat().st_mtime
@@ -115,7 +115,8 @@ def export(run: JobRun[J], output: Path, *, last: bool) -> None:
         run.write_export(output, dtype)
     run.uploads.add(output, last=last)
     if config.export == "all" and run.world.is_main:
-        best = {output.parent / f"step_{run.state.best_step}"} if config.keep_best else set()
+        best_step = run.state.best_step if config.keep_best else None
+        best = set() if best_step is None else {output.parent / step_name(best_step)}
         try:
             spared = best | run.uploads.in_use()
             prune_exports(output.parent, config.export_keep, run.state.step, spared, run.export_file)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.errors import DsReasonError
+from dsreason.files.step_names import step_name
 from dsreason.losses.kl import k3
 from dsreason.train.common.answers import modality_of, write_rows
 from dsreason.train.grpo.rollouts import Rollout
@@ -108,8 +109,9 @@ def check(
         return
     worst_ones, place = worst(found), ""
     if folder is not None:
-        write_rows(folder / f"step_{step}.jsonl", map(vars, worst_ones))
-        place = f"; the worst are in {folder / f'step_{step}.jsonl'}"
+        file = folder / f"{step_name(step)}.jsonl"
+        write_rows(file, map(vars, worst_ones))
+        place = f"; the worst are in {file}"
     names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
     text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
     if not kl <= config.mismatch_stop:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import (
-    checkpoint_step,
     complete_checkpoints,
     delete_folder,
     unfinished_steps,
@@ -18,6 +17,7 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
 from dsreason.families import family_of
 from dsreason.files.disk import remove
+from dsreason.files.step_names import named_step, step_name
 from dsreason.job.ranks import World, on_rank_zero
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def reset_reference(
     if not every or step % every:
         return
     reference.become_policy()
-    folder = output_dir / "reference" / f"step_{step}"
+    folder = output_dir / "reference" / step_name(step)
     on_rank_zero(lambda: delete_folder(folder))
     export_engine(reference.engine, model_path, folder, world, dtype=config.train.precision)
     on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
@@ -46,8 +46,8 @@ def reset_reference(
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """References that neither the run nor one of its checkpoints, those being written included, goes on with."""
     checkpoints = output_dir / "checkpoints"
-    steps = [step, *map(checkpoint_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
-    needed = {f"step_{reset_step(one, every)}" for one in steps}
+    steps = [step, *map(named_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
+    needed = {step_name(reset_step(one, every)) for one in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
@@ -59,10 +59,10 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
     Raises:
         CheckpointError: the run that saved the checkpoint has no such reference.
     """
-    step = reset_step(checkpoint_step(checkpoint), config.grpo.reference_reset_every)
+    step = reset_step(named_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:
         return
-    folder = checkpoint.resolve().parent.parent / "reference" / f"step_{step}"
+    folder = checkpoint.resolve().parent.parent / "reference" / step_name(step)
     if not folder.is_dir():
         raise CheckpointError(
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "

@@ -9,6 +9,7 @@ import numpy as np
 
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
+from dsreason.files.step_names import step_name
 from dsreason.job.ranks import gather_objects
 from dsreason.train.common.answers import modality_of, question_of, write_rows
 from dsreason.train.grpo.build import GRPORun
@@ -28,7 +29,7 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
     grpo.rollout_metrics |= reward_means([one for *_, sums in parts for one in sums])
     if not grpo.world.is_main:
         return
-    write_rows(grpo.output_dir / "rollouts" / f"step_{step}.jsonl", rows)
+    write_rows(grpo.output_dir / "rollouts" / f"{step_name(step)}.jsonl", rows)
     if is_due and rows:
         advantages = np.array([row["advantage"] for row in rows if row["trained"]])
         if len(advantages):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsreason.evaluation.world.history import small_video, write_run_page
+from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import write_rows
@@ -65,10 +66,10 @@ class WorldResult:
             return
         folder = output_dir / "validation"
         rows = [{"id": c.row.id, "prompt": c.row.prompt, "rewards": c.rewards, **c.look.facts} for c in self.clips]
-        write_rows(folder / f"step_{step}.jsonl", rows)
+        write_rows(folder / f"{step_name(step)}.jsonl", rows)
         for clip in self.clips:
             if clip.pixels is not None:
-                self.show(clip.number, clip.pixels, folder / f"step_{step}", step, metrics)
+                self.show(clip.number, clip.pixels, folder / step_name(step), step, metrics)
         write_run_page(output_dir)
 
     def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:

@@ -1,0 +1,22 @@
+"""Names of what belongs to an optimizer step: the folder of a checkpoint or an export, a file of answers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PREFIX = "step_"
+
+
+def step_name(step: int) -> str:
+    """12 → `step_12`."""
+    return f"{PREFIX}{step}"
+
+
+def is_step_name(name: str) -> bool:
+    return re.fullmatch(rf"{PREFIX}(0|[1-9][0-9]*)", name) is not None
+
+
+def named_step(path: Path) -> int:
+    """`.../step_12` → 12, `.../step_12.jsonl` → 12."""
+    return int(path.name.partition(".")[0].removeprefix(PREFIX))
