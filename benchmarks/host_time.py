@@ -100,12 +100,11 @@ def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.config.schema_dpo import DPOConfig
     from dsreason.train.dpo.build import build_dpo
     from dsreason.train.dpo.loop import dpo_step
-    from dsreason.train.dpo.validate import validate
 
     settings = settings_of(arguments)
     del settings["validation"]["generate"]
     config = DPOConfig.model_validate(settings | {"dpo": {"reference": "model"}})
-    run = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None, validate=validate))
+    run = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None))
     for batches in run.loader:
 
         def step(batches: Any = batches) -> int:
@@ -188,7 +187,7 @@ def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step
     }
     config = WorldConfig.model_validate(settings)
     output = arguments.scratch / f"world-{arguments.file}"
-    run = stack.enter_context(build_world(config, output, None, validate=lambda run: None))
+    run = stack.enter_context(build_world(config, output, None))
     for number in range(1, 10_000):
         (part,) = next_parts(run)
 

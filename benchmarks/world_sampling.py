@@ -157,7 +157,7 @@ def rank(arguments: argparse.Namespace, measure: Callable[[WorldRun, argparse.Na
 
     torch.set_num_threads(arguments.threads)
     config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
-    with build_world(config, arguments.folder / "run", None, validate=lambda world: None) as world:
+    with build_world(config, arguments.folder / "run", None) as world:
         measure(world, arguments)
 
 

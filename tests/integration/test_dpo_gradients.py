@@ -83,10 +83,11 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.sources import open_datasets
     from dsreason.job.ranks import gather_objects, init_world, with_row_groups
+    from dsreason.train.common.global_batches import step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.dpo.loader import PairLoader
-    from dsreason.train.dpo.preflight import pair_encoder, step_order
+    from dsreason.train.dpo.preflight import pair_encoder
     from dsreason.train.dpo.reference import RowReference
     from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
     from tests.engines import full_gradients

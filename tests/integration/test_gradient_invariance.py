@@ -44,9 +44,9 @@ def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
     from dsreason.job.ranks import gather_objects
+    from dsreason.train.common.global_batches import step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.sft.preflight import step_order
 
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, model), step_order(training, config)

@@ -72,10 +72,10 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
     from dsreason.job.ranks import gather_objects, init_world, with_row_groups
+    from dsreason.train.common.global_batches import step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.sft.loop import accumulate_gradients
-    from dsreason.train.sft.preflight import step_order
     from tests.engines import full_gradients
 
     world = with_row_groups(init_world(), ranks_per_row)

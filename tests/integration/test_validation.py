@@ -43,11 +43,11 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.monitor.memory import MemoryLedger
     from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
+    from dsreason.train.common.global_batches import step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import HeldOut, validate
     from dsreason.train.sft.loop import sft_step
-    from dsreason.train.sft.preflight import step_order
 
     calls: list[int] = []
     """Prompts of each call of the engine."""

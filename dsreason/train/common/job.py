@@ -82,7 +82,7 @@ class Measured(Protocol):
 class JobRun(OpenedJob[J]):
     """The parts of a run on one rank; `state` says how far it is.
 
-    A trainer's own run is this with more, and says how it is measured and exported.
+    A trainer's own run is this with more, and says how it is exported.
     """
 
     engine: DeepSpeedEngine
@@ -105,10 +105,6 @@ class JobRun(OpenedJob[J]):
     def export_file(self) -> str:
         """In every export; how new it is says how new the export is."""
         return "config.json"
-
-    def measure(self) -> Measured | None:
-        """Validate the policy as it is; None where there is nothing to measure. Collective."""
-        raise NotImplementedError
 
     def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
         """Write the policy into a folder that is not there yet. Collective."""

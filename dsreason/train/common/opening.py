@@ -31,8 +31,9 @@ from dsreason.models.policy import Policy, enable_gradient_checkpointing
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
+from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.digest import samples_digest
-from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.job import JobRun, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
@@ -86,13 +87,6 @@ class Run(JobRun[C], OpenedRun[C]):
     scorer: Scorer | None
     """None where there are no rewards."""
 
-    def measure(self) -> Measured | None:
-        """The held-out rows, where there are any."""
-        if len(self.validation) == 0:
-            return None
-        held_out = HeldOut(self.validation, self.encoder, self.config, self.world)
-        return validate(self.sampler, held_out, version=self.state.step, progress=self.progress, scorer=self.scorer)
-
     def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
         """A Hugging Face folder."""
         export_engine(
@@ -106,6 +100,14 @@ class Run(JobRun[C], OpenedRun[C]):
             step=self.state.step,
             adapter=self.state.adapter,
         )
+
+
+def validate_policy(run: Run[C]) -> ValidationResult | None:
+    """Measure the policy on the held-out rows; None if there are none. Collective."""
+    if len(run.validation) == 0:
+        return None
+    held_out = HeldOut(run.validation, run.encoder, run.config, run.world)
+    return validate(run.sampler, held_out, version=run.state.step, progress=run.progress, scorer=run.scorer)
 
 
 def build_policy_engine(

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from dsreason.engine.schedule import lr_factor
 from dsreason.job.logs import set_step
-from dsreason.train.common.job import J, JobRun
+from dsreason.train.common.job import J, JobRun, Measured
 from dsreason.train.common.saving import export_resumed, save, stop_if_asked
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R", bound=JobRun[Any])
+Validate: TypeAlias = Callable[[R], Measured | None]
+"""Measures the policy as it is; None if there is nothing to measure. Collective."""
 
-def before_steps(run: JobRun[J]) -> None:
+
+def before_steps(run: R, validate: Validate[R]) -> None:
     """Validate what is trained from here on, unless the run is resumed; then its checkpoint gets its export."""
     config, step = run.config, run.state.step
     if step == 0 and config.validation.before_training:
-        run_validation(run)
+        run_validation(run, validate)
     exported = is_due([step], config.checkpoint.every) or step == run.state.best_step
     if 0 < step < run.total_steps and exported and config.checkpoint.export == "all":
         export_resumed(run)
     run.profiler.begin(step + 1)
 
 
-def after_steps(run: JobRun[J], first: int) -> None:
+def after_steps(run: R, first: int, validate: Validate[R]) -> None:
     """Validate and save where one of the steps after `first` is due for it, and stop where a rank got a signal."""
     run.profiler.end()
     config, steps, last = run.config, range(first + 1, run.state.step + 1), run.state.step == run.total_steps
-    improved = run_validation(run) if last or is_due(steps, config.validation.every) else False
+    improved = run_validation(run, validate) if last or is_due(steps, config.validation.every) else False
     due = improved or is_due(steps, config.checkpoint.every)
     if last or due:
         save(run, last=last, checkpoint=due or config.checkpoint.last)
@@ -94,11 +98,11 @@ def show_step(
         run.metrics.scalars(step, found)
 
 
-def run_validation(run: JobRun[J]) -> bool:
+def run_validation(run: R, validate: Validate[R]) -> bool:
     """Measure the policy; True where it is the best so far, which is worth a checkpoint."""
     config, step = run.config, run.state.step
     with run.watchdog.phase("validation"):
-        result = run.measure()
+        result = validate(run)
     if result is None:
         return False
     run.metrics.scalars(step, result.metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +21,10 @@ from dsreason.job.ranks import gather_objects, on_rank_zero
 from dsreason.models.folder import model_fingerprint
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.job import Measured
+from dsreason.train.common.global_batches import step_order
 from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.dpo.loader import Chunks, PairLoader, StepPairs
-from dsreason.train.dpo.preflight import check, pair_encoder, step_order
+from dsreason.train.dpo.preflight import check, pair_encoder
 from dsreason.train.dpo.reference import (
     AdapterOff,
     NoReference,
@@ -50,19 +50,11 @@ class DPORun(Run[DPOConfig]):
     baseline: Baseline
     arithmetic: Arithmetic
     steps_per_epoch: float
-    validate: Callable[[DPORun], Measured | None]
-    """What measures the policy: `validate` of `validate.py`, which needs this file."""
     watch: ChosenWatch = field(default_factory=ChosenWatch)
-
-    def measure(self) -> Measured | None:
-        """The held-out preferences, where there are any."""
-        return self.validate(self)
 
 
 @contextmanager
-def build_dpo(
-    config: DPOConfig, output_dir: Path | None, resume: str | None, *, validate: Callable[[DPORun], Measured | None]
-) -> Iterator[DPORun]:
+def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[DPORun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
         opened = open_run(config, output_dir, resume, command="dpo", check=check, stack=stack)
@@ -90,7 +82,6 @@ def build_dpo(
             baseline=Baseline(*state.extra.get("baseline", ())),
             arithmetic=arithmetic_of(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
-            validate=validate,
         )
 
 

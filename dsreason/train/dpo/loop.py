@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.phases import record_phase
+from dsreason.train.common.global_batches import show_batches, wait_for_batches
 from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_skipped, count_step, learning_rate, show_step
+from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate
 from dsreason.train.dpo.build import DPORun, build_dpo
 from dsreason.train.dpo.loader import StepPairs
 from dsreason.train.dpo.update import accumulate_gradients, metrics_of, settings_of
@@ -25,13 +25,13 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
-    with build_dpo(config, output_dir, resume, validate=validate) as dpo:
+    with build_dpo(config, output_dir, resume) as dpo:
         train(dpo)
 
 
 def train(dpo: DPORun) -> None:
-    before_steps(dpo)
-    for batches in step_pairs(dpo):
+    before_steps(dpo, validate)
+    for batches in wait_for_batches(dpo.loader, dpo.watchdog):
         poll_checkpoint(dpo)
         started, first = time.perf_counter(), dpo.state.step
         with dpo.watchdog.phase("step"):
@@ -39,19 +39,8 @@ def train(dpo: DPORun) -> None:
                 metrics = dpo_step(dpo, batches)
                 metrics = dpo.finite.metrics(metrics, batches.micro_batches, dpo.engine.global_steps)
             finish_step(dpo, batches, metrics, seconds=time.perf_counter() - started)
-        after_steps(dpo, first)
+        after_steps(dpo, first, validate)
     finish(dpo)
-
-
-def step_pairs(dpo: DPORun) -> Iterator[StepPairs]:
-    """The pairs of each step, from the resumed one on."""
-    batches = iter(dpo.loader)
-    while True:
-        with dpo.watchdog.phase("data"):
-            found = next(batches, None)
-        if found is None:
-            return
-        yield found
 
 
 def dpo_step(dpo: DPORun, batches: StepPairs) -> dict[str, float]:
@@ -77,11 +66,7 @@ def finish_step(dpo: DPORun, batches: StepPairs, metrics: dict[str, float], *, s
     """Count the step and show it."""
     baseline = {"baseline": [dpo.baseline.total, dpo.baseline.count]} if dpo.baseline.count else {}
     count_step(dpo, epoch=dpo.engine.global_steps / dpo.steps_per_epoch, extra=baseline)
-    count_skipped(dpo, batches.skipped)
     if "dpo/chosen" in metrics and (warning := dpo.watch.look(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
         log.warning("%s", warning)
-    whole = seconds + batches.data_seconds
     shown = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}
-    metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
-    metrics |= dpo.arithmetic.metrics(batches.work, batches.micro_batches, whole)
-    show_step(dpo, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
+    show_batches(dpo, dpo.arithmetic, batches, metrics, shown, seconds=seconds)

@@ -1,25 +1,19 @@
-"""What DPO can find wrong before a model is loaded, and the order of its rows."""
+"""What DPO can find wrong before a model is loaded."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import order_parts
-from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.engine.schedule import warmup_note
 from dsreason.errors import ConfigError, DataError
-from dsreason.monitor.profile import check_profiled_steps
+from dsreason.train.common.global_batches import check_steps, step_order
 from dsreason.train.common.preflight import check_dataset, check_model
 from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
 from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_given
-
-log = logging.getLogger(__name__)
 
 
 def check(config: DPOConfig) -> None:
@@ -32,10 +26,7 @@ def check(config: DPOConfig) -> None:
     encoder = pair_encoder(check_model(config))
     training, validation = open_datasets(config.data)
     check_best_metric(config, validation)
-    num_steps = step_order(training, config).num_steps
-    check_profiled_steps(config.monitor.profile, num_steps)
-    if note := warmup_note(num_steps, config.optim):
-        log.warning("%s", note)
+    check_steps(step_order(training, config), config)
     given = partial(check_given, config, file)
     check_dataset("training", training, encoder, config, given)
     check_dataset("validation", validation, encoder, config, given)
@@ -61,18 +52,6 @@ def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, 
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
         raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
-
-
-def step_order(training: SampleDataset, config: DPOConfig) -> StepOrder:
-    train = config.train
-    return StepOrder(
-        order_parts(training, config.data),
-        batch_size=train.global_batch_size,
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-        seed=train.seed,
-        shuffle=config.data.shuffle,
-    )
 
 
 def pair_encoder(encoder: Encoder) -> PairEncoder:

@@ -13,6 +13,7 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import gather_in_group, gather_objects
 from dsreason.phases import record_phase
+from dsreason.train.common.opening import validate_policy
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.grpo import mismatch
@@ -41,12 +42,12 @@ def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None =
 def train(grpo: GRPORun) -> None:
     if grpo.config.rollout.self_test:
         check_engine(grpo)
-    before_steps(grpo)
+    before_steps(grpo, validate_policy)
     while grpo.state.step < grpo.total_steps:
         poll_checkpoint(grpo)
         first = grpo.state.step
         train_on_rollout(grpo)
-        after_steps(grpo, first)
+        after_steps(grpo, first, validate_policy)
     finish(grpo)
 
 

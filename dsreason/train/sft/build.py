@@ -16,9 +16,10 @@ from dsreason.models.load import model_config
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
+from dsreason.train.common.global_batches import step_order
 from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_policy, start_run
 from dsreason.train.common.preflight import DTYPES
-from dsreason.train.sft.preflight import check, step_order
+from dsreason.train.sft.preflight import check
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
@@ -15,8 +14,10 @@ from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.phases import record_phase
+from dsreason.train.common.global_batches import show_batches, wait_for_batches
+from dsreason.train.common.opening import validate_policy
 from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_skipped, count_step, learning_rate, show_step
+from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate
 from dsreason.train.sft.build import SFTRun, build_sft
 
 
@@ -27,8 +28,8 @@ def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = 
 
 
 def train(sft: SFTRun) -> None:
-    before_steps(sft)
-    for batches in step_batches(sft):
+    before_steps(sft, validate_policy)
+    for batches in wait_for_batches(sft.loader, sft.watchdog):
         poll_checkpoint(sft)
         started, first = time.perf_counter(), sft.state.step
         with sft.watchdog.phase("step"):
@@ -36,19 +37,8 @@ def train(sft: SFTRun) -> None:
                 metrics = sft_step(sft.engine, batches, lr=learning_rate(sft), world=sft.world)
                 metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
             finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
-        after_steps(sft, first)
+        after_steps(sft, first, validate_policy)
     finish(sft)
-
-
-def step_batches(sft: SFTRun) -> Iterator[StepBatches]:
-    """The batches of each step, from the resumed one on."""
-    batches = iter(sft.loader)
-    while True:
-        with sft.watchdog.phase("data"):
-            found = next(batches, None)
-        if found is None:
-            return
-        yield found
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
@@ -75,9 +65,5 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
 def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
     """Count the step and show it."""
     count_step(sft, epoch=sft.engine.global_steps / sft.steps_per_epoch)
-    count_skipped(sft, batches.skipped)
-    whole = seconds + batches.data_seconds
     shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
-    metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
-    metrics |= sft.arithmetic.metrics(batches.work, batches.micro_batches, whole)
-    show_step(sft, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
+    show_batches(sft, sft.arithmetic, batches, metrics, shown, seconds=seconds)

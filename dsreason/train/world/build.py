@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -24,7 +24,7 @@ from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, errors_on_all_ranks, first_rank_first
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.train.common.digest import rows_digest
-from dsreason.train.common.job import JobRun, Measured, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.job import JobRun, OpenedJob, open_curves, open_job, start_job
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.world.clips import Share
@@ -78,8 +78,6 @@ class WorldRun(JobRun[WorldConfig]):
     """"ema" and, for nft, "old"."""
     lora: dict[str, Any] | None
     """The adapter's metadata; None where all weights are trained."""
-    validate: Callable[[WorldRun], Measured | None]
-    """What measures the policy: `validate` of `validate.py`, which needs this file."""
     checked: bool = False
     """Whether sampling and training have been found to be one function in this process."""
     eps_told: bool = False
@@ -94,10 +92,6 @@ class WorldRun(JobRun[WorldConfig]):
     @property
     def device(self) -> torch.device:
         return self.world.device
-
-    def measure(self) -> Measured | None:
-        """Clips of the held-out prompts, and the loss on the held-out clips. Of the averaged weights where there are any."""
-        return self.validate(self)
 
     def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
         """A folder for diffusers, of the averaged weights where there are any."""
@@ -126,13 +120,7 @@ def check_start(config: WorldConfig, step: int) -> None:
 
 
 @contextmanager
-def build_world(
-    config: WorldConfig,
-    output_dir: Path | None,
-    resume: str | None,
-    *,
-    validate: Callable[[WorldRun], Measured | None],
-) -> Iterator[WorldRun]:
+def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None) -> Iterator[WorldRun]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
         opened = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
@@ -176,7 +164,6 @@ def build_world(
             reference=reference,
             averages=averages,
             lora=lora,
-            validate=validate,
         )
 
 

@@ -26,12 +26,12 @@ Part = list[Any]
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
-    with build_world(config, output_dir, resume, validate=validate) as world:
+    with build_world(config, output_dir, resume) as world:
         train(world)
 
 
 def train(world: WorldRun) -> None:
-    before_steps(world)
+    before_steps(world, validate)
     while world.state.step < world.total_steps:
         poll_checkpoint(world)
         started, first = time.perf_counter(), world.state.step
@@ -45,7 +45,7 @@ def train(world: WorldRun) -> None:
                 times = {"time/rollout": prepared - started, "time/train": now - prepared}
                 finish_step(world, part, metrics | times)
             prepared = started = now  # a rollout's further steps cost no sampling
-        after_steps(world, first)
+        after_steps(world, first, validate)
     finish(world)
 
 

@@ -22,8 +22,8 @@ from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
 from dsreason.job import failures
+from dsreason.train.common.global_batches import step_order
 from dsreason.train.common.preflight import build_encoder
-from dsreason.train.sft.preflight import step_order
 from tests.integration.rows import write_mixed_rows
 from tests.unit.hostile.guard import guarded
 

@@ -69,15 +69,13 @@ def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
     metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}
     state = TrainerState(step=7, best_metric=best, best_name=metric, best_step=None if best is None else 2)
     run = made_run(state, checkpoint={"best_metric": metric})
-    run.measure = lambda: ValidationResult(metrics, [], {})
-    assert steps.run_validation(run) is improved
+    assert steps.run_validation(run, lambda run: ValidationResult(metrics, [], {})) is improved
     assert (run.state.best_metric, run.state.best_step) == ((value, 7) if improved else (best, 2))
 
 
 def test_the_model_that_training_begins_with_is_never_the_best() -> None:
     run = made_run(TrainerState())
-    run.measure = lambda: ValidationResult({"val/loss": 0.1}, [], {})
-    assert steps.run_validation(run) is False
+    assert steps.run_validation(run, lambda run: ValidationResult({"val/loss": 0.1}, [], {})) is False
     assert run.state.best_step is None
 
 
@@ -110,11 +108,13 @@ class Saved:
         run.uploads = SimpleNamespace(add=lambda path, last: self.uploaded.append(path.name), in_use=set)
         run.memory = SimpleNamespace(report=str)
         run.world.is_main, run.write_export = True, self.export
-        run.measure = lambda: ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
         run.writer = SimpleNamespace(start=lambda step, state: self.checkpoints.append(step), wait=lambda: None)
         monkeypatch.setattr(saving, "on_rank_zero", lambda call: call())
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
         self.run, self.exported = run, 0
+
+    def validate(self, run: Any) -> ValidationResult:
+        return ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
 
     def export(self, output: Path, dtype: str) -> None:
         self.exported += 1
@@ -125,7 +125,7 @@ class Saved:
     def train(self) -> Saved:
         for step in range(1, 11):
             self.run.state = replace(self.run.state, step=step)
-            steps.after_steps(self.run, step - 1)
+            steps.after_steps(self.run, step - 1, self.validate)
         saving.finish(self.run)
         return self
 
@@ -194,7 +194,7 @@ def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_co
     marker.parent.mkdir(parents=True)
     marker.touch()
     for _ in range(2):  # what is there is not written again
-        steps.before_steps(saved.run)
+        steps.before_steps(saved.run, saved.validate)
     assert saved.exports == expected
     assert saved.exported == len(expected)
 
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_from_another_run_s_checkpoint_does_not_export_it(
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all")
     saved.run.state = replace(saved.run.state, step=4)
-    steps.before_steps(saved.run)
+    steps.before_steps(saved.run, saved.validate)
     assert saved.exports == set()
 
 

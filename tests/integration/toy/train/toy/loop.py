@@ -14,7 +14,7 @@ from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run
+from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run, validate_policy
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.saving import finish, poll_checkpoint
 from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
@@ -32,7 +32,7 @@ def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = 
 
 
 def train(toy: Run[ToyConfig]) -> None:
-    before_steps(toy)
+    before_steps(toy, validate_policy)
     while toy.state.step < toy.total_steps:
         poll_checkpoint(toy)
         started, first = time.perf_counter(), toy.state.step
@@ -41,7 +41,7 @@ def train(toy: Run[ToyConfig]) -> None:
         seconds, rows = time.perf_counter() - started, toy.config.toy.batch_size
         count_step(toy, epoch=toy.engine.global_steps * rows / len(toy.training))
         show_step(toy, metrics, {}, num_samples=rows, num_tokens=num_tokens, seconds=seconds)
-        after_steps(toy, first)
+        after_steps(toy, first, validate_policy)
     finish(toy)
 
 

@@ -1,0 +1,90 @@
+"""Global batches of rows, as SFT and DPO train on them: their order, the wait for them, and what is shown of a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.data.labels import order_parts
+from dsreason.data.loader import StepBatches
+from dsreason.data.order import StepOrder
+from dsreason.data.sources import SampleDataset
+from dsreason.engine.schedule import warmup_note
+from dsreason.job.watchdog import Watchdog
+from dsreason.monitor.profile import check_profiled_steps
+from dsreason.train.common.arithmetic import Arithmetic
+from dsreason.train.common.job import J, JobRun
+from dsreason.train.common.steps import count_skipped, show_step
+
+log = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=StepBatches)
+
+
+def step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOrder:
+    train = config.train
+    return StepOrder(
+        order_parts(training, config.data),
+        batch_size=train.global_batch_size,
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
+    """Raise ConfigError if steps to profile are none of the run's; log what a person should know about the steps."""
+    check_profiled_steps(config.monitor.profile, order.num_steps)
+    for note in step_notes(order, config):
+        log.warning("%s", note)
+
+
+def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
+    """What a person should know about the steps; one text each, none of them an error."""
+    notes = []
+    unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
+    if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
+        notes.append(
+            f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
+            f"train.global_batch_size ({order.batch_size}) and are not used"
+        )
+    if note := warmup_note(order.num_steps, config.optim):
+        notes.append(note)
+    return notes
+
+
+def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
+    """Yield the batches of each step, from the resumed one on."""
+    batches = iter(loader)
+    while True:
+        with watchdog.phase("data"):
+            step_batches = next(batches, None)
+        if step_batches is None:
+            return
+        yield step_batches
+
+
+def show_batches(
+    run: JobRun[J],
+    arithmetic: Arithmetic,
+    batches: StepBatches,
+    metrics: dict[str, float],
+    shown: dict[str, float],
+    *,
+    seconds: float,
+) -> None:
+    """Show the counted step, and count its rows that were left out.
+
+    Args:
+        shown: values for the progress bar.
+        seconds: of training, without the wait for the batches.
+    """
+    count_skipped(run, batches.skipped)
+    whole = seconds + batches.data_seconds
+    metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
+    metrics |= arithmetic.metrics(batches.work, batches.micro_batches, whole)
+    show_step(run, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
