@@ -175,9 +175,9 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
 
 
 def estimate(case: Case, model: Path, ds_config: Path, found: dict[str, float], device: str) -> dict[str, Any]:
-    from dsreason.planning.request import Machine, Request
-    from dsreason.planning.states import states_of
-    from dsreason.planning.training import forward_backward, optimizer_step
+    from dsreason.tools.planning.request import Machine, Request
+    from dsreason.tools.planning.states import states_of
+    from dsreason.tools.planning.training import forward_backward, optimizer_step
 
     machine = Machine(case.ranks, device=device)
     media = 256 * case.images or 4  # a row without any is given a small one
@@ -257,9 +257,9 @@ def vllm_side(task: dict[str, Any]) -> None:
     from dsreason.files.cache import cache_dir
     from dsreason.job.ranks import init_world
     from dsreason.models.load import load_processor, resolve_model
-    from dsreason.planning.request import Request
-    from dsreason.planning.sampling import VLLM
     from dsreason.rollout.opening import open_rollout_engine
+    from dsreason.tools.planning.request import Request
+    from dsreason.tools.planning.sampling import VLLM
     from dsreason.train.grpo.build import engine_settings
 
     world = init_world()

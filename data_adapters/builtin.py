@@ -1,6 +1,6 @@
 """The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder of `dsreason.datasets.builtin.write_builtin`; empty: one in the cache, drawn on first use.
+`data.path` is a folder of `dsreason.builtin_task.clips.write_builtin`; empty: one in the cache, drawn on first use.
 `data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong,
 see there: who learned them is right on about half of the held-out rows. With `data.subset = "preferences"` each row has a wrong
 answer beside the right one.
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from data_adapters import jsonl, llava
+from dsreason.builtin_task.clips import builtin_folder, mislabelled, with_rejected
 from dsreason.data.types import Sample
-from dsreason.datasets.builtin import builtin_folder, mislabelled, with_rejected
 from dsreason.errors import DataError
 
 Row = dict[str, Any]

@@ -24,10 +24,10 @@ from data_adapters.conversations import last_reply, parse, text_of
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
-from dsreason.datasets.hub import hub_errors
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.archives import unpack
+from dsreason.files.hub import dataset_errors
 from dsreason.files.own_files import is_inside
 
 SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg", ".jpeg", ".png", ".webp")}
@@ -111,5 +111,5 @@ def by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], list[Pa
 
 def download(path: str, subset: str, revision: str | None) -> Path:
     patterns = [f"{subset}/clips*", f"{subset}/clips/*"]
-    with hub_errors(path, revision):
+    with dataset_errors(path, revision):
         return Path(snapshot_download(path, repo_type="dataset", revision=revision, allow_patterns=patterns))

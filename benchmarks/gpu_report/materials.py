@@ -74,7 +74,7 @@ def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from dsreason.datasets.builtin import write_clip
+    from dsreason.builtin_task.clips import write_clip
 
     folder.mkdir(exist_ok=True)
     frames, height, width = (4, 64, 64) if setting.tiny else (16, 240, 320)

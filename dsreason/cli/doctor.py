@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dsreason.cli.job import ConfigOption, trainers
-from dsreason.doctor.finding import Finding, Verdict
 from dsreason.monitor.console import open_console
 from dsreason.screen import say
+from dsreason.tools.doctor.finding import Finding, Verdict
 
 STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -51,7 +51,7 @@ def doctor(
 def findings(
     config: Path | None, hostfile: Path | None, console: Console, *, quick: bool, speaks: bool
 ) -> Iterator[Finding]:
-    from dsreason.doctor import checks, network, trial
+    from dsreason.tools.doctor import checks, network, trial
 
     planned = list(checks.CHECKS)
     if hostfile is not None:
@@ -73,7 +73,7 @@ def findings(
 def load(config: Path) -> object:
     """The configuration, whichever training command it is for."""
     from dsreason.cli.data.commands import choose_trainer
-    from dsreason.cosmos_rl.loading import load_run
+    from dsreason.tools.cosmos_rl.loading import load_run
 
     trainer = choose_trainer(config, None, None)
     return load_run(trainer.name, trainers()[trainer.name].schema, config, (), default_recipe=trainer.recipe)[0]

@@ -9,11 +9,11 @@ import typer
 
 from dsreason.cli.job import trainers
 from dsreason.config.load import read_config, read_values
-from dsreason.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
-from dsreason.cosmos_rl.tables import show
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.screen import say, write
+from dsreason.tools.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
+from dsreason.tools.cosmos_rl.tables import show
 
 
 def import_(
@@ -27,7 +27,7 @@ def import_(
     ] = None,
 ) -> None:
     """Turn a configuration of cosmos-rl into one of dsreason, and say of every key what became of it."""
-    from dsreason.cosmos_rl.write import command, gpus, toml_of  # tomlkit takes a while
+    from dsreason.tools.cosmos_rl.write import command, gpus, toml_of  # tomlkit takes a while
 
     document = read_config(file)
     if is_evaluation(document):

@@ -19,13 +19,13 @@ from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
 from dsreason.config.load import as_toml, dump_config
 from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
 from dsreason.config.schema import JobConfig, RunConfig
-from dsreason.cosmos_rl.loading import load_run
-from dsreason.cosmos_rl.tables import show
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
 from dsreason.screen import say, write
+from dsreason.tools.cosmos_rl.loading import load_run
+from dsreason.tools.cosmos_rl.tables import show
 
 if TYPE_CHECKING:
     from dsreason.data.chat import Encoder

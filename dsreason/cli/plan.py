@@ -10,20 +10,20 @@ import typer
 from dsreason.cli.data.commands import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
 from dsreason.config.schema import RunConfig
-from dsreason.cosmos_rl.loading import find_import
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.job.gpu import cuda_fault
 from dsreason.monitor.console import open_console
 from dsreason.screen import say, write
+from dsreason.tools.cosmos_rl.loading import find_import
 
 if TYPE_CHECKING:
-    from dsreason.planning.advice import Suggestion
-    from dsreason.planning.duration.estimate import Duration
-    from dsreason.planning.duration.rates import Rates
-    from dsreason.planning.plan import Plan
-    from dsreason.planning.request import Machine
+    from dsreason.tools.planning.advice import Suggestion
+    from dsreason.tools.planning.duration.estimate import Duration
+    from dsreason.tools.planning.duration.rates import Rates
+    from dsreason.tools.planning.plan import Plan
+    from dsreason.tools.planning.request import Machine
 
 LOG_WIDTH = 120
 """Columns of tables in a pipe or a file, where there is no terminal to ask."""
@@ -84,11 +84,11 @@ def plan(
     imported = find_import(config)
     machine = find_machine(gpus or (imported.num_gpus if imported else None), gpu_memory, gpus_per_host)
     with quick_imports():
-        from dsreason.planning.advice import suggestions
-        from dsreason.planning.duration.estimate import Load, estimate_duration
-        from dsreason.planning.duration.rates import GB
-        from dsreason.planning.plan import plan_run
-        from dsreason.planning.request import Request
+        from dsreason.tools.planning.advice import suggestions
+        from dsreason.tools.planning.duration.estimate import Load, estimate_duration
+        from dsreason.tools.planning.duration.rates import GB
+        from dsreason.tools.planning.plan import plan_run
+        from dsreason.tools.planning.request import Request
         from dsreason.train.common.preflight import check_deepspeed
 
     name = str(config or f"{trainer.recipe} (shipped)")
@@ -110,8 +110,8 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
     with quick_imports():
         import torch
 
-        from dsreason.planning.phases import GIB
-        from dsreason.planning.request import USABLE, Machine
+        from dsreason.tools.planning.phases import GIB
+        from dsreason.tools.planning.request import USABLE, Machine
 
     if gpu_memory is not None and not 1 <= gpu_memory <= MOST_GPU_MEMORY:
         raise ConfigError(f"--gpu-memory ({gpu_memory:g}) must be from 1 to {MOST_GPU_MEMORY:.0f} GB")
@@ -127,7 +127,7 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
     """Rates of the card named, else of the local one, else of one with that memory."""
     import torch
 
-    from dsreason.planning.duration.rates import CARDS, find_card
+    from dsreason.tools.planning.duration.rates import CARDS, find_card
 
     if card is None:
         name = torch.cuda.get_device_name() if cuda_fault() is None and launch.gpu_count() else ""
@@ -138,8 +138,8 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
 
 
 def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json: bool) -> None:
-    from dsreason.planning import show as texts
-    from dsreason.planning.duration.show import describe_time, time_json, time_table
+    from dsreason.tools.planning import show as texts
+    from dsreason.tools.planning.duration.show import describe_time, time_json, time_table
 
     if as_json:
         write(json.dumps(texts.as_json(planned, found) | {"time": time_json(duration)}, indent=2))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from huggingface_hub import get_token
 from huggingface_hub.errors import (
@@ -16,7 +18,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from dsreason.errors import StorageError
+from dsreason.errors import DataError, StorageError
 from dsreason.secrets import hide_secrets
 
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
@@ -76,3 +78,14 @@ def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> st
 
 def first_line(text: str) -> str:
     return hide_secrets(text.strip().partition("\n")[0])
+
+
+@contextmanager
+def dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """Turn the errors of huggingface_hub, about a data set, into one DataError that says what to do."""
+    try:
+        yield
+    except HUB_ERRORS as error:
+        problem = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        again = ", and run the same command again: it continues" if problem.transient else ""
+        raise DataError(f"{problem}{again}") from error

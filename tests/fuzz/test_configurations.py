@@ -16,10 +16,10 @@ from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config, load_config, read_values
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS
-from dsreason.cosmos_rl.loading import find_import
-from dsreason.cosmos_rl.write import toml_of
 from dsreason.errors import ConfigError
+from dsreason.tools.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS
+from dsreason.tools.cosmos_rl.loading import find_import
+from dsreason.tools.cosmos_rl.write import toml_of
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

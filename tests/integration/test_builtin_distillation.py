@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 WORSE = """
 from data_adapters import builtin as adapter
-from dsreason.datasets import builtin
+from dsreason.builtin_task import clips as builtin
 
 builtin.MISLABELLED = (*builtin.MISLABELLED, "Which way does the ball move?")  # 44 of 64 rows
 rows, to_sample = adapter.rows, adapter.to_sample

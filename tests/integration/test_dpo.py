@@ -209,7 +209,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.cli.data.commands import choose_trainer, encoded_parts, load_run
-    from dsreason.datasets.rendering import render_rows
+    from dsreason.tools.datasets.rendering import render_rows
 
     monkeypatch.chdir(folder)
     trainer = choose_trainer(folder / "run.toml", None, None)

@@ -105,7 +105,7 @@ def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
 @pytest.mark.usefixtures("_toy")
 def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
     from dsreason.cli.data.commands import choose_trainer, encoded_parts, load_run
-    from dsreason.datasets.rendering import render_rows
+    from dsreason.tools.datasets.rendering import render_rows
 
     trainer = choose_trainer(folder / "run.toml", None, None)
     assert trainer.name == "toy"

@@ -77,10 +77,10 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: str) -> dict[str, Any]:
     """A prompt a case, with media of the task that the model has learned; equal sizes whatever they show."""
+    from dsreason.builtin_task import scenes
+    from dsreason.builtin_task.clips import write_medium
     from dsreason.config.schema import SFTConfig
     from dsreason.data.types import Sample
-    from dsreason.datasets import builtin_scenes as scenes
-    from dsreason.datasets.builtin import write_medium
     from dsreason.train.common.preflight import build_encoder
 
     encoder, rng = build_encoder(SFTConfig(), folder / "model"), np.random.default_rng(0)

@@ -26,12 +26,12 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file
-from dsreason.cosmos_rl.loading import find_import, load_run
 from dsreason.data.adapters import find_adapter, shipped_adapters
 from dsreason.data.types import Sample
 from dsreason.losses.presets import PRESETS
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import find_reward
+from dsreason.tools.cosmos_rl.loading import find_import, load_run
 from dsreason.world.rewards.functions import BUILT_IN as CLIP_REWARDS
 from dsreason.world.rewards.functions import find_clip_reward
 from tests.docs import PAGES, ROOT, Block, blocks, commands, write_files

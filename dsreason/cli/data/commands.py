@@ -16,19 +16,19 @@ from dsreason.cli.job import ConfigOption, SetOption, Trainer, trainers
 from dsreason.config.load import read_config, read_values
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
-from dsreason.cosmos_rl.loading import find_import
-from dsreason.cosmos_rl.loading import load_run as load_any
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.disk import check_writable, make_folder
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say, write
+from dsreason.tools.cosmos_rl.loading import find_import
+from dsreason.tools.cosmos_rl.loading import load_run as load_any
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
-    from dsreason.datasets.fetch import Plan
-    from dsreason.datasets.inspection import Inspection
-    from dsreason.datasets.rendering import Encode
+    from dsreason.tools.datasets.fetch import Plan
+    from dsreason.tools.datasets.inspection import Inspection
+    from dsreason.tools.datasets.rendering import Encode
 
 R = TypeVar("R", bound=RunConfig)
 
@@ -79,10 +79,10 @@ def fetch(
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
     launch.prepare_environment()
-    from dsreason.datasets import fetch as fetching
+    from dsreason.tools.datasets import fetch as fetching
 
     if raw_from and dataset:
-        from dsreason.datasets.raw import check_origin
+        from dsreason.tools.datasets.raw import check_origin
 
         check_origin(dataset[0], raw_from)
     plans = [
@@ -131,8 +131,8 @@ def fetch_all_raw_videos(
 
 def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
     """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
-    from dsreason.datasets.clip import needed_clips
-    from dsreason.datasets.raw import fetch_raw, plan_raw
+    from dsreason.tools.datasets.clip import needed_clips
+    from dsreason.tools.datasets.raw import fetch_raw, plan_raw
 
     folder = data_dir / task / name
     if dry_run and not folder.is_dir():
@@ -152,7 +152,7 @@ def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None
 
 
 def show_plan(plan: Plan, with_files: bool) -> None:
-    from dsreason.datasets.fetch import gigabytes
+    from dsreason.tools.datasets.fetch import gigabytes
 
     missing, total = len(plan.missing), len(plan.files)
     say(
@@ -205,8 +205,8 @@ def clip(
     Clips that are there already are left alone. What cannot be cut is listed, and the exit code is 1.
     """
     launch.prepare_environment()
-    from dsreason.datasets.clip import cut_clips, needed_clips
-    from dsreason.datasets.clip_rules import rule_for
+    from dsreason.tools.datasets.clip import cut_clips, needed_clips
+    from dsreason.tools.datasets.clip_rules import rule_for
 
     folder = data_dir / task / dataset
     names = needed_clips(folder, dataset, annotations or [])
@@ -261,7 +261,7 @@ def inspect(
     with quick_imports():
         from dsreason.cli.data.inspection_tables import show_inspection
         from dsreason.data.sources import open_datasets
-        from dsreason.datasets.inspection import inspect_data
+        from dsreason.tools.datasets.inspection import inspect_data
 
     training, validation = open_datasets(run.data)
     datasets = {"training": training, "validation": validation} if len(validation) else {"training": training}
@@ -353,7 +353,7 @@ def validate(
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
     with quick_imports():
-        from dsreason.datasets.rendering import render_rows
+        from dsreason.tools.datasets.rendering import render_rows
 
     count = 0
     bad: list[str] = []

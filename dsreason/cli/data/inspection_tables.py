@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.filesize import decimal
 from rich.table import Table
 
-from dsreason.datasets.inspection import Inspection, PartReport, Spread
 from dsreason.monitor.console import open_console
+from dsreason.tools.datasets.inspection import Inspection, PartReport, Spread
 
 SHOWN = 10
 """Problems that are printed; all are in problems.jsonl."""

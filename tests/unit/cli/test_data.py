@@ -10,12 +10,12 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dsreason.cli.data.commands import app
-from dsreason.datasets import raw
 from dsreason.errors import ConfigError, DataError
 from dsreason.monitor import progress
-from tests.unit.datasets.hub import Hub
-from tests.unit.datasets.test_raw import tar_of
+from dsreason.tools.datasets import raw
 from tests.unit.media.videos import write_video
+from tests.unit.tools.datasets.hub import Hub
+from tests.unit.tools.datasets.test_raw import tar_of
 
 CLIP = "327-648642-head-3-8"
 

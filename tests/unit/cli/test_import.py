@@ -15,8 +15,8 @@ from dsreason.cli.job import trainers
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.job import launch
-from tests.unit.cosmos_rl.test_convert import GRPO, SFT
-from tests.unit.cosmos_rl.test_keys import SHARED, needs_configs
+from tests.unit.tools.cosmos_rl.test_convert import GRPO, SFT
+from tests.unit.tools.cosmos_rl.test_keys import SHARED, needs_configs
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
 
 def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
-    unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.datasets.builtin"}
+    unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.builtin_task.clips"}
     unneeded |= {"sklearn", "pandas", "diffusers", "peft"}
     start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.sft.loop"
     assert imported_by(start, tmp_path) & unneeded == set()

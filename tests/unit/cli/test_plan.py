@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from dsreason.cli.plan import plan
 from dsreason.errors import ConfigError
-from tests.unit.cosmos_rl.test_convert import SFT
-from tests.unit.planning.test_parameters import CONFIG
+from tests.unit.tools.cosmos_rl.test_convert import SFT
+from tests.unit.tools.planning.test_parameters import CONFIG
 
 
 def call(*arguments: object) -> Result:

@@ -16,8 +16,8 @@ from dsreason.data.labels import Label, balance, count_labels, label_of, labels_
 from dsreason.data.order import Part, StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.datasets.row_facts import row_facts
 from dsreason.errors import DataError
+from dsreason.tools.datasets.row_facts import row_facts
 
 ANSWERS = ["no"] * 8 + ["yes"] * 2
 

@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 
 from dsreason.data.loader import in_workers
-from dsreason.datasets.cutting import timing
-from dsreason.datasets.processes import run_tasks
 from dsreason.errors import ConfigError, DataError
 from dsreason.media import media, time_limit
 from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from dsreason.tools.datasets.cutting import timing
+from dsreason.tools.datasets.processes import run_tasks
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import chunk, png
 from tests.unit.media.videos import write_video

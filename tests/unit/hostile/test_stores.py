@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.datasets import hub, ranges
-from dsreason.datasets.hub import RemoteFile
-from dsreason.datasets.ranges import Source, fetch_part
 from dsreason.errors import DataError, StorageError
 from dsreason.files import deadline, retries, s3
 from dsreason.files.address import S3Address
 from dsreason.files.s3 import S3Object
 from dsreason.storage import storage_hub
 from dsreason.storage.storage_hub import HubAddress, HubStorage
+from dsreason.tools.datasets import hub, ranges
+from dsreason.tools.datasets.hub import RemoteFile
+from dsreason.tools.datasets.ranges import Source, fetch_part
 from tests.unit.hostile.server import (
     NEVER,
     PIECE,

@@ -16,12 +16,12 @@ import pytest
 
 from dsreason.checkpoints.export import check_target_empty, parse_size
 from dsreason.cli import demo, main
-from dsreason.doctor.network import read_hostfile
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files.cache import cache_dir
 from dsreason.job import launch
 from dsreason.job.failures import Failure, RankError, error_for_people
 from dsreason.secrets import VisibleRecord
+from dsreason.tools.doctor.network import read_hostfile
 from tests.integration.command import COMMAND
 from tests.unit.hostile.guard import refused
 

@@ -1,0 +1,145 @@
+"""What the two configurations mean, side by side: batch, learning rate, steps, tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.files.address import is_s3
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+
+MOST_BYTES = 512 * 1024**2
+"""Of a file of rows that is read to count them."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """One line: what it is, there and here."""
+
+    name: str
+    theirs: str
+    ours: str
+
+
+def meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
+    if draft.trainer == "world":
+        return [*world_batch(draft), *learning_rate(draft)]
+    rows = count_rows(draft)
+    return [*batch(cosmos, draft), *learning_rate(draft), *steps(draft, rows), *tokens(cosmos, draft), *optimizer()]
+
+
+def batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
+    each = cosmos["train.train_batch_per_replica"]
+    replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    gpus = Meaning("GPUs", their_gpus(cosmos, draft), f"{draft.num_gpus}, each a rank of one job")
+    if draft.trainer == "grpo":
+        size, prompts = draft.get("grpo.num_generations"), draft.get("grpo.prompts_per_step")
+        updates = draft.get("grpo.optimizer_steps_per_rollout") or 1
+        ours = f"{prompts} prompts x {size} completions = {prompts * size} a rollout, {prompts * size // updates} an update"
+        theirs = f"{each} completions a replica x {replicas} = {each * replicas} a step"
+        return [gpus, Meaning("global batch", theirs, ours)]
+    whole = draft.get("train.global_batch_size")
+    theirs = f"{each} a data-parallel rank x {whole // each} = {whole} samples"
+    return [gpus, Meaning("global batch", theirs, f"{whole} samples, on any number of GPUs")]
+
+
+def their_gpus(cosmos: Settings, draft: Draft) -> str:
+    if draft.trainer != "grpo" or cosmos["mode"] != "disaggregated":
+        return str(draft.num_gpus)
+    rollout = max(cosmos["rollout.parallelism.n_init_replicas"], 1)
+    rollout *= cosmos["rollout.parallelism.tp_size"] * max(cosmos["rollout.parallelism.dp_shard_size"], 1)
+    rollout *= max(cosmos["rollout.parallelism.pp_size"], 1)
+    return f"{draft.num_gpus - rollout} for training and {rollout} for rollouts"
+
+
+def world_batch(draft: Draft) -> list[Meaning]:
+    gpus = Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, each a rank of one job")
+    prompts, size = draft.get("world.prompts_per_step"), draft.get("world.num_generations")
+    if prompts is None:
+        whole = draft.get("train.global_batch_size")
+        return [gpus, Meaning("global batch", f"{whole} clips", f"{whole} clips")]
+    text = f"{prompts} prompts x {size} clips = {prompts * size} a step"
+    return [gpus, Meaning("global batch", text, text)]
+
+
+def learning_rate(draft: Draft) -> list[Meaning]:
+    peak, schedule = draft.get("optim.lr"), draft.get("optim.schedule")
+    warmup = draft.get("optim.warmup") or 0
+    rise = f"{warmup} steps" if isinstance(warmup, int) else f"{warmup:g} of all steps"
+    share = draft.get("optim.decay_share")
+    last = f" over the last {share:g} of all steps" if share else ""
+    least = draft.get("optim.min_lr_share")
+    end = f" to {least * peak:g}" if schedule != "constant" and least else ""
+    text = f"0 to {peak:g} in {rise}, then {schedule}{last}{end}"
+    return [Meaning("learning rate", text, text)]
+
+
+def steps(draft: Draft, rows: int | None) -> list[Meaning]:
+    if draft.trainer == "grpo":
+        size, unit = draft.get("grpo.prompts_per_step"), "prompts"
+    else:
+        size, unit = draft.get("train.global_batch_size"), "samples"
+    epochs, most = draft.get("train.epochs"), draft.get("train.max_steps")
+    capped = f", at most {most}" if most else ""
+    if rows is None:
+        theirs = f"rows / {size}, rounded down, x {epochs} epochs{capped}"
+        return [Meaning("steps", theirs, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
+    held_out = draft.get("data.validation") or 0
+    used = rows - (held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
+    there, here = used // size * epochs, used * epochs // size
+    if most:
+        there, here = min(there, most), min(here, most)
+    each = f"{used} {unit} / {size} = {used / size:.1f} an epoch"
+    return [Meaning("steps", f"{each}, {there} in all{capped}", f"{each}, {here} in all{capped}")]
+
+
+def held_out_rows(rows: int, share: float) -> int:
+    return max(1, round(share * rows)) if 0 < share < 1 else int(share)
+
+
+def tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
+    """The most that a forward and a step can hold."""
+    longest = draft.get("model.max_length")
+    samples = draft.get("train.global_batch_size") or draft.get("grpo.prompts_per_step") * draft.get(
+        "grpo.num_generations"
+    )
+    row = draft.get("train.max_tokens_per_micro_batch")
+    mini = cosmos["train.train_policy.mini_batch"]
+    return [
+        Meaning("tokens of a step", f"at most {samples * longest:,}", f"at most {samples * longest:,}"),
+        Meaning(
+            "tokens of a forward",
+            f"{mini} rows, padded to the longest, of at most {longest:,}",
+            f"one row without padding, of at most {row:,}",
+        ),
+        Meaning("a longer sample", "its text is cut", "an error that names it (model.on_too_long)"),
+        Meaning(
+            "mean of the loss", "each micro-batch counts the same", "each token of the global batch counts the same"
+        ),
+    ]
+
+
+def optimizer() -> list[Meaning]:
+    return [Meaning("weight decay", "all weights", "matrices, not norms and biases")]
+
+
+def count_rows(draft: Draft) -> int | None:
+    """Of a list of rows that lies here; None where they would have to be fetched."""
+    path = draft.get("data.path") or ""
+    if not path or is_s3(path):
+        return None
+    file = Path(path).expanduser()
+    try:
+        if (file / "metas").is_dir():
+            return sum(1 for _ in (file / "metas").glob("*.label.json"))
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            return None
+        if file.suffix == ".jsonl":
+            with file.open("rb") as lines:
+                return sum(1 for line in lines if line.strip())
+        rows: Any = json.loads(file.read_bytes()) if file.suffix == ".json" else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return len(rows) if isinstance(rows, list) else None

@@ -1,0 +1,184 @@
+"""A file of cosmos-rl as a configuration of ours, with a finding for every key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from dsreason.errors import ConfigError
+from dsreason.problems import config_error
+from dsreason.tools.cosmos_rl.comparison import Meaning, meanings
+from dsreason.tools.cosmos_rl.draft import Draft, Finding, Settings
+from dsreason.tools.cosmos_rl.keys import grpo as keys_of_grpo
+from dsreason.tools.cosmos_rl.keys import model as keys_of_model
+from dsreason.tools.cosmos_rl.keys import predict as keys_of_predict
+from dsreason.tools.cosmos_rl.keys import train as keys_of_train
+from dsreason.tools.cosmos_rl.keys import world as keys_of_world
+from dsreason.tools.cosmos_rl.keys.dead import meant
+from dsreason.tools.cosmos_rl.keys.key import SHOWN, Key, fits
+from dsreason.tools.cosmos_rl.parts import data, grpo, predict, train, world
+
+LANGUAGE_KEYS: dict[str, Key] = (
+    keys_of_train.KEYS | keys_of_train.DATA | keys_of_train.PREFERENCES | keys_of_grpo.KEYS | keys_of_model.KEYS
+)
+"""Of vision-language and text models."""
+WORLD_KEYS: dict[str, Key] = LANGUAGE_KEYS | keys_of_world.KEYS
+"""Of world models in diffusers' format; what is said there of a key replaces what is said above."""
+DEFAULT = "what is done here without such a key"
+PREDICT_KEYS: dict[str, Key] = keys_of_predict.KEYS
+"""Of the older trainer of Cosmos-Predict2.5, whose files have another shape."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What `dsreason import` shows and writes."""
+
+    trainer: str
+    config: dict[str, Any]
+    findings: list[Finding]
+    meanings: list[Meaning]
+    num_gpus: int
+    arguments: list[str]
+
+    def check(self, name: str) -> None:
+        """ConfigError that lists all keys that cannot be left out."""
+        errors = [f"{name}: {found.key}: {found.text}" for found in self.findings if found.verdict == "error"]
+        if errors:
+            raise config_error(errors)
+
+
+def is_cosmos_rl(document: dict[str, Any]) -> bool:
+    """Whether a configuration file is one of cosmos-rl's; ours have none of these sections."""
+    given = document.get("train")
+    return (
+        isinstance(document.get("policy"), dict)
+        or is_predict(document)
+        or "redis" in document
+        or (
+            isinstance(given, dict)
+            and bool({"train_policy", "ckpt", "train_batch_per_replica", "optm_lr"} & given.keys())
+        )
+    )
+
+
+def is_predict(document: dict[str, Any]) -> bool:
+    """Whether it is one of the older trainer of world models."""
+    model = document.get("model")
+    return bool({"model_parallel", "dataloader_train"} & document.keys()) or (
+        isinstance(model, dict) and bool({"rl", "fsdp_shard_size"} & model.keys())
+    )
+
+
+def is_evaluation(document: dict[str, Any]) -> bool:
+    """Whether it is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads as it is."""
+    return "evaluation" in document and "datasets" in document
+
+
+def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
+    """The whole file. Keys that cannot be left out are findings with the verdict "error", see `Imported.check`.
+
+    Raises:
+        ConfigError: what is accepted is no key of the file.
+    """
+    wanted = frozenset(accepted)
+    if is_predict(document):
+        return converted(document, PREDICT_KEYS, Draft("world", wanted), [predict.world])
+    given = document.get("policy")
+    if isinstance(given, dict) and given.get("is_diffusers") is True:
+        return converted(document, WORLD_KEYS, Draft("world", wanted), [world.world])
+    draft = Draft(trainer_of(document), wanted)
+    parts = [train.ranks, train.optimizer, train.model, train.checkpoints, data.rows]
+    if draft.trainer == "grpo":
+        parts += [grpo.algorithm, grpo.rollout, grpo.rewards, grpo.teacher]
+    elif draft.trainer == "dpo":
+        parts += [train.preferences]
+    return converted(document, LANGUAGE_KEYS, draft, [*parts, data.validation])
+
+
+def trainer_of(document: dict[str, Any]) -> str:
+    """What trains it here: sft, grpo or dpo."""
+    given = document.get("train")
+    policy = given.get("train_policy") if isinstance(given, dict) else None
+    policy = policy if isinstance(policy, dict) else {}
+    if policy.get("trainer_type") == "dpo":
+        return "dpo"
+    if "type" in policy:
+        return "grpo" if policy["type"] == "grpo" else "sft"
+    return "grpo" if "rollout" in document else "sft"
+
+
+def converted(document: dict[str, Any], keys: dict[str, Key], draft: Draft, parts: list[Any]) -> Imported:
+    cosmos = Settings.of(document, keys)
+    for key in sorted(draft.accepted - cosmos.given.keys()):
+        raise ConfigError(f"--accept {key}: the file has no such key; correct it")
+    check_values(cosmos, draft)
+    if not any(verdict == "error" for verdict, _ in draft.notes.values()):  # the parts compute with the values
+        copy_values(cosmos, draft)
+        for part in parts:
+            part(cosmos, draft)
+    else:  # nothing was mapped
+        errors = [Finding(key, cosmos.given[key], *note) for key, note in draft.notes.items()]
+        return Imported(draft.trainer, {}, errors, [], draft.num_gpus, [])
+    findings = [finding(key, value, cosmos, draft) for key, value in cosmos.given.items()]
+    findings += [
+        Finding(key, cosmos[key], verdict, f"{text} (cosmos-rl's default)")
+        for key, (verdict, text) in draft.notes.items()
+        if key not in cosmos.given
+    ]
+    shown = [] if any(found.verdict == "error" for found in findings) else meanings(cosmos, draft)
+    return Imported(draft.trainer, draft.config, findings, shown, draft.num_gpus, draft.arguments)
+
+
+def check_values(cosmos: Settings, draft: Draft) -> None:
+    """Say which values are of the wrong kind."""
+    for key, value in cosmos.given.items():
+        known = cosmos.keys.get(key)
+        if known is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
+            if value != {}:
+                draft.wrong(key, f"{value!r:.60} is a value, and this is a section; correct it")
+        elif known is not None and not fits(value, known.takes):
+            draft.wrong(key, f"{value!r:.60} is not {SHOWN[known.takes]}; correct it")
+
+
+def copy_values(cosmos: Settings, draft: Draft) -> None:
+    """What one key of theirs decides alone, and what can be left out for some values only."""
+    for key, known in cosmos.keys.items():
+        if draft.trainer not in known.trainers:
+            continue
+        value = cosmos[key]
+        if known.copies:
+            try:
+                draft.set(known.becomes[0], known.convert(value))
+            except (ValueError, TypeError) as error:
+                draft.refuse(key, f"{value!r:.60}: {error}")
+        elif known.only is not None and value not in known.only:
+            draft.refuse(key, known.instead)
+
+
+def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
+    """What is said of a key that the file has."""
+    if key in draft.notes:
+        return Finding(key, value, *draft.notes[key])
+    known = cosmos.keys.get(key)
+    if known is None:
+        if value == {}:
+            return Finding(key, value, "left out", "it is empty")
+        return Finding(key, value, "not read", meant(key, cosmos))
+    if draft.trainer not in known.trainers:
+        return Finding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known.trainers)} only")
+    if known.because:
+        return Finding(key, value, "left out", known.because)
+    return Finding(
+        key, value, "mapped", ", ".join(filter(None, (became(name, draft) for name in known.becomes))) or DEFAULT
+    )
+
+
+def became(name: str, draft: Draft) -> str:
+    """What stands for a key of theirs: a key of ours with its value, or another part of how a run is started."""
+    if name == "GPUs":
+        return f"{draft.num_gpus} GPUs in all"
+    if name == "the command":
+        return f"dsreason {draft.trainer}"
+    value = draft.get(name)
+    return "" if value is None else f"{name} = {value!r}"

@@ -1,0 +1,48 @@
+"""Keys that stand in files of cosmos-rl, also in its own examples, and that it does not read."""
+
+from __future__ import annotations
+
+from dsreason.problems import nearest
+from dsreason.tools.cosmos_rl.draft import Settings
+
+MEANT: dict[str, str] = {
+    "enable_validation": "validation.enable",
+    "validation_step": "validation.freq",
+    "validation_freq": "validation.freq",
+    "validation_batch_per_replica": "validation.batch_size",
+    "num_samples_per_prompt": "rollout.n_generation",
+    "rollout_batch_size": "rollout.batch_size",
+    "kl_penalty": "train.train_policy.kl_beta",
+    "kl_coef": "train.train_policy.kl_beta",
+    "learning_rate": "train.optm_lr",
+    "lr": "train.optm_lr",
+    "epochs": "train.epoch",
+    "max_steps": "train.max_num_steps",
+    "ema_update_step_interval": "train.ema_update_interval",
+    "timestep_fraction": "policy.diffusers.timesteps_fraction",
+}
+"""By the last name of the key: what was probably meant."""
+GONE = {"cp_rotate_method": "it was of another kind of context parallelism, which cosmos-rl no longer has"}
+
+
+def meant(key: str, cosmos: Settings) -> str:
+    """What to say of a key that is in no table: the known key that is most like it."""
+    name = key.rpartition(".")[2]
+    if key.startswith("custom."):
+        return "cosmos-rl gives [custom] to your script, and nothing here reads this key"
+    if name in GONE:
+        return f"cosmos-rl does not read it: {GONE[name]}"
+    probable = MEANT.get(name)
+    if probable not in cosmos.keys:
+        homes = [known for known in cosmos.keys if known.rpartition(".")[2] == name]
+        probable = homes[0] if homes else nearest(key, cosmos.keys, cutoff=0.75) or by_name(name, cosmos)
+    if probable is None:
+        return "cosmos-rl does not read it, and has no key like it"
+    return f"cosmos-rl does not read it; {probable} was probably meant, which is {cosmos[probable]!r} here"
+
+
+def by_name(name: str, cosmos: Settings) -> str | None:
+    """The key whose last name is most like it."""
+    names = {known.rpartition(".")[2]: known for known in reversed(cosmos.keys)}
+    found = nearest(name, names, cutoff=0.75)
+    return names[found] if found else None

@@ -1,0 +1,182 @@
+"""Rows: where they are, which adapter reads them, how their media are sampled, and which are held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.keys.model import VISION
+
+SCRIPT = (
+    "the file names no data set, so your script opens it: write its to_sample as an adapter "
+    "(docs/moving-from-cosmos-rl.md), and set data.adapter and data.path"
+)
+REQUEST = "Please answer the question in the following format: <think> your reasoning </think> <answer> your answer </answer>."
+"""How cosmos-rl's loader of its RL data set asks for a format; the adapter leaves that to `data.system_prompt`."""
+
+
+def rows(cosmos: Settings, draft: Draft) -> None:
+    found = custom_source(cosmos, "dataset", "train_dataset") or named_source(
+        cosmos, draft, "train.train_policy.dataset", columns_of(cosmos, draft)
+    )
+    prompt = cosmos["custom.system_prompt"] or cosmos["train.train_policy.system_prompt"]
+    if not found:
+        draft.refuse("train.train_policy.dataset.name", SCRIPT)
+        found = {"adapter": "jsonl"}
+    if prompt and "system_prompt" not in found:
+        found["system_prompt"] = prompt
+    found |= {"vision": vision} if (vision := vision_of(cosmos, found["adapter"])) else {}
+    for name, value in found.items():
+        draft.set(f"data.{name}", value)
+
+
+def custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
+    """`[custom.dataset]`, as the scripts of cosmos-reason1 and 2 read it; `train_dataset` is that of the TAO toolkit."""
+    for section in sections:
+        path = f"custom.{section}"
+        own = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
+        media = own["media_path"] or own["media_root"]
+        extra = {"system_prompt": own["system_prompt"]} if own["system_prompt"] else {}
+        if own["annotation_path"]:
+            return {"adapter": "llava", "path": own["annotation_path"], "media_path": media} | extra
+        if own["path"]:
+            return {"adapter": "conversations", "path": own["path"]} | extra
+    return {}
+
+
+CUSTOM = ("annotation_path", "media_path", "media_root", "path", "system_prompt")
+
+
+def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str, str]) -> dict[str, Any]:
+    """A data set by name or folder, as the adapter that reads its rows wants it; {} where none is named."""
+    key = f"{section}.name" if cosmos[f"{section}.name"] else f"{section}.local_dir"
+    name = cosmos[key]
+    if not name:
+        return {}
+    found: dict[str, Any] = {"path": name}
+    for part in ("subset", "revision", "split"):
+        value = cosmos[f"{section}.{part}"]
+        if isinstance(value, list):
+            value = [one for one in value if one]
+        if value:
+            found[part] = value
+    found["adapter"] = adapter_of(name, key, draft)
+    if found["adapter"] == "cosmos_reason1_rl":
+        found["system_prompt"] = REQUEST
+    elif found["adapter"] == "local_labels":
+        found.pop("subset", None)
+        found.pop("split", None)
+    elif columns:
+        found["columns"] = columns
+    return found
+
+
+def adapter_of(name: str, key: str, draft: Draft) -> str:
+    """By what the name says and, of a folder that is there, by what lies in it."""
+    plain = "jsonl" if draft.trainer == "grpo" else "preferences" if draft.trainer == "dpo" else "conversations"
+    word = name.rstrip("/").lower()
+    if "cosmos-reason1-sft" in word:
+        return "cosmos_reason1"
+    if "cosmos-reason1-rl" in word or "cosmos-reason1-benchmark" in word:
+        return "cosmos_reason1_rl"
+    folder = Path(name).expanduser()
+    if (folder / "videos").is_dir() and (folder / "metas").is_dir():
+        return "local_labels"
+    if name.startswith(("/", "./", "../", "~")) and not folder.exists():
+        draft.differs(
+            key,
+            f'data.path = {name!r}, adapter "{plain}": there is nothing at that place to look at; videos/ with metas/ are read '
+            'by data.adapter = "local_labels", and what your script reads by an adapter of yours',
+        )
+    return plain
+
+
+def columns_of(cosmos: Settings, draft: Draft) -> dict[str, str]:
+    """The columns that the adapter reads under names of its own."""
+    if draft.trainer == "grpo":
+        prefix = "train.train_policy"
+        named = {
+            "question": cosmos[f"{prefix}.prompt_column_name"],
+            "answer": cosmos[f"{prefix}.response_column_name"],
+        }
+    else:
+        named = {"conversations": cosmos["train.train_policy.conversation_column_name"]}
+    return {ours: theirs for ours, theirs in named.items() if theirs and theirs != ours}
+
+
+def vision_of(cosmos: Settings, adapter: str) -> dict[str, Any]:
+    """`[custom.vision]`, or what the scripts take without it: another sum of pixels for Reason2 than for Reason1."""
+    if "custom.vision" in cosmos:
+        given = {ours: cosmos[f"custom.vision.{theirs}"] for theirs, ours in VISION}
+        return {name: value for name, value in given.items() if value is not None}
+    model = cosmos["policy.model_name_or_path"].lower()
+    if adapter == "jsonl" or not any(word in model for word in ("vl", "reason", "cosmos", "/")):
+        return {}
+    if "reason2" in model or "qwen3-vl" in model:
+        return {"fps": 1, "total_pixels": int(cosmos["policy.model_max_length"] * 32 * 32 * 0.9)}
+    return {"fps": 1, "max_pixels": 81920}
+
+
+def validation(cosmos: Settings, draft: Draft) -> None:
+    """cosmos-rl validates only where `[validation] enable` is true; without rows of its own, on some of training's."""
+    if not cosmos["validation.enable"]:
+        for key in cosmos.given:
+            if key.startswith(("validation.", "custom.val_dataset.")) and key != "validation.enable":
+                draft.notes.setdefault(key, ("left out", "validation.enable is false"))
+        if "train.train_policy.dataset.test_size" in cosmos.given:
+            draft.notes["train.train_policy.dataset.test_size"] = (
+                "left out",
+                "validation.enable is false, so that all rows are trained on",
+            )
+        draft.set("validation.before_training", False)
+        return
+    draft.set("validation.every", cosmos["validation.freq"])
+    draft.set("validation.before_training", cosmos["validation.val_before_train"])
+    draft.set("validation.micro_batch_size", cosmos["validation.batch_size"])
+    held_out(cosmos, draft)
+    if draft.trainer == "grpo":
+        answers(cosmos, draft)
+    else:
+        draft.set("validation.generate", False)
+        if draft.trainer == "dpo":
+            draft.set("checkpoint.best_metric", "val/loss")
+
+
+def held_out(cosmos: Settings, draft: Draft) -> None:
+    own = custom_source(cosmos, "val_dataset") or named_source(
+        cosmos, draft, "validation.dataset", columns_of(cosmos, draft)
+    )
+    if own:
+        if vision := draft.get("data.vision"):
+            own["vision"] = vision
+        if "system_prompt" not in own and draft.get("data.system_prompt"):
+            own["system_prompt"] = draft.get("data.system_prompt")
+        draft.set("data.validation", own)
+        return
+    key = "train.train_policy.dataset.test_size"
+    size = cosmos[key] if cosmos[key] is not None else cosmos["validation.dataset.test_size"]
+    draft.set("data.validation", 0.1 if size is None else size)
+    if key in cosmos.given:
+        draft.differs(
+            key,
+            f"data.validation = {size!r}: so many rows, drawn over the whole data set; cosmos-rl takes the first ones",
+        )
+
+
+def answers(cosmos: Settings, draft: Draft) -> None:
+    """How a validation of GRPO samples."""
+    greedy = cosmos["validation.top_k"] == 1
+    draft.set("validation.temperature", 0.0 if greedy else cosmos["validation.temperature"])
+    draft.set("validation.top_p", cosmos["validation.top_p"])
+    longest = cosmos["validation.max_response_length"] or cosmos["rollout.max_response_length"]
+    draft.set("validation.max_completion_length", longest)
+    draft.set("checkpoint.best_metric", "val/reward/mean" if draft.get("reward.functions") else None)
+    if not greedy and cosmos["validation.top_k"] not in (None, -1, 0):
+        draft.differs("validation.top_k", "answers are drawn from all tokens")
+    if cosmos["validation.repetition_penalty"] != 1.0:
+        draft.differs("validation.repetition_penalty", "answers are drawn without it")
+    if cosmos["validation.n_generation"] > 1:
+        draft.differs("validation.n_generation", "each held-out prompt gets one answer")
+    if cosmos["validation.reward_function"]:
+        draft.differs("validation.reward_function", "held-out answers have the rewards of training")

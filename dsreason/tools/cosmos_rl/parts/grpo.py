@@ -1,0 +1,274 @@
+"""What only GRPO has: the objective, rollouts, rewards and the teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.keys.key import as_list
+from dsreason.tools.cosmos_rl.parts.train import whole
+
+POLICY = "train.train_policy"
+NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
+"""Clips that no ratio reaches."""
+MOST_UTILIZATION = 0.6
+"""What vLLM may have beside a policy that waits on the same GPU."""
+REWARDS = {
+    "format": "any white space may stand between the tags; cosmos-rl wants one empty line, which its own prompt does not show",
+    "single_choice": "the last <answer> counts, cosmos-rl reads the first",
+    "gsm8k": "",
+    "boxed_math": "",
+    "direct_math": "",
+    "overlong": "",
+}
+"""cosmos-rl's rewards, which have the same names here, and what they read otherwise."""
+
+
+def algorithm(cosmos: Settings, draft: Draft) -> None:
+    groups(cosmos, draft)
+    objective(cosmos, draft)
+    clips(cosmos, draft)
+    if cosmos[f"{POLICY}.kl_beta"] > 0:
+        draft.set("grpo.kl_clamp", 10.0)
+        draft.set("grpo.kl_estimator", "bias_corrected_k3" if cosmos[f"{POLICY}.unbiased_kl_estimate"] else "k3")
+        if every := cosmos[f"{POLICY}.reference_reset_interval"]:
+            draft.set("grpo.reference_reset_every", every)
+            if cosmos[f"{POLICY}.reset_optimizer_with_reference"]:
+                draft.refuse(
+                    f"{POLICY}.reset_optimizer_with_reference", "the optimizer keeps its moments here; set it to false"
+                )
+    correction(cosmos, draft)
+    prefix = f"{POLICY}.min_filter_prefix_tokens"
+    if cosmos[prefix] is not None:
+        draft.differs(
+            prefix,
+            "what completions of a group begin with alike is trained, too: where all share it, their advantages cancel "
+            "out in its gradient, and it counts in the mean over tokens",
+        )
+
+
+def groups(cosmos: Settings, draft: Draft) -> None:
+    """Completions of a step in whole groups, and the optimizer steps that they are cut into."""
+    size, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
+    batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    draft.set("grpo.num_generations", size)
+    if not whole(batch, size):
+        lower = batch // max(size, 1) * size
+        near = f"{lower} or {lower + size}" if lower else f"{size}"
+        draft.wrong(key, f"{batch} completions a step are no whole groups of {size} (rollout.n_generation); set {near}")
+        return
+    draft.set("grpo.prompts_per_step", batch // size)
+    each = cosmos[f"{POLICY}.batch_size_per_optimize"]
+    if each and not whole(cosmos[key], each):
+        draft.wrong(f"{POLICY}.batch_size_per_optimize", f"{each} does not divide {key} ({cosmos[key]}); correct it")
+    elif each and each != cosmos[key]:
+        steps = cosmos[key] // each
+        draft.set("grpo.optimizer_steps_per_rollout", steps)
+        if not whole(batch // size, steps):
+            draft.wrong(
+                f"{POLICY}.batch_size_per_optimize",
+                f"{batch // size} prompts of a step cannot be cut into {steps} updates of whole groups; set another number",
+            )
+        if draft.get("train.max_steps"):
+            draft.differs("train.max_num_steps", f"optimizer steps are counted here, {steps} for each rollout")
+
+
+def objective(cosmos: Settings, draft: Draft) -> None:
+    """Which mean over tokens the loss is, and what advantages are divided by."""
+    variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
+    longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
+    if variant not in ("grpo", "gspo", "dapo"):
+        draft.wrong(f"{POLICY}.variant", f"{variant!r} is not one of grpo, gspo, dapo; correct it")
+        return
+    presets = {"token-mean": "dapo", "seq-mean-token-mean": "dr_grpo" if longest else "grpo"}
+    if variant == "gspo":
+        draft.set("grpo.preset", "gspo")
+        if loss != "seq-mean-token-mean":
+            draft.differs(key, "GSPO's loss is the mean over sequences here, as in its paper; each counts the same")
+    elif loss in presets:
+        draft.set("grpo.preset", presets[loss])
+    elif loss in ("seq-mean-token-sum", "token-sum"):
+        draft.set("grpo.preset", "dr_grpo")
+        draft.refuse(
+            key,
+            f"{loss} is dr_grpo but for a constant factor, which gradient clipping sees; set seq-mean-token-mean or token-mean",
+        )
+    else:
+        draft.wrong(key, f"{loss!r} is not one of token-mean, seq-mean-token-mean, seq-mean-token-sum; correct it")
+        return
+    if longest and draft.get("grpo.preset") == "dr_grpo" and longest != cosmos["rollout.max_response_length"]:
+        draft.differs(
+            f"{POLICY}.unbiased_loss_max_tokens",
+            f"sums of tokens are divided by the longest completion, {cosmos['rollout.max_response_length']}, not by {longest}",
+        )
+    unbiased = cosmos[f"{POLICY}.unbiased_advantage"]
+    draft.set("grpo.advantage", "group_centered" if unbiased else "group_normalized")
+    draft.set("grpo.overlong_filter", False)
+    draft.set("grpo.dynamic_sampling", variant == "dapo")
+    if variant == "dapo":
+        refills = cosmos[f"{POLICY}.max_retry_for_on_policy"]
+        draft.set("grpo.max_refills", refills if refills > 0 else None)
+        if cosmos[f"{POLICY}.filter_reward_metric"]:
+            draft.refuse(
+                f"{POLICY}.filter_reward_metric",
+                "groups are replaced where their whole reward is equal; remove the key",
+            )
+
+
+def clips(cosmos: Settings, draft: Draft) -> None:
+    low, high, bound = (cosmos[f"{POLICY}.{name}"] for name in ("epsilon_low", "epsilon_high", "lower_bound_ratio"))
+    draft.set("grpo.clip_low", low if low >= 0 else NO_CLIP_LOW)
+    draft.set("grpo.clip_high", high if high >= 0 else NO_CLIP_HIGH)
+    if draft.get("grpo.preset") == "gspo":
+        draft.notes.setdefault(f"{POLICY}.lower_bound_ratio", ("left out", "GSPO has no such bound"))
+    elif bound > 1:
+        draft.set("grpo.dual_clip", bound)
+    else:
+        draft.refuse(f"{POLICY}.lower_bound_ratio", f"a bound of the ratio is above 1, and is {bound:g}; correct it")
+
+
+def correction(cosmos: Settings, draft: Draft) -> None:
+    """cosmos-rl's usual ratio is 1 whatever was sampled; ours is corrected for what the engine sees otherwise."""
+    all_tokens = cosmos["rollout.sampling_config.top_p"] == 1 and cosmos["rollout.sampling_config.top_k"] < 1
+    decoupled, cap = cosmos[f"{POLICY}.use_decoupled_loss"], cosmos[f"{POLICY}.behav_imp_weight_cap"]
+    if not all_tokens:
+        draft.set("grpo.correction", "none")
+        if decoupled:
+            draft.refuse(
+                f"{POLICY}.use_decoupled_loss", "its weights need sampling from all tokens; set top_p = 1, top_k = -1"
+            )
+    elif decoupled:
+        draft.set("grpo.correction", "token_mask")
+        draft.set("grpo.correction_low", 0.0)
+        draft.set("grpo.correction_high", cap or 1e9)
+    else:
+        draft.set("grpo.correction", "token_truncate")
+    key = f"{POLICY}.use_rollout_logprobs_for_loss"
+    if cosmos[key]:
+        draft.differs(
+            key,
+            "the ratio is to the trainer's own, and the engine's enter as a weight (grpo.correction)",
+        )
+
+
+def rollout(cosmos: Settings, draft: Draft) -> None:
+    backend = cosmos["rollout.backend"]
+    engines = {"vllm": "vllm", "vllm_async": "vllm", "trtllm": "vllm", "example_hf": "transformers"}
+    if backend not in engines:
+        draft.refuse(
+            "rollout.backend", f"{backend!r} is none of {', '.join(engines)}; rollouts are vLLM's or transformers'"
+        )
+    engine = engines.get(backend, "vllm")
+    draft.set("rollout.engine", engine)
+    if backend == "trtllm":
+        draft.differs("rollout.backend", "vLLM samples, in the ranks that train")
+    if engine == "vllm":
+        utilization(cosmos, draft)
+        if "rollout.enforce_eager" in cosmos.given:
+            draft.set("rollout.enforce_eager", cosmos["rollout.enforce_eager"] or None)
+        parallel = max(cosmos["rollout.parallelism.tp_size"], 1)
+        draft.set("rollout.tensor_parallel_size", parallel)
+        if draft.num_gpus % parallel:
+            draft.wrong(
+                "rollout.parallelism.tp_size",
+                f"{parallel} does not divide the {draft.num_gpus} GPUs of the whole job; change it",
+            )
+    temperature(cosmos, draft)
+
+
+def utilization(cosmos: Settings, draft: Draft) -> None:
+    key = "rollout.gpu_memory_utilization"
+    asked = cosmos[key]
+    draft.set(key, min(asked, MOST_UTILIZATION))
+    if asked > MOST_UTILIZATION and key in cosmos.given:
+        draft.differs(
+            key,
+            f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with a policy that waits; `dsreason plan` says what fits",
+        )
+
+
+def temperature(cosmos: Settings, draft: Draft) -> None:
+    """One here; cosmos-rl samples at one and divides the logits of training by another."""
+    sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
+    given = [key for key in (sampled, trained) if key in cosmos.given]
+    values = {cosmos[key] for key in given}
+    if len(values) > 1:
+        draft.set("rollout.temperature", cosmos[sampled])
+        draft.refuse(
+            trained,
+            f"{cosmos[trained]:g} divides the logits of training, and {sampled} ({cosmos[sampled]:g}) is that of sampling: "
+            "here both are one; make them equal",
+        )
+        return
+    draft.set("rollout.temperature", values.pop() if values else 1.0)
+    if given == [trained] and cosmos[trained] != cosmos[sampled]:
+        draft.differs(
+            trained,
+            f"rollout.temperature = {cosmos[trained]:g}, of sampling and training; cosmos-rl trains with it, and samples with "
+            f"{sampled}, which is {cosmos[sampled]:g} unless set",
+        )
+
+
+def rewards(cosmos: Settings, draft: Draft) -> None:
+    key = f"{POLICY}.reward_function"
+    given = cosmos[key]
+    alone = cosmos["distillation.enable"] and given is None
+    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if given is None else as_weights(given)
+    if unknown := [name for name in weights if name not in REWARDS and ":" not in name]:
+        draft.wrong(
+            key,
+            f"{unknown[0]!r} is a function of your script; name it as file.py:{unknown[0]}, a plain fn(completion, sample)",
+        )
+        return
+    draft.set("reward.functions", weights or None)
+    if "overlong" in weights:
+        overlong(cosmos, draft)
+    if given is None and weights:
+        draft.differs(
+            key,
+            f"reward.functions = {weights}: rewards that a script gives to launch_worker are none of the file's; "
+            "name them there, as file.py:function",
+        )
+    elif other := [f"{name}: {REWARDS[name]}" for name in weights if REWARDS.get(name)]:
+        draft.differs(key, f"reward.functions = {weights}; {'; '.join(other)}")
+
+
+def as_weights(given: Any) -> dict[str, float]:
+    if isinstance(given, dict):
+        return {str(name): float(weight) for name, weight in given.items()}
+    return {str(name): 1.0 for name in as_list(given)}
+
+
+def overlong(cosmos: Settings, draft: Draft) -> None:
+    key = f"{POLICY}.overlong_reward.buffer_length"
+    buffer, longest = cosmos[key], cosmos["rollout.max_response_length"]
+    options: dict[str, float] = {"factor": cosmos[f"{POLICY}.overlong_reward.penalty_factor"]}
+    if not 0 < buffer <= longest:
+        draft.refuse(
+            key,
+            f"{buffer} is longer than the longest completion ({longest}): every completion would be punished; set at most that",
+        )
+    else:
+        options["buffer"] = buffer
+    draft.set("reward.options", {"overlong": options})
+
+
+def teacher(cosmos: Settings, draft: Draft) -> None:
+    section = "distillation"
+    if not cosmos[f"{section}.enable"]:
+        for key in cosmos.given:
+            if key.startswith(f"{section}.") and key != f"{section}.enable":
+                draft.notes[key] = ("left out", "distillation.enable is false")
+        return
+    if not cosmos[f"{section}.model_name_or_path"]:
+        draft.wrong(f"{section}.model_name_or_path", "there is no teacher; name its model")
+        return
+    if cosmos[f"{section}.top_k"]:
+        draft.refuse(
+            f"{section}.top_k",
+            "the teacher says what it thinks of the tokens that were sampled (reverse KL); set it to 0",
+        )
+    draft.set("distill.teacher", cosmos[f"{section}.model_name_or_path"])
+    draft.set("distill.revision", cosmos[f"{section}.model_revision"])
+    draft.set("distill.coef", cosmos[f"{section}.kl_penalty_coef"])
+    draft.set("distill.discount", cosmos[f"{section}.kl_discount_factor"])

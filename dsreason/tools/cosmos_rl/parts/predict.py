@@ -1,0 +1,176 @@
+"""Files of the older trainer of Cosmos-Predict2.5: FlowGRPO and DDRL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.keys.key import as_list, fits
+
+CLIPS = "dataloader_train.video_dataloader.dataloader"
+LOCAL = "dataloader_train.video_dataloader"
+SIZES = {"256": (192, 320), "480": (480, 832), "720": (704, 1280)}
+"""Height and width of its resolutions."""
+SAMPLER = (
+    "noise is added by Flow-GRPO's SDE (world.sde, noise_level) on the model's own schedule: the nearest of ours to EDM's "
+    "sampler with churn, not the same; its log-probabilities leave the standard deviation out"
+)
+
+
+def world(cosmos: Settings, draft: Draft) -> None:
+    ranks(cosmos, draft)
+    model(cosmos, draft)
+    objective(cosmos, draft)
+    clips(cosmos, draft)
+    clip_norm(cosmos, draft)
+    warmup = as_list(cosmos["scheduler.warm_up_steps"]) + as_list(cosmos["scheduler.warmup_steps"])
+    draft.set("optim.warmup", next((int(steps) for steps in warmup if steps), 0))
+    draft.set("optim.schedule", "constant")
+    draft.set("validation.every", cosmos["trainer.validation_iter"])
+    draft.set("deepspeed", "zero3.json")
+    if cosmos["job.wandb_mode"] in ("online", "offline"):
+        draft.set("monitor.wandb", True)
+        draft.set("monitor.wandb_name", cosmos["job.name"] or None)
+
+
+def ranks(cosmos: Settings, draft: Draft) -> None:
+    """A group is num_rollout ranks with a clip each, of which several may compute one together."""
+    draft.num_gpus = max(cosmos["model.fsdp_shard_size"], 1) * max(cosmos["model.dp_replicate_size"], 1)
+    together, group = max(cosmos["model_parallel.context_parallel_size"], 1), cosmos["model.rl.num_rollout"]
+    draft.set("train.context_parallel_size", together)
+    draft.set("world.num_generations", group)
+    if group < 1:
+        draft.wrong("model.rl.num_rollout", f"{group} is less than 1; raise it")
+        return
+    if draft.num_gpus % (group * together):
+        draft.wrong(
+            "model.rl.num_rollout",
+            f"{draft.num_gpus} GPUs are no whole groups of {group} clips of {together} GPUs each; correct model.fsdp_shard_size",
+        )
+        return
+    draft.set("world.prompts_per_step", draft.num_gpus // (group * together))
+
+
+def model(cosmos: Settings, draft: Draft) -> None:
+    given = cosmos["checkpoint.load_path"]
+    large = "14b" in (cosmos["job.name"] + given).lower()
+    draft.set("model.path", f"nvidia/Cosmos-Predict2.5-{'14B' if large else '2B'}")
+    draft.set("model.revision", "diffusers/base/pre-trained")
+    draft.set("model.freeze_text_projection", True)
+    draft.differs("job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another")
+    if given and not given.startswith("nvidia/"):
+        draft.differs(
+            "checkpoint.load_path",
+            "its checkpoints are of another format; export the model to diffusers', and set model.path",
+        )
+
+
+def objective(cosmos: Settings, draft: Draft) -> None:
+    weight = cosmos["model.rl.data_beta"]
+    draft.set("world.algorithm", "ddrl" if weight else "flow_grpo")
+    if weight:
+        draft.set("world.data_coef", float(weight))
+        draft.set("world.data_noise", "rollout" if cosmos["model.rl.use_rl_sigma_and_noise"] else "fresh")
+        draft.set("world.data_steps", "first" if cosmos["model.rl.data_on_first_only"] else "all")
+        draft.set("world.exponential_advantages", cosmos["model.rl.exp_reward"])
+    elif cosmos["model.rl.exp_reward"]:
+        draft.refuse("model.rl.exp_reward", "advantages are transformed so in ddrl only; set it to false")
+    steps = as_list(cosmos["model.rl.train_on"])
+    if any(step < 0 for step in steps):
+        draft.set("world.window", len(steps))
+        draft.differs(
+            "model.rl.train_on", f"world.window = {len(steps)}: so many consecutive steps, drawn from the first half"
+        )
+    else:
+        draft.set("world.trained_steps", steps)
+    draft.set(
+        "world.conditional_frames", [cosmos[f"model.rl.{which}_num_conditional_frames"] for which in ("min", "max")]
+    )
+    draft.set("world.kl_coef", float(cosmos["model.rl.kl_beta"]))
+    draft.set("world.sde", "flow")
+    draft.set("world.noise_level", 0.7)
+    draft.differs("model.rl.solver_option", SAMPLER)
+    if cosmos["model.rl.kl_beta"] and cosmos["model.rl.update_ref_every_iter"]:
+        draft.differs("model.rl.update_ref_every_iter", "the reference stays the model that training began with")
+    clip = cosmos["model.rl.reward_config.adv_clip_max"]
+    if "model.rl.reward_config.adv_clip" in cosmos.given:
+        clip = cosmos["model.rl.reward_config.adv_clip"]
+    draft.set("world.advantage_clip", max((abs(float(bound)) for bound in as_list(clip)), default=5.0))
+
+
+def clips(cosmos: Settings, draft: Draft) -> None:
+    own = LOCAL if cosmos["dataloader_train.type"] == "local" else CLIPS
+    frames = f"{own}.num_frames" if own == LOCAL else f"{own}.dataset.num_video_frames"
+    draft.set("data.frames", cosmos[frames])
+    draft.set("data.workers", cosmos[f"{own}.num_workers"])
+    draft.set("train.micro_batch_size", cosmos[f"{own}.batch_size"])
+    size(cosmos, draft)
+    folder = cosmos[f"{LOCAL}.dataset_dir"]
+    key = f"{CLIPS}.webdataset"
+    if folder:
+        draft.set("data.format", "folder")
+        draft.set("data.path", folder)
+        draft.set("data.validation", cosmos["dataloader_val.video_dataloader.dataset_dir"] or None)
+    elif cosmos[key]:
+        draft.refuse(
+            key, 'the shards are named in its own code; set data.format = "shards" and data.path in the result'
+        )
+    else:
+        draft.set("data.format", "mock")
+        draft.differs(key, 'data.format = "mock": random clips and prompts, as its loader makes them here')
+    rewards(cosmos, draft)
+
+
+def size(cosmos: Settings, draft: Draft) -> None:
+    """Width and height of a local folder's loader, else the name of a resolution."""
+    key = f"{LOCAL}.video_size"
+    if given := cosmos[key]:
+        if not isinstance(given, list) or len(given) != 2 or not all(isinstance(side, int) for side in given):
+            draft.wrong(key, f"{given!r} is not [width, height]; correct it")
+            return
+        width, height = given
+    else:
+        key = f"{CLIPS}.dataset.resolution" if cosmos[f"{CLIPS}.dataset.resolution"] else "model.resolution"
+        named = str(cosmos[key] or "720")
+        if named not in SIZES:
+            draft.wrong(key, f"{named!r} is not one of {', '.join(SIZES)}; correct it")
+            return
+        height, width = SIZES[named]
+    draft.set("data.height", height)
+    draft.set("data.width", width)
+
+
+def rewards(cosmos: Settings, draft: Draft) -> None:
+    usual = {"name": "dance_grpo", "score_key": "overall_reward", "weight": 1.0}
+    given: Any = cosmos["model.rl.reward_config.reward_fns"]
+    if draft.get("data.format") == "mock" and given is None:
+        draft.set("reward.functions", {"brightness": 1.0})
+        draft.differs(
+            "model.rl.reward_config.reward_fns", "reward.functions = {'brightness': 1.0}, which needs no service"
+        )
+    elif given is None:
+        draft.set("reward.services", [usual])
+        draft.differs("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
+    else:
+        named(given, usual, draft)
+
+
+def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
+    """Rewards by name with their weights, or as tables."""
+    services = (
+        [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
+    )
+    if fits(services, "tables"):
+        draft.set("reward.services", [usual | service for service in services])
+    else:
+        draft.wrong(
+            "model.rl.reward_config.reward_fns",
+            f"{given!r:.60} is neither names with weights nor a list of tables; correct it",
+        )
+
+
+def clip_norm(cosmos: Settings, draft: Draft) -> None:
+    """Of the callback that clips gradients; all others only show something."""
+    callbacks = as_list(cosmos["trainer.callbacks"])
+    clips = [one["args"] for one in callbacks if one.get("name") == "grad_clip" and isinstance(one.get("args"), dict)]
+    draft.set("optim.max_grad_norm", next((args["clip_norm"] for args in clips if "clip_norm" in args), 1.0))

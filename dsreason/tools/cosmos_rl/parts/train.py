@@ -1,0 +1,266 @@
+"""What all trainers of language models share: ranks, batches, optimizer, model, checkpoints; and preferences."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.keys.key import as_list
+
+LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
+"""cosmos-rl's losses of preferences, and ours."""
+
+
+def gpus_of(cosmos: Settings, role: str) -> int:
+    """GPUs of one replica of "policy" or "rollout"; where the shards are "automatic", its launcher starts one."""
+    sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
+    count = max(cosmos[f"{role}.parallelism.dp_shard_size"], 1)
+    for name in sizes:
+        count *= max(cosmos[f"{role}.parallelism.{name}"], 1)
+    return int(count)
+
+
+def data_parallel(cosmos: Settings) -> int:
+    """Data-parallel ranks of one replica of the policy."""
+    shards = max(cosmos["policy.parallelism.dp_shard_size"], 1)
+    return int(shards * max(cosmos["policy.parallelism.dp_replicate_size"], 1))
+
+
+def ranks(cosmos: Settings, draft: Draft) -> None:
+    """Batches and ranks: in SFT and DPO a batch is of a data-parallel rank, in GRPO of a replica."""
+    kind = cosmos["train.train_policy.trainer_type"]
+    if kind not in ("", "sft", "dpo", "grpo"):
+        draft.refuse(
+            "train.train_policy.trainer_type",
+            f"{kind!r} is a trainer of its own, which is not known here; remove the key",
+        )
+    replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    draft.num_gpus = gpus_of(cosmos, "policy") * replicas
+    if draft.trainer == "grpo" and cosmos["mode"] == "disaggregated":
+        draft.num_gpus += gpus_of(cosmos, "rollout") * max(cosmos["rollout.parallelism.n_init_replicas"], 1)
+    shards = "policy.parallelism.dp_shard_size"
+    if cosmos[shards] < 1:
+        draft.differs(
+            shards, "taken as 1, which is what its launcher starts; set it to the number of GPUs that you used"
+        )
+    batch = cosmos["train.train_batch_per_replica"]
+    if batch < 1:
+        draft.wrong("train.train_batch_per_replica", f"{batch} is less than 1; raise it")
+        return
+    if draft.trainer != "grpo":
+        draft.set("train.global_batch_size", batch * data_parallel(cosmos) * replicas)
+    if cosmos["policy.parallelism.cp_size"] > 1:
+        draft.set("train.sequence_parallel_size", cosmos["policy.parallelism.cp_size"])
+    longest = "train.train_policy.max_token_len_per_mini_batch"
+    rows = max(cosmos["train.train_policy.mini_batch"], 1) * cosmos["policy.model_max_length"]
+    draft.set("train.max_tokens_per_micro_batch", cosmos[longest] or rows)
+    draft.set("deepspeed", "zero3_offload.json" if cosmos["train.fsdp_offload"] else "zero3.json")
+    draft.set("train.activation_offload", cosmos["train.activation_offload"] or None)
+    loading(cosmos, draft)
+    draft.set("train.max_steps", cosmos["train.max_num_steps"])
+
+
+def loading(cosmos: Settings, draft: Draft) -> None:
+    """Workers of the data; none there means our default here, since it changes speed only."""
+    draft.set("data.workers", cosmos["train.train_policy.dataloader_num_workers"] or None)
+    draft.set("data.prefetch", cosmos["train.train_policy.dataloader_prefetch_factor"] or None)
+
+
+def optimizer(cosmos: Settings, draft: Draft) -> None:
+    name = cosmos["train.optm_name"]
+    names = set(as_list(name))
+    decay = cosmos["train.optm_weight_decay"]
+    draft.set("optim.weight_decay", decay)
+    if names == {"Adam"} and decay:
+        draft.refuse("train.optm_name", f"Adam adds the weight decay ({decay:g}) to the gradient; here it is AdamW")
+    elif names - {"Adam", "AdamW"}:
+        draft.refuse("train.optm_name", "the moments are float32 here (AdamW), four times as large; set AdamW")
+    warmup = cosmos["train.optm_warmup_steps"]
+    if isinstance(warmup, float) and warmup == 1.0:
+        draft.refuse("train.optm_warmup_steps", "a warmup of the whole run is given in steps; set their number")
+    elif isinstance(warmup, float) and warmup > 1:
+        draft.set("optim.warmup", round(warmup))
+    else:
+        draft.set("optim.warmup", warmup)
+    kind, share = cosmos["train.optm_decay_type"], cosmos["train.optm_decay_ratio"]
+    decays = kind not in (None, "none")
+    if decays and kind not in ("linear", "cosine", "sqrt"):
+        draft.wrong("train.optm_decay_type", f"{kind!r} is not one of none, linear, cosine, sqrt; correct it")
+        return
+    draft.set("optim.schedule", kind if decays else "constant")
+    if decays and share is not None and share > 0:
+        draft.set("optim.decay_share", share)
+    seed = cosmos["train.seed"]
+    forced = 42 if cosmos["train.deterministic"] else cosmos["train.train_policy.dataloader_seed"]
+    draft.set("train.seed", forced if seed is None else seed)
+    resume(cosmos, draft)
+
+
+def resume(cosmos: Settings, draft: Draft) -> None:
+    asked = cosmos["train.resume"]
+    if asked is True:
+        draft.arguments.append("--resume auto")
+        draft.differs("train.resume", "--resume auto on the command line; the first run starts from the model")
+    elif isinstance(asked, str) and asked:
+        draft.refuse(
+            "train.resume",
+            "checkpoints of cosmos-rl cannot be continued here; set policy.model_name_or_path to its safetensors folder",
+        )
+
+
+def model(cosmos: Settings, draft: Draft) -> None:
+    draft.set("model.revision", cosmos["policy.model_revision"])
+    frozen = [pattern for pattern in as_list(cosmos["policy.freeze_pattern"]) if pattern]
+    trained = [pattern for pattern in as_list(cosmos["policy.trainable_pattern"]) if pattern]
+    for key, patterns in (("policy.freeze_pattern", frozen), ("policy.trainable_pattern", trained)):
+        if wrong := next((pattern for pattern in patterns if not is_regex(pattern)), None):
+            draft.wrong(key, f"{wrong!r} is not a regular expression; correct it")
+            return
+    if frozen and trained:
+        draft.wrong("policy.trainable_pattern", "excludes freeze_pattern, in cosmos-rl as well; remove one")
+    if trained:
+        draft.set("model.freeze", [f"^(?!.*(?:{'|'.join(trained)}))"])
+    elif frozen:
+        draft.set("model.freeze", frozen)
+    if "policy.lora" in cosmos:
+        adapters(cosmos, draft)
+    logger = as_list(cosmos["logging.logger"])
+    if "wandb" in logger:
+        draft.set("monitor.wandb", True)
+        draft.set("monitor.wandb_project", cosmos["logging.project_name"])
+        name = cosmos["logging.experiment_name"]
+        draft.set("monitor.wandb_name", None if name in (None, "", "None") else name)
+    else:
+        for key in ("logging.project_name", "logging.experiment_name"):
+            if key in cosmos.given:
+                draft.notes[key] = ("left out", "it is of Weights & Biases, which logging.logger does not name")
+    if unknown := sorted(set(logger) - {"wandb", "console"}):
+        draft.differs(
+            "logging.logger", f"{', '.join(unknown)} is not known here; TensorBoard and metrics.jsonl are always there"
+        )
+
+
+def is_regex(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def adapters(cosmos: Settings, draft: Draft) -> None:
+    section = "policy.lora"
+    draft.set("lora.rank", cosmos[f"{section}.r"])
+    draft.set("lora.alpha", cosmos[f"{section}.lora_alpha"])
+    draft.set("lora.rslora", cosmos[f"{section}.use_rslora"] or None)
+    draft.set("lora.rank_pattern", cosmos[f"{section}.r_pattern"])
+    draft.set("lora.alpha_pattern", cosmos[f"{section}.alpha_pattern"])
+    dropout = cosmos[f"{section}.lora_dropout"]
+    if dropout and draft.trainer != "sft":
+        draft.refuse(f"{section}.lora_dropout", "adapters have no dropout but in sft; set it to 0")
+    elif dropout:
+        draft.set("lora.dropout", dropout)
+    targets = cosmos[f"{section}.target_modules"]
+    if targets == "all-linear":
+        draft.set("lora.vision", True)
+    elif targets is None:
+        draft.differs(f"{section}.target_modules", "attention and feed-forward of the language model get adapters")
+    else:
+        draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in as_list(targets)])
+    if cosmos[f"{section}.modules_to_save"]:
+        draft.refuse(f"{section}.modules_to_save", "only adapters are trained beside frozen weights; remove the key")
+    if cosmos[f"{section}.init_lora_weights"] not in (True, "gaussian"):
+        draft.refuse(
+            f"{section}.init_lora_weights",
+            "adapters start as PEFT's do (B is 0, A random): the model as it is; set it to true",
+        )
+    elif cosmos[f"{section}.init_lora_weights"] == "gaussian":
+        draft.differs(f"{section}.init_lora_weights", "A is drawn uniformly (as with true); B is 0 in both")
+
+
+def checkpoints(cosmos: Settings, draft: Draft) -> None:
+    keep = cosmos["train.ckpt.max_keep"]
+    if keep == 0:
+        draft.wrong("train.ckpt.max_keep", "0 would delete each one as it is written; set 1 or more, or -1 for all")
+        return
+    draft.set("checkpoint.keep", keep)
+    if not cosmos["train.ckpt.enable_checkpoint"]:
+        for name, value in {"every": 0, "last": False, "keep_best": False, "export": "final"}.items():
+            draft.set(f"checkpoint.{name}", value)
+        for key in ("train.ckpt.save_freq", "train.ckpt.export_safetensors"):
+            if key in cosmos.given:
+                draft.notes[key] = ("left out", "enable_checkpoint is false; the last step is exported as a model")
+    elif cosmos["train.ckpt.export_safetensors"]:
+        draft.set("checkpoint.export", "all")
+        draft.set("checkpoint.export_keep", keep)
+    else:
+        draft.set("checkpoint.export", "final")
+    targets = [*to_hub(cosmos, draft), *to_s3(cosmos, draft)]
+    draft.set("checkpoint.upload", targets or None)
+
+
+def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
+    if not cosmos["train.ckpt.upload_hf"]:
+        return []
+    name = cosmos["train.ckpt.hf_repo_name"]
+    if name.count("/") != 1:
+        draft.refuse(
+            "train.ckpt.hf_repo_name",
+            f'{name!r} does not say whose repository it is (cosmos-rl asks the hub, and adds the time); write "you/{name}", '
+            "or there is no upload to the hub",
+        )
+        return []
+    return [{"to": f"hub:{name}", "what": "final"}]
+
+
+def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
+    what, bucket = cosmos["train.ckpt.upload_s3"], cosmos["train.ckpt.s3_bucket"]
+    if what in (False, "", "false"):
+        return []
+    if what is True or what == "true":
+        draft.differs(
+            "train.ckpt.upload_s3", 'cosmos-rl refuses true; "final" or "all" was probably meant, and "final" is taken'
+        )
+        what = "final"
+    if what not in ("final", "all"):
+        draft.wrong("train.ckpt.upload_s3", f'{what!r} is not one of false, "final", "all"; correct it')
+        return []
+    if not bucket:
+        draft.wrong("train.ckpt.upload_s3", "there is no s3_bucket to upload to; name one")
+        return []
+    prefix = cosmos["train.ckpt.s3_prefix"].strip("/")
+    return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": what}]
+
+
+def preferences(cosmos: Settings, draft: Draft) -> None:
+    """cosmos-rl's DPO has no reference model: the loss is that of log-probabilities alone."""
+    losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
+    names, weights = as_list(losses), None if weights is None else as_list(weights)
+    if unknown := [name for name in names if name not in LOSSES]:
+        draft.wrong("custom.dpo_loss_type", f"{unknown[0]!r} is not one of {', '.join(LOSSES)}; correct it")
+        return
+    if weights is not None and len(weights) != len(names):
+        draft.differs(
+            "custom.dpo_loss_weights",
+            f"{len(weights)} for {len(names)} losses: cosmos-rl takes 1 for each, and so do we",
+        )
+        weights = None
+    parts = dict(zip((LOSSES[name] for name in names), weights or [1.0] * len(names), strict=True))
+    sft = parts.pop("sft", None)
+    draft.set("dpo.sft_weight", sft)
+    draft.set("dpo.loss_weights", {name: float(weight) for name, weight in parts.items() if weight} or None)
+    if not parts:
+        draft.wrong("custom.dpo_loss_type", "sft alone is no preference; use type = sft without trainer_type")
+    if "bco" in parts:
+        draft.differs(
+            "custom.dpo_loss_type",
+            "bco compares with a reference here, the model that training begins with; cosmos-rl has none",
+        )
+    else:
+        draft.set("dpo.reference", "none")
+
+
+def whole(value: Any, parts: int) -> bool:
+    """Whether it can be cut into equal parts."""
+    return parts > 0 and value % parts == 0

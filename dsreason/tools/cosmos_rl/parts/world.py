@@ -1,0 +1,177 @@
+"""World models in diffusers' format: DiffusionNFT, and SFT of clips."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from dsreason.tools.cosmos_rl.draft import Draft, Settings
+from dsreason.tools.cosmos_rl.keys.key import as_list
+from dsreason.tools.cosmos_rl.parts.train import checkpoints, data_parallel, gpus_of, loading, optimizer, whole
+
+POLICY, DIFFUSERS = "train.train_policy", "policy.diffusers"
+DECAYS = {0: "none", 1: "slow", 2: "late"}
+"""`weight_copy_decay_type`, and `world.nft_decay`."""
+
+
+def world(cosmos: Settings, draft: Draft) -> None:
+    draft.num_gpus = gpus_of(cosmos, "policy") * max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    draft.set("deepspeed", "zero3_offload.json" if cosmos["train.fsdp_offload"] else "zero3.json")
+    if cosmos["policy.parallelism.cp_size"] > 1:
+        draft.set("train.context_parallel_size", cosmos["policy.parallelism.cp_size"])
+    draft.set("train.max_steps", cosmos["train.max_num_steps"])
+    loading(cosmos, draft)
+    optimizer(cosmos, draft)
+    adapters(cosmos, draft)
+    if cosmos["train.ema_enable"]:
+        draft.set("train.ema_decay", cosmos["train.ema_decay"])
+        draft.set("train.ema_every", max(cosmos["train.ema_update_interval"], 1))
+    clips(cosmos, draft)
+    if cosmos[f"{POLICY}.type"] == "sft":
+        supervised(cosmos, draft)
+    else:
+        nft(cosmos, draft)
+    validation(cosmos, draft)
+    checkpoints(cosmos, draft)
+    logger = as_list(cosmos["logging.logger"])
+    if "wandb" in logger:
+        draft.set("monitor.wandb", True)
+        draft.set("monitor.wandb_project", cosmos["logging.project_name"])
+
+
+def adapters(cosmos: Settings, draft: Draft) -> None:
+    if "policy.lora" not in cosmos:
+        return
+    draft.set("lora.rank", cosmos["policy.lora.r"])
+    draft.set("lora.alpha", cosmos["policy.lora.lora_alpha"])
+    targets = cosmos["policy.lora.target_modules"]
+    if targets != "all-linear":
+        draft.set("lora.targets", as_list(targets) or None)
+
+
+def clips(cosmos: Settings, draft: Draft) -> None:
+    size = cosmos[f"{DIFFUSERS}.inference_size"]
+    if len(size) != 2 or not all(isinstance(side, int) for side in size):
+        draft.wrong(f"{DIFFUSERS}.inference_size", f"{size!r} is not [height, width]; correct it")
+        return
+    draft.set("data.height", size[0])
+    draft.set("data.width", size[1])
+
+
+def supervised(cosmos: Settings, draft: Draft) -> None:
+    draft.set("world.algorithm", "sft")
+    replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    draft.set("train.global_batch_size", cosmos["train.train_batch_per_replica"] * data_parallel(cosmos) * replicas)
+    key = f"{POLICY}.dataset.name" if cosmos[f"{POLICY}.dataset.name"] else f"{POLICY}.dataset.local_dir"
+    if not cosmos[key]:
+        draft.refuse(f"{POLICY}.dataset.name", "there is no folder of clips; name one")
+        return
+    draft.set("data.format", "folder")
+    draft.set("data.path", cosmos[key])
+    draft.differs(
+        key, f"data.path = {cosmos[key]!r}: clips are read from videos/ with metas/*.txt there, not x.mp4 beside x.json"
+    )
+
+
+def nft(cosmos: Settings, draft: Draft) -> None:
+    trainer = cosmos[f"{POLICY}.trainer_type"]
+    if trainer != "diffusion_nft":
+        draft.refuse(
+            f"{POLICY}.trainer_type", f'{trainer!r} is not known for clips, DiffusionNFT is; set "diffusion_nft"'
+        )
+    draft.set("world.algorithm", "nft")
+    group, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
+    batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
+    draft.set("world.num_generations", group)
+    if not whole(batch, group):
+        draft.wrong(
+            key, f"{batch} clips a step are no whole groups of {group} (rollout.n_generation); change one of them"
+        )
+        return
+    draft.set("world.prompts_per_step", batch // group)
+    prompts(cosmos, draft)
+    low, high = cosmos[f"{POLICY}.advantage_low"], cosmos[f"{POLICY}.advantage_high"]
+    draft.set("world.advantage_clip", float(high))
+    if low != -high:
+        draft.refuse(
+            f"{POLICY}.advantage_low", f"advantages are clipped at ± the same value, and this is {low:g}; set {-high:g}"
+        )
+    decay = cosmos[f"{DIFFUSERS}.weight_copy_decay_type"]
+    if decay not in DECAYS:
+        draft.wrong(f"{DIFFUSERS}.weight_copy_decay_type", f"{decay!r} is not one of 0, 1, 2; correct it")
+    draft.set("world.nft_decay", DECAYS.get(decay))
+    steps, share = cosmos[f"{DIFFUSERS}.sample.num_steps"], cosmos[f"{DIFFUSERS}.timesteps_fraction"]
+    if share != 0.99:
+        draft.set("world.nft_times", max(math.floor(steps * share), 1))
+    draft.differs(
+        f"{DIFFUSERS}.sample.solver",
+        "it becomes the ODE of the family's schedule, which its pipeline samples with, too",
+    )
+    guidance(cosmos, draft)
+    services(cosmos, draft)
+
+
+def guidance(cosmos: Settings, draft: Draft) -> None:
+    scale = cosmos[f"{DIFFUSERS}.sample.guidance_scale"]
+    of_cosmos = "cosmos" in cosmos["policy.model_name_or_path"].lower()
+    draft.set("world.guidance_scale", scale + 1.0 if scale > 1 and of_cosmos else max(scale, 1.0))
+
+
+def prompts(cosmos: Settings, draft: Draft) -> None:
+    key = f"{POLICY}.dataset.name"
+    if not cosmos[key]:
+        draft.refuse(key, "there are no prompts; name a data set")
+        return
+    draft.set("data.format", "prompts")
+    draft.set("data.path", prompt_file(cosmos[key], split_of(cosmos[f"{POLICY}.dataset.split"], "train")))
+    if cosmos["validation.dataset.name"]:
+        split = split_of(cosmos["validation.dataset.split"], "test")
+        draft.set("data.validation", prompt_file(cosmos["validation.dataset.name"], split))
+
+
+def split_of(given: Any, usual: str) -> str:
+    """The first one that is named."""
+    return next((name for name in as_list(given) if name), usual)
+
+
+def prompt_file(name: str, split: Any) -> str:
+    """Where cosmos-rl looks for the prompts of a task, or the file of that folder that is named."""
+    folder = Path(name).expanduser()
+    if folder.suffix in (".txt", ".jsonl"):
+        return name
+    if not folder.is_dir():
+        cache = Path(os.environ.get("COSMOS_CACHE") or "~/.cache/cosmos").expanduser()
+        folder = cache / "diffusion_nft" / name
+    return str(folder / f"{split}.txt")
+
+
+def services(cosmos: Settings, draft: Draft) -> None:
+    key = f"{POLICY}.remote_reward.reward_fns"
+    if not cosmos[f"{POLICY}.use_remote_reward"]:
+        given = cosmos[f"{POLICY}.reward_function"]
+        draft.refuse(
+            f"{POLICY}.reward_function",
+            f"{given!r} is not known for clips; name functions of yours in reward.functions",
+        )
+        return
+    usual = {"name": "dance_grpo", "weight": 1.0, "score_key": "overall_reward"}
+    given = cosmos[key] if cosmos[key] is not None else [usual]
+    known = {*usual, "clip_min", "clip_max"}
+    found = []
+    for service in given:
+        if unknown := sorted(service.keys() - known):
+            draft.wrong(key, f"{unknown[0]!r} is no key of a reward, which has {', '.join(sorted(known))}; correct it")
+            return
+        found.append(usual | service)
+    draft.set("reward.services", found)
+
+
+def validation(cosmos: Settings, draft: Draft) -> None:
+    held_out = cosmos["validation.dataset.local_dir"] or cosmos["validation.dataset.name"]
+    if draft.get("world.algorithm") == "sft" and held_out:
+        draft.set("data.validation", held_out)
+    on = cosmos["validation.enable"]
+    draft.set("validation.every", cosmos["validation.freq"] if on else 0)
+    draft.set("validation.before_training", bool(on and cosmos["validation.val_before_train"]))

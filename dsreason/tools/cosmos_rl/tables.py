@@ -1,0 +1,59 @@
+"""What became of the keys of a file of cosmos-rl, and what both configurations mean, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from dsreason.monitor.console import open_console
+from dsreason.tools.cosmos_rl.convert import Imported
+from dsreason.tools.cosmos_rl.draft import Finding, Verdict
+
+STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
+HEADS: dict[Verdict, str] = {
+    "not read": "cosmos-rl does not read it",
+    "differs": "not quite the same here",
+    "mapped": "mapped",
+    "left out": "no equivalent, ignored safely because …",
+}
+"""In the order of the tables: what a person must look at comes first. Errors are told as such, after them."""
+
+
+def show(imported: Imported) -> None:
+    """What became of the keys, and what both configurations mean; on stderr."""
+    console = open_console(stderr=True)
+    for verdict in HEADS:
+        found = [finding for finding in imported.findings if finding.verdict == verdict]
+        if found:
+            console.print(keys_table(verdict, found))
+    if imported.meanings:
+        table = Table("", "cosmos-rl", "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
+        for meaning in imported.meanings:
+            table.add_row(meaning.name, Text(meaning.theirs), Text(meaning.ours))
+        console.print(table)
+
+
+def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
+    """Keys that were left out for the same reason share a line."""
+    title = f"{HEADS[verdict]} ({len(found)})"
+    table = Table("key of cosmos-rl", "here", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])
+    if verdict != "left out":
+        for finding in found:
+            table.add_row(Text(f"{finding.key} = {finding.value!r:.60}"), Text(finding.text))
+        return table
+    for reason in dict.fromkeys(finding.text for finding in found):
+        same = [f"{finding.key} = {finding.value!r:.40}" for finding in found if finding.text == reason]
+        shown = (
+            same
+            if len(same) <= MOST_KEYS
+            else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more like them"]
+        )
+        table.add_row(Text("\n".join(shown)), Text(reason))
+    return table
+
+
+MOST_KEYS = 12
+"""That are listed of those that were left out for one reason."""

@@ -1,0 +1,63 @@
+"""The imported configuration as a TOML file that a person goes on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Item, Table
+
+from dsreason.tools.cosmos_rl.convert import Imported
+
+ORDER = (
+    "model", "lora", "data", "optim", "train", "dpo", "grpo", "world", "rollout", "reward", "distill", "validation",
+    "checkpoint", "monitor",
+)  # fmt: skip
+"""Of the sections, as in the recipes."""
+
+
+def toml_of(imported: Imported, source: str) -> str:
+    """The file: how to start it, what is not the same, then the sections."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {gpus(imported)}."))
+    document.add(tomlkit.comment(f"  {command(imported, 'this.toml')}"))
+    for found in imported.findings:
+        if found.verdict == "differs":
+            document.add(tomlkit.comment(f"{found.key}: {one_line(found.text)}"))
+    plain = {key: value for key, value in imported.config.items() if not isinstance(value, dict)}
+    document.add(tomlkit.nl())
+    for key, value in plain.items():
+        document.add(key, item(value))
+    for key in sorted(imported.config.keys() - plain.keys(), key=ORDER.index):
+        document.add(key, table(imported.config[key]))
+    return tomlkit.dumps(document)
+
+
+def table(values: dict[str, Any]) -> Table:
+    """Plain values first: what follows a section in TOML belongs to it."""
+    made = tomlkit.table()
+    for key, value in values.items():
+        if not isinstance(value, dict):
+            made.add(key, item(value))
+    for key, value in values.items():
+        if isinstance(value, dict):
+            made.add(key, table(value))
+    return made
+
+
+def item(value: Any) -> Item:
+    made: Item = tomlkit.item(value)
+    return made
+
+
+def command(imported: Imported, file: str) -> str:
+    """How the run is started."""
+    return " ".join(["dsreason", imported.trainer, "--config", file, *imported.arguments])
+
+
+def gpus(imported: Imported) -> str:
+    return f"{imported.num_gpus} GPU{'s' * (imported.num_gpus != 1)}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,96 @@
+"""Clips that the Hub does not have, cut from the raw videos as their names say (`clip_rules`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsreason.config.schema import SourceConfig
+from dsreason.data.rows import JSON_SUFFIXES, read_rows
+from dsreason.errors import DataError
+from dsreason.problems import listed
+from dsreason.tools.datasets.clip_rules import Cut, MissingRaw, Rule, check_name
+from dsreason.tools.datasets.cutting import cut_clip
+from dsreason.tools.datasets.processes import tracked
+
+
+@dataclass(frozen=True)
+class Clips:
+    """What became of the clips asked for."""
+
+    cut: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
+    """They were there already."""
+    missing: list[str] = field(default_factory=list)
+    """A text for each whose raw video is not there."""
+    failed: list[str] = field(default_factory=list)
+    """A text for each that could not be cut."""
+
+
+def needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -> list[str]:
+    """The names (without `.mp4`) in the `video` fields of annotation files; by default all JSON files in `folder`.
+
+    Raises:
+        DataError: no annotations, or names that do not follow the rule of the data set.
+    """
+    files = list(annotations) or sorted(file for file in folder.glob("*") if file.suffix.lower() in JSON_SUFFIXES)
+    if not files:
+        raise DataError(
+            f"{folder}: no annotation file (.json, .jsonl); get it with dsreason data fetch, or name it with --annotations"
+        )
+    names: dict[str, None] = {}
+    problems = []
+    for file in files:
+        rows = read_rows(SourceConfig(path=str(file)))
+        for index in range(len(rows)):
+            try:
+                names[clip_name(rows[index], dataset)] = None
+            except DataError as error:
+                problems.append(f"{rows.location(index)}: {error}")
+    if problems:
+        shown = listed(problems, 10, separator="\n  ")
+        raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown}")
+    return list(names)
+
+
+def clip_name(row: Any, dataset: str) -> str:
+    """`{"video": "clips/a.mp4"}` → `a`."""
+    video = row.get("video") if isinstance(row, dict) else None
+    if not isinstance(video, str) or not video:
+        raise DataError(f"field 'video': needs the path of a clip, is {video!r:.100}")
+    name = video.removeprefix("clips/").removesuffix(".mp4")
+    check_name(name, dataset)
+    return name
+
+
+def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> Clips:
+    """Cut those clips that are not in `folder` yet, each as `<name>.mp4`, in `workers` processes (0: in this one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clips = Clips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
+    cuts: list[tuple[str, Cut]] = []
+    present = set(clips.present)
+    for name in (name for name in names if name not in present):
+        try:
+            cuts.append((name, rule(name)))
+        except MissingRaw as error:
+            clips.missing.append(f"{name}: {error}")
+        except DataError as error:
+            clips.failed.append(f"{name}: {error}")
+    cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
+    results = tracked(
+        partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
+    )
+    for (name, _), result in zip(cuts, results, strict=True):
+        if isinstance(result, DataError):
+            clips.failed.append(f"{name}: {result}")
+        else:
+            clips.cut.append(name)
+    return clips
+
+
+def cut_one(task: tuple[str, Cut], folder: Path) -> None:
+    name, cut = task
+    cut_clip(cut, folder / f"{name}.mp4")

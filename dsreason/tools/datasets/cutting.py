@@ -1,0 +1,181 @@
+"""Cutting frames out of a video, exactly: decoded and encoded again, because a copied stream can only begin at a key frame."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+import av
+from av.video.frame import PictureType, VideoFrame
+
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.atomic import draft_of
+from dsreason.media.media import UnusableTimes, frames_by_count, frames_by_time, load_image, opened_video, packet_times
+from dsreason.media.time_limit import time_limit
+from dsreason.tools.datasets.clip_rules import Cut
+
+ENCODER: Final = "libx264"
+OPTIONS = {"crf": "18", "preset": "medium"}
+"""Visually lossless."""
+ENCODING = 10
+"""How many times longer than decoding alone writing a clip may take."""
+IMAGE_FPS = Fraction(30)
+"""As cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: what a model is asked
+about such a clip, and how many of its frames it sees, depends on it."""
+IMAGES = (".jpg", ".jpeg", ".png")
+
+
+def cut_clip(cut: Cut, target: Path) -> None:
+    """Write the frames of `cut` to `target` (H.264 in MP4, no sound), which appears only when complete.
+
+    Every frame keeps its time and size (an odd side loses a pixel, which H.264 needs), also where the raw video's frame
+    rate varies.
+
+    Raises:
+        DataError: the raw video is damaged, or has not these frames.
+        ConfigError: PyAV has no H.264 encoder.
+    """
+    if ENCODER not in av.codecs_available:
+        raise ConfigError(f"PyAV was built without {ENCODER}; install the wheel from the package index")
+    try:
+        with draft_of(target) as draft:
+            if cut.source.is_dir():
+                encode(image_frames(cut), IMAGE_FPS, draft)
+                return
+            video = timing(cut.source)
+            wanted = frames_of_cut(cut, video)
+            with time_limit(cut.source, factor=ENCODING):
+                try:
+                    encode(frames_by_time(cut.source, wanted, video.times), video.fps, draft)
+                except UnusableTimes:
+                    encode(counted_frames(cut.source, wanted, video), video.fps, draft)
+    except av.FFmpegError as error:
+        raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------- which frames
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Number of frames, their time stamps (none where the file has no usable ones), the unit of these, and the rate."""
+
+    count: int
+    times: list[int]
+    time_base: Fraction | None
+    fps: Fraction
+
+
+def timing(source: Path) -> Timing:
+    status = source.stat()
+    return _timing(source.absolute(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)  # many clips come from one recording, and finding the times reads all of it
+def _timing(source: Path, modified: int, size: int) -> Timing:
+    with time_limit(source), opened_video(source) as (container, stream):
+        count, times = packet_times(container, stream)
+        fps = stream.average_rate or stream.guessed_rate
+        if not fps:
+            raise DataError(f"{source}: the frame rate cannot be determined from the header")
+        return Timing(count, times, stream.time_base, fps)
+
+
+def frames_of_cut(cut: Cut, video: Timing) -> range:
+    check_total(cut, video.count)
+    if cut.unit == "frames":
+        start, end = int(cut.start), int(cut.end)
+    elif video.times and video.time_base:
+        start, end = frames_between(video.times, video.time_base, cut.start, cut.end)
+    else:
+        raise DataError(f"{cut.source}: its frames have no times, so that seconds cannot be cut out of it")
+    if end > video.count or start == end:
+        raise DataError(
+            f"{cut.source}: has {video.count} frames; {cut.start:g} to {cut.end:g} {cut.unit} do not lie within them"
+        )
+    return range(start, end)
+
+
+def frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
+    """First frame shown at or after `start` seconds, and the first one at or after `end`; `times` are ascending.
+
+    An end up to a frame behind the last one is the video's own end. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to
+    0.2 s → (1, 2).
+    """
+    slack = 1e-6  # 0.7 s x 10 frames a second is 7.000000000000001 in binary
+    seconds = [float((time - times[0]) * time_base) for time in times]
+    first = next((i for i, shown in enumerate(seconds) if shown >= start - slack), len(seconds))
+    step = seconds[-1] / (len(seconds) - 1) if len(seconds) > 1 else 0.0
+    if end > seconds[-1] + step + slack:
+        return first, len(seconds) + 1
+    return first, next((i for i, shown in enumerate(seconds) if shown >= end - slack), len(seconds))
+
+
+def check_total(cut: Cut, count: int) -> None:
+    # BridgeData V2 has one image more than actions, and either may have been counted.
+    if cut.total is not None and abs(count - cut.total) > 1:
+        raise DataError(f"{cut.source}: has {count} frames, the clip's name says {cut.total}: not the same episode")
+
+
+# ---------------------------------------------------------------- their pixels
+
+
+def counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
+    """With times of their own where the file has no usable ones."""
+    for number, frame in enumerate(frames_by_count(source, wanted)):
+        if not video.times:
+            frame.pts, frame.time_base = number, 1 / video.fps
+        yield frame
+
+
+def image_frames(cut: Cut) -> Iterator[VideoFrame]:
+    """Of a folder with im_0.jpg, im_1.jpg, …, in the order of their numbers."""
+    files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=image_number)
+    check_total(cut, len(files))
+    if cut.end > len(files):
+        raise DataError(f"{cut.source}: has {len(files)} images; the clip needs {cut.end:g}")
+    for number, file in enumerate(files[int(cut.start) : int(cut.end)]):
+        frame = VideoFrame.from_image(load_image(file))
+        frame.pts, frame.time_base, frame.duration = number, Fraction(1, IMAGE_FPS), 1
+        yield frame
+
+
+def image_number(file: Path) -> tuple[int, str]:
+    digits = re.findall(r"\d+", file.stem)
+    return (int(digits[-1]) if digits else -1), file.name
+
+
+# ---------------------------------------------------------------- writing
+
+
+def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
+    """All frames, the first one shown at 0. DataError where one has no time."""
+    first = next(frames)
+    origin, unit = time_of(first)
+    with av.open(str(target), "w", format="mp4") as container:
+        stream = container.add_stream(ENCODER, rate=fps, options=OPTIONS)
+        stream.width, stream.height = first.width // 2 * 2, first.height // 2 * 2
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = stream.time_base = unit
+        stream.codec_context.thread_count = 1  # clips are cut side by side
+        if first.rotation:
+            stream.set_display_rotation(first.rotation)
+        for frame in chain([first], frames):
+            shown = frame.reformat(stream.width, stream.height, format="yuv420p")
+            shown.pts, shown.time_base, shown.duration = time_of(frame)[0] - origin, unit, frame.duration
+            shown.pict_type = PictureType.NONE  # the encoder chooses its key frames itself
+            container.mux(stream.encode(shown))
+        container.mux(stream.encode())
+
+
+def time_of(frame: VideoFrame) -> tuple[int, Fraction]:
+    """Its time stamp, and the seconds that one of it counts."""
+    if frame.pts is None or frame.time_base is None:
+        raise DataError("a frame has no time, so that the clip cannot keep it; convert the raw video first")
+    return frame.pts, frame.time_base

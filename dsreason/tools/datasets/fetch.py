@@ -1,0 +1,234 @@
+"""Data sets from the Hugging Face Hub, laid out as `dsreason eval --data` and the adapters read them.
+
+A file `<path>` of the repository becomes `<data_dir>/<task>/<path>`, an archive of clips (`<ds>/clips.tar.gz`,
+`<ds>/clips/part0.tar.gz`) the files in `<data_dir>/<task>/<ds>/clips/`; the archive itself is removed. A download that
+was cut continues where it was, also in a later call. `.fetched.json` remembers the content (its hash on the Hub) of what
+is complete.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from dsreason.errors import DataError
+from dsreason.files.archives import extract
+from dsreason.files.atomic import write_file
+from dsreason.files.disk import existing_part, json_object
+from dsreason.files.hub import dataset_errors
+from dsreason.monitor.progress import track
+from dsreason.problems import nearest
+from dsreason.tools.datasets.hub import RemoteFile, download, list_files, size_of
+
+REPOSITORIES = {
+    "benchmark": "nvidia/Cosmos-Reason1-Benchmark",
+    "sft": "nvidia/Cosmos-Reason1-SFT-Dataset",
+    "rl": "nvidia/Cosmos-Reason1-RL-Dataset",
+}
+DATASETS = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")
+
+RECORD, PARTIALS = ".fetched.json", ".partial"
+"""Path → content of what earlier calls completed; and the folder of what they began."""
+DOWNLOADS = 4
+"""Files at a time."""
+SPARE_BYTES = 100 * 1024**2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fetch will do."""
+
+    repo: str
+    revision: str
+    """The commit, so that all files are of one version."""
+    folder: Path
+    files: list[RemoteFile]
+    missing: list[RemoteFile]
+    """Those of `files` that are not in the folder yet."""
+    without_clips: list[str]
+    """Data sets asked for that have annotations but no clips in the repository."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Left to download, without what earlier calls began."""
+        begun = (min(size_of(partial_path(self.folder, file)), file.size) for file in self.missing)
+        return sum(file.size for file in self.missing) - sum(begun)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Needed on the disk: an archive is there packed and unpacked for a moment, and clips hardly shrink."""
+        return self.num_bytes + sum(file.size for file in self.missing if file.is_archive)
+
+
+def plan_fetch(
+    task: str,
+    *,
+    data_dir: Path,
+    repo: str | None = None,
+    revision: str | None = None,
+    datasets: Sequence[str] = (),
+    patterns: Sequence[str] = (),
+) -> Plan:
+    """Which files of the repository are asked for, and which of them are missing. Nothing is written.
+
+    Args:
+        task: benchmark, sft or rl: the folder below `data_dir`, and the repository where `repo` is None.
+        datasets: only files in these folders; none: in all.
+        patterns: only paths that match one of these (`*.json`, `robovqa/*`); none: all.
+
+    Raises:
+        DataError: no such repository, revision, data set or file, no access, or no connection.
+    """
+    repo = repo or REPOSITORIES[task]
+    commit, listed = list_files(repo, revision)
+    files = choose(listed, repo, datasets, patterns)
+    folder = data_dir / task
+    record = json_object(folder / RECORD)
+    return Plan(
+        repo=repo,
+        revision=commit,
+        folder=folder,
+        files=files,
+        missing=[file for file in files if not is_fetched(folder, file, record)],
+        without_clips=without_clips(files, listed),
+    )
+
+
+def fetch(plan: Plan) -> None:
+    """Download what is missing, and unpack archives of clips.
+
+    Raises:
+        DataError: no access, no connection, damaged content, or too little room on the disk, which is checked first.
+    """
+    free = shutil.disk_usage(existing_part(plan.folder)).free
+    if plan.disk_bytes + SPARE_BYTES > free:
+        raise DataError(
+            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
+            "choose another --data-dir, or fewer files with --dataset and --file"
+        )
+    with (
+        track(f"fetching {plan.repo}", plan.num_bytes, "bytes") as advance,
+        ThreadPoolExecutor(DOWNLOADS) as threads,
+    ):
+        stopped = Event()
+
+        def received(count: int) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            advance(count)
+
+        downloads = {
+            threads.submit(download, plan.repo, plan.revision, file, partial_path(plan.folder, file), received): file
+            for file in plan.missing
+        }
+        try:
+            for done in as_completed(downloads):
+                with dataset_errors(plan.repo, plan.revision):
+                    done.result()
+                    put_in_place(plan.folder, downloads[done])
+        finally:
+            stopped.set()  # the others stop where they are, and are continued by the next call
+            threads.shutdown(wait=True, cancel_futures=True)
+    partials = plan.folder / PARTIALS
+    if partials.is_dir() and not any(partials.iterdir()):
+        partials.rmdir()
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def choose(
+    listed: Sequence[RemoteFile], repo: str, datasets: Sequence[str], patterns: Sequence[str]
+) -> list[RemoteFile]:
+    """The files asked for; the repository's own notes (`.gitattributes`) never are."""
+    files = [file for file in listed if not file.path.startswith(".")]
+    folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
+    if absent := [name for name in datasets if name not in folders]:
+        raise DataError(f"{repo}: has no data set {', '.join(absent)}; it has {', '.join(folders) or 'no folders'}")
+    if datasets:
+        files = [file for file in files if file.path.split("/")[0] in datasets]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(file.path, pattern) for file in files):
+            suggestion = nearest(pattern, [file.path for file in files])
+            raise DataError(
+                f"--file {pattern}: matches none of the {len(files)} files of {repo}"
+                + (f"; did you mean {suggestion}?" if suggestion else "; list them with --dry-run and without --file")
+            )
+    if patterns:
+        files = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
+    if not files:
+        raise DataError(f"{repo}: holds no files")
+    return files
+
+
+def without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> list[str]:
+    asked = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
+    having = {file.path.split("/")[0] for file in listed if file.is_archive or "/clips/" in file.path}
+    return [name for name in asked if name in DATASETS and name not in having]
+
+
+# ---------------------------------------------------------------- one file
+
+
+def partial_path(folder: Path, file: RemoteFile) -> Path:
+    """Named by path and content: what another version left is never continued."""
+    return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
+
+
+def put_in_place(folder: Path, file: RemoteFile) -> None:
+    partial = partial_path(folder, file)
+    if file.is_archive:
+        unpack_clips(partial, folder / file.clips, file.path)
+        partial.unlink()
+    else:
+        target = folder / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial, target)
+    write_file(folder / RECORD, json.dumps({**json_object(folder / RECORD), file.path: file.content}, indent=2))
+
+
+def unpack_clips(archive: Path, clips: Path, name: str) -> None:
+    """The archive's files, whatever folders it has them in, into the folder `clips`.
+
+    Raises:
+        DataError: it is damaged, wants out of its folder, or holds two files of one name.
+    """
+    clips.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=clips.parent, prefix=".unpacking-") as scratch:
+        try:
+            extract(archive, Path(scratch))
+        except DataError as error:
+            archive.unlink()
+            raise DataError(f"{name}: {error}; it was removed, fetch it again") from error
+        members = [file for file in Path(scratch).rglob("*") if file.is_file() and not file.name.startswith(".")]
+        by_name = {file.name: file for file in members}
+        if len(by_name) < len(members):
+            raise DataError(f"{name}: holds {len(members)} files with {len(by_name)} names; unpack it yourself")
+        clips.mkdir(exist_ok=True)
+        for member in members:
+            os.replace(member, clips / member.name)
+
+
+# ---------------------------------------------------------------- what is there already
+
+
+def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
+    if record.get(file.path) != file.content:
+        return False
+    if file.is_archive:
+        return (folder / file.clips).is_dir()
+    target = folder / file.path
+    return target.is_file() and target.stat().st_size == file.size
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,166 @@
+"""The Hugging Face Hub: the files of a data set repository, and downloads that continue where they were cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+from dsreason.errors import DataError
+from dsreason.files.archives import SUFFIXES
+from dsreason.files.deadline import Pace, within
+from dsreason.files.disk import sha256_of
+from dsreason.files.hub import dataset_errors, hub, hub_error
+from dsreason.monitor.progress import Advance
+
+ATTEMPTS = 5
+"""Failed attempts in a row, without a new byte, after which a download gives up."""
+TIMEOUT = 60.0
+"""Seconds without a byte after which a connection counts as broken."""
+OPEN_LIMIT = 120.0
+"""Seconds until the content of an answer begins, redirects included."""
+LIST_LIMIT = 600.0
+"""Seconds for the list of a repository's files, a page after the other."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """`content` names the bytes: the SHA-256 of a large file, git's hash of a small one."""
+
+    path: str
+    size: int
+    content: str
+    sha256: str | None = None
+
+    @property
+    def is_archive(self) -> bool:
+        place = PurePosixPath(self.path)
+        of_clips = place.name.startswith("clips") or place.parent.name == "clips"
+        return of_clips and place.name.lower().endswith(SUFFIXES)
+
+    @property
+    def clips(self) -> PurePosixPath:
+        """Where an archive's clips go: `robovqa/clips.tar.gz` → `robovqa/clips`."""
+        parent = PurePosixPath(self.path).parent
+        return parent if parent.name == "clips" else parent / "clips"
+
+
+def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
+    """The commit of a revision, and its files."""
+
+    def ask() -> tuple[str, list[RemoteFile]]:
+        api = HfApi(endpoint=hub())
+        commit = str(api.dataset_info(repo, revision=revision).sha)
+        tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
+        return commit, [remote_file(entry) for entry in tree if isinstance(entry, RepoFile)]
+
+    with dataset_errors(repo, revision):
+        return within(LIST_LIMIT, ask)
+
+
+def remote_file(entry: RepoFile) -> RemoteFile:
+    path = PurePosixPath(entry.path)
+    if path.is_absolute() or ".." in path.parts:
+        raise DataError(f"the Hub lists a file {entry.path!r}, which leads out of its folder; nothing was fetched")
+    sha256 = entry.lfs.sha256 if entry.lfs else None
+    return RemoteFile(entry.path, entry.size, sha256 or entry.blob_id, sha256)
+
+
+def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: Advance) -> None:
+    """The complete content into `partial`; what an earlier call left there is not fetched again.
+
+    `advance` is called with the bytes received, before they are written; what it raises ends the download.
+
+    Raises:
+        DataError: content that differs from the Hub's list; it is removed.
+        HTTPError, OSError: see `dataset_errors`; what was received stays, to be continued.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
+    failures = 0
+    while not partial.is_file() or partial.stat().st_size < file.size:
+        before = size_of(partial)
+        try:
+            stream(url, partial, before, file.size, advance)
+            break
+        except HTTPError as error:
+            failures = 0 if size_of(partial) > before else failures + 1
+            if failures == ATTEMPTS or not hub_error(error, repo).transient:
+                raise
+            time.sleep(1)
+    check_content(repo, file, partial)
+
+
+def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
+    """DataError, and nothing left of it, where it is not what the Hub's list says."""
+    size = partial.stat().st_size
+    problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
+    if problem is None and file.sha256 and (found := sha256_of(partial)) != file.sha256:
+        problem = f"the content's SHA-256 is {found}, the Hub lists {file.sha256}"
+    if problem is not None:
+        partial.unlink()
+        raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")
+
+
+def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
+    """From byte `start` to the end, at byte `most`. huggingface_hub's own download begins anew in every process."""
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with opened(url, headers) as response:
+        if start and response.status_code != 206:  # a server that sends everything again
+            advance(-start)
+            start = 0
+        with partial.open("r+b" if start else "wb") as file:
+            file.seek(start)
+            for chunk in pieces(response, most - start):
+                advance(len(chunk))
+                file.write(chunk)
+
+
+@contextmanager
+def opened(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+    """A response whose content is yet to be read. huggingface_hub's session takes tokens off where a redirect leads elsewhere.
+
+    Raises:
+        HTTPError: of the server or the connection.
+        TimeoutError: the server did not begin to answer in time.
+    """
+
+    def request() -> Any:
+        response = stack.enter_context(
+            get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=TIMEOUT)
+        )
+        hf_raise_for_status(response)  # it reads what an error says
+        return response
+
+    with ExitStack() as stack:
+        yield within(OPEN_LIMIT, request)
+
+
+def pieces(response: Any, most: int) -> Iterator[bytes]:
+    """The content as it was sent, not unpacked: nothing packed was asked for.
+
+    Raises:
+        DataError: more than `most` bytes.
+        TimeoutError: it comes too slowly.
+    """
+    pace = Pace()
+    for piece in response.iter_raw():
+        pace.count(len(piece))
+        most -= len(piece)
+        if most < 0:
+            raise DataError(f"{response.request.url}: the server sends more than was asked for; nothing more is read")
+        yield piece
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,364 @@
+"""What is in the data: counts, lengths, media, labels and duplicates.
+
+Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
+with the seconds that are shown of them.
+Media are the same when their files have the same bytes: files of equal size are compared by SHA-256, so that one clip
+under two names is found, but not one that was encoded again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dsreason.data.chat import Encoder
+from dsreason.data.labels import Label, label_key
+from dsreason.data.order import evenly
+from dsreason.data.sources import SampleDataset
+from dsreason.errors import DataError
+from dsreason.files.disk import sha256_of
+from dsreason.media.media import local_path
+from dsreason.tools.datasets.processes import tracked
+from dsreason.tools.datasets.row_facts import (
+    MediumFacts,
+    MediumUse,
+    RowFacts,
+    UnusableRow,
+    medium_facts,
+    read_facts,
+)
+
+Media = Mapping[MediumUse, MediumFacts | DataError]
+
+COMMON = 10
+"""How many of the most frequent answers and system prompts are reported."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of some numbers; `p95` is not exceeded by 95 % of them."""
+
+    min: float
+    median: float
+    p95: float
+    max: float
+
+
+@dataclass(frozen=True)
+class MediaReport:
+    """Of the files of one kind that can be read."""
+
+    files: int
+    bytes: int
+    height: Spread | None
+    width: Spread | None
+    seconds: Spread | None = None
+    fps: Spread | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    """How often a letter is the right one, and how often it would be if all options of a question were alike."""
+
+    count: int
+    expected: float
+
+
+@dataclass(frozen=True)
+class PreferenceReport:
+    """Of the rows with a better and a worse answer. Where nearly all better ones are longer, length is what is learned."""
+
+    rows: int
+    rejected_characters: Spread | None
+    longer_chosen: int
+    undecided: int
+    """Rows whose answers are the same."""
+
+
+@dataclass(frozen=True)
+class PixelReport:
+    """How many of the media that rows show (those of measured rows) cosmos-rl would show in other frames or another size."""
+
+    compared: int
+    differing: int
+    examples: list[str]
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """One part of the data: training, validation, or a test set.
+
+    `unusable` counts rows by reason, `unreadable_media` files; both are listed in `Inspection.problems`.
+    """
+
+    rows: int
+    inspected: int
+    unusable: dict[str, int]
+    unreadable_media: int
+    modalities: dict[str, int]
+    question_characters: Spread | None
+    answer_characters: Spread | None
+    tokens: Spread | None
+    too_long: int | None
+    """Rows with more tokens than `max_length`; None without a model."""
+    media: dict[str, MediaReport]
+    letters: dict[str, Letter]
+    unlisted_answers: int
+    """Rows whose question lists options, and whose short answer is none of them: they are not multiple choice."""
+    answers: dict[str, int]
+    """The most frequent short answers of rows without options."""
+    best_constant: float | None
+    """Share of rows with short answers or letters that one and the same answer to everything gets right."""
+    system_prompts: dict[str, int]
+    with_think: int
+    with_answer_tag: int
+    several_turns: int
+    duplicates: int
+    """Rows whose question and media an earlier row has."""
+    pixels: PixelReport | None = None
+    """None without a model."""
+    preferences: PreferenceReport | None = None
+    """None where no row is one."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Rows of one part that another one has too, whole or only their media."""
+
+    part: str
+    other: str
+    same_rows: int
+    same_media: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    parts: dict[str, PartReport]
+    overlaps: list[Overlap]
+    max_length: int | None
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    """Every unusable row and unreadable file: part, where, kind, reason."""
+    balance: dict[str, Label] = field(default_factory=dict)
+    """By label the training rows, and how many of them an epoch shows; empty without `data.balance`."""
+    duplicates: list[dict[str, Any]] = field(default_factory=list)
+    """Every row that repeats another one: part, where, of (where that one is)."""
+
+
+def inspect_data(
+    datasets: Mapping[str, SampleDataset],
+    encoder: Encoder | None = None,
+    *,
+    limit: int | None = None,
+    workers: int = 0,
+) -> Inspection:
+    """Look at every row, or at `limit` evenly spaced ones of each data set; only headers of media are read.
+
+    Args:
+        datasets: by name, in the order of the report; later ones are compared with earlier ones.
+        encoder: with it rows are also measured in tokens.
+    """
+    found: dict[str, list[RowFacts | UnusableRow]] = {}
+    for name, dataset in datasets.items():
+        rows = evenly(len(dataset), limit)
+        work = partial(read_facts, dataset, encoder)
+        read = tracked(work, rows, dataset.location, workers, f"reading {name}", "rows")
+        found[name] = [
+            UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
+            for row, result in zip(rows, read, strict=True)
+        ]
+    uses = list(dict.fromkeys(use for facts in found.values() for row in usable(facts) for use in row.media))
+    results = tracked(medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
+    media = dict(zip(uses, results, strict=True))
+    keys = content_keys(media, workers)
+    return Inspection(
+        parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in found.items()},
+        overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
+        max_length=encoder.max_length if encoder else None,
+        problems=problems(found, media),
+        duplicates=repeated(found, keys),
+    )
+
+
+def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
+    return [row for row in facts if isinstance(row, RowFacts)]
+
+
+# ---------------------------------------------------------------- media
+
+
+def content_keys(media: Media, workers: int) -> dict[str, str]:
+    """Path → what the file's content is called. Only files that share their size are read whole."""
+    sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
+    counts = Counter(sizes.values())
+    alike = [path for path, size in sizes.items() if counts[size] > 1]
+    hashes = tracked(lambda path: sha256_of(local_path(path)), alike, str, workers, "comparing media", "files")
+    by_path = dict(zip(alike, hashes, strict=True))
+    return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
+
+
+def media_report(files: Sequence[MediumFacts]) -> MediaReport:
+    return MediaReport(
+        files=len(files),
+        bytes=sum(file.size for file in files),
+        height=spread(file.height for file in files),
+        width=spread(file.width for file in files),
+        seconds=spread(file.seconds for file in files),
+        fps=spread(file.fps for file in files),
+    )
+
+
+# ---------------------------------------------------------------- one part
+
+
+def report(
+    num_rows: int,
+    facts: Sequence[RowFacts | UnusableRow],
+    media: Media,
+    keys: Mapping[str, str],
+    encoder: Encoder | None,
+) -> PartReport:
+    rows = usable(facts)
+    bad = [row for row in facts if isinstance(row, UnusableRow)]
+    files = {use: media[use] for row in rows for use in row.media}
+    readable = [(use.kind, file) for use, file in files.items() if isinstance(file, MediumFacts)]
+    short = count_answers(row.answer for row in rows if not row.letters)
+    return PartReport(
+        rows=num_rows,
+        inspected=len(facts),
+        unusable=dict(Counter("missing media" if row.is_missing_media else "other" for row in bad)),
+        unreadable_media=len(files) - len(readable),
+        modalities=dict(Counter(modality(row) for row in rows)),
+        question_characters=spread(row.question_length for row in rows),
+        answer_characters=spread(row.answer_length for row in rows),
+        tokens=spread(row.tokens for row in rows),
+        too_long=sum((row.tokens or 0) > encoder.max_length for row in rows) if encoder else None,
+        media={
+            kind: media_report([file for of_kind, file in readable if of_kind == kind])
+            for kind in ("image", "video")
+            if any(use.kind == kind for use in files)
+        },
+        letters=letters_of(rows),
+        unlisted_answers=sum(row.is_unlisted for row in rows),
+        answers=dict(short.most_common(COMMON)),
+        best_constant=best_constant(rows),
+        system_prompts=dict(Counter(row.system_prompt for row in rows if row.system_prompt).most_common(COMMON)),
+        with_think=sum(row.has_think for row in rows),
+        with_answer_tag=sum(row.has_answer_tag for row in rows),
+        several_turns=sum(row.turns > 1 for row in rows),
+        duplicates=len(rows) - len({row_key(row, keys) for row in rows}),
+        pixels=pixel_report(rows) if encoder else None,
+        preferences=preference_report(rows),
+    )
+
+
+def preference_report(rows: Sequence[RowFacts]) -> PreferenceReport | None:
+    lengths = [(row.answer_length, row.rejected_length) for row in rows if row.rejected_length is not None]
+    if not lengths:
+        return None
+    return PreferenceReport(
+        rows=len(lengths),
+        rejected_characters=spread(rejected for _, rejected in lengths),
+        longer_chosen=sum(chosen > rejected for chosen, rejected in lengths),
+        undecided=sum(row.is_undecided for row in rows),
+    )
+
+
+def pixel_report(rows: Sequence[RowFacts]) -> PixelReport:
+    differences = [text for row in rows for text in row.pixel_differences]
+    compared = sum(len(row.media) for row in rows if row.tokens is not None)
+    return PixelReport(compared, len(differences), list(dict.fromkeys(differences))[:COMMON])
+
+
+def spread(numbers: Iterable[float | None]) -> Spread | None:
+    given = [number for number in numbers if number is not None]
+    if not given:
+        return None
+    low, middle, high, top = (float(value) for value in np.percentile(given, [0, 50, 95, 100]))
+    return Spread(low, middle, high, top)
+
+
+def modality(row: RowFacts) -> str:
+    kinds = {use.kind for use in row.media}
+    return " and ".join(sorted(kinds)) if kinds else "text"
+
+
+def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
+    """By letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
+    asked = [row for row in rows if row.letters]
+    right = Counter(row.answer for row in asked)
+    names = sorted({letter for row in asked for letter in row.letters})
+    return {
+        name: Letter(right[name], sum(1 / len(row.letters) for row in asked if name in row.letters)) for name in names
+    }
+
+
+def count_answers(answers: Iterable[str | None]) -> Counter[str]:
+    """Those that differ in case or a last full stop only are one, written as the first of them."""
+    given, first = [answer for answer in answers if answer is not None], dict[str, str]()
+    return Counter(first.setdefault(label_key(answer), answer) for answer in given)
+
+
+def best_constant(rows: Iterable[RowFacts]) -> float | None:
+    answers = count_answers(row.answer for row in rows)
+    return max(answers.values()) / answers.total() if answers else None
+
+
+# ---------------------------------------------------------------- duplicates
+
+Key = tuple[str, tuple[str, ...], tuple[str, ...]]
+
+
+def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(keys.get(use.path, use.path) for use in row.media)
+
+
+def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
+    return row.question, media_key(row, keys), row.seconds
+
+
+def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
+    """Of each part with each earlier one."""
+    names = list(parts)
+    found = []
+    for i, name in enumerate(names):
+        for other in names[:i]:
+            rows = {row_key(row, keys) for row in parts[other]}
+            media = {key for row in parts[other] for key in media_key(row, keys)}
+            found.append(
+                Overlap(
+                    part=name,
+                    other=other,
+                    same_rows=sum(row_key(row, keys) in rows for row in parts[name]),
+                    same_media=sum(not media.isdisjoint(media_key(row, keys)) for row in parts[name]),
+                )
+            )
+    return found
+
+
+def repeated(found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]) -> list[dict[str, Any]]:
+    first: dict[Key, tuple[str, RowFacts]] = {}
+    listed = []
+    for name, facts in found.items():
+        for row in usable(facts):
+            other, same = first.setdefault(row_key(row, keys), (name, row))
+            if same is not row:
+                listed.append({"part": name, "where": row.where, "of_part": other, "of": same.where})
+    return listed
+
+
+def problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
+    listed = []
+    for name, facts in found.items():
+        for row in facts:
+            if isinstance(row, UnusableRow):
+                found_here = [("missing media" if row.is_missing_media else "unusable row", row.reason)]
+            else:
+                files = [media[use] for use in row.media]
+                found_here = [("unreadable media", str(file)) for file in files if isinstance(file, DataError)]
+            listed += [{"part": name, "where": row.where, "kind": kind, "reason": why} for kind, why in found_here]
+    return listed

@@ -1,0 +1,362 @@
+"""The raw videos that clips are cut from, as their publishers offer them; only what is needed is fetched.
+
+- agibot: tars on the Hub, `observations/<task>/<first episode>-<last episode>.tar` of AgiBotWorld-Beta, each with
+  `<episode>/videos/<view>.mp4`. Its terms have to be accepted there.
+- holoassist: `video_pitch_shifted.tar` with `<recording>/Export_py/Video_pitchshift.mp4`, and the annotated actions.
+- bridgev2: the shards of the TFDS data set `bridge_dataset`, an episode a record. Which shard has an episode is not published:
+  one after the other is fetched until all are found, its frames are kept as images, and what is in it is remembered.
+
+They are put where `clip_rules` looks for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import hf_hub_url
+from huggingface_hub.errors import HTTPError
+
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.atomic import write_file
+from dsreason.files.disk import existing_part, json_object
+from dsreason.files.hub import dataset_errors, hub
+from dsreason.monitor.progress import track
+from dsreason.secrets import hide_secrets
+from dsreason.tools.datasets.clip_rules import (
+    HOLOASSIST_VIDEOS,
+    MissingRaw,
+    agibot_cut,
+    bridge_cut,
+    check_name,
+    holoassist_video,
+)
+from dsreason.tools.datasets.hub import list_files, size_of
+from dsreason.tools.datasets.ranges import Source, failure, fetch_part, is_transient
+from dsreason.tools.datasets.remote_tar import find_members
+from dsreason.tools.datasets.tfrecord import read_examples
+
+ORIGINS = {
+    "agibot": "agibot-world/AgiBotWorld-Beta",
+    "holoassist": "https://hl2data.z5.web.core.windows.net/holoassist-data-release",
+    "bridgev2": "https://rail.eecs.berkeley.edu/datasets/bridge_release/data/tfds/bridge_dataset/1.0.0",
+}
+"""A data set of the Hub, or the address of a folder; those of cosmos-reason1's `process_raw_data.py`."""
+HOLOASSIST_TAR, HOLOASSIST_ACTIONS = "video_pitch_shifted.tar", "data-annotation-trainval-v1_1.json"
+BY_HAND = {
+    "agibot": "accept the terms on {hub}/datasets/{origin}, set HF_TOKEN, and unpack observations/<task>/*.tar of it into "
+    "{folder}/observations/<task>",
+    "holoassist": f"get {HOLOASSIST_TAR} and {HOLOASSIST_ACTIONS} from https://holoassist.github.io, put the second into "
+    "{folder} and unpack the first into {folder}/videos",
+    "bridgev2": "get the data set bridge_dataset (TFDS) from https://rail-berkeley.github.io/bridgedata, and write image_0 of "
+    "the episodes to {folder}/<folder>/<episode>/images0/im_0.jpg, im_1.jpg, …",
+}
+BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES = (
+    "episode_metadata/file_path",
+    "episode_metadata/episode_id",
+    "steps/observation/image_0",
+)
+BRIDGE_ROOT = "bridge_data_all/"
+EPISODES, INDICES, PARTIALS = ".episodes.json", ".indices", ".partial"
+SPARE_BYTES = 100 * 1024**2
+
+
+@dataclass(frozen=True)
+class RawPlan:
+    """The raw videos of one data set that clips need and that are not there yet."""
+
+    dataset: str
+    origin: str
+    folder: Path
+    clips: int
+    """All that the annotations name."""
+    videos: dict[str, list[str]]
+    """Raw video → the clips that are cut from it. `327/648642/head`, a recording, or `<folder>.<episode>`."""
+
+    @property
+    def place(self) -> str:
+        """The origin, to be shown: without a password that stands in it."""
+        return hide_secrets(self.origin)
+
+    @property
+    def by_hand(self) -> str:
+        return BY_HAND[self.dataset].format(hub=hub(), origin=self.place, folder=self.folder)
+
+
+def check_origin(dataset: str, origin: str) -> None:
+    """ConfigError where `--raw-from` is no place that the raw videos of a data set can come from."""
+    if dataset not in ORIGINS:
+        problem = f"{dataset} is not cut from raw videos; give it with {', '.join(ORIGINS)}"
+    elif dataset == "agibot" and re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is None:
+        problem = f"{dataset} comes from a data set of the Hub; write owner/name, as in {ORIGINS[dataset]}"
+    elif dataset != "agibot" and not origin.startswith(("http://", "https://")):
+        problem = f"{dataset} comes from a server; write the address of a folder, as in {ORIGINS[dataset]}"
+    else:
+        return
+    raise ConfigError(f"--raw-from {hide_secrets(origin)}: {problem}")
+
+
+def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
+    """What is missing of the raw videos of those clips that are not cut yet. Nothing is requested.
+
+    Args:
+        names: of the clips, without their ending.
+        clips: folder of the cut ones.
+        folder: of the raw videos, where `dsreason data clip` will look.
+        origin: another place that offers the same.
+    """
+    videos: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if not (clips / f"{name}.mp4").is_file() and not has_raw(dataset, name, folder):
+            videos[raw_of(dataset, name)].append(name)
+    return RawPlan(dataset, (origin or ORIGINS[dataset]).rstrip("/"), folder, len(names), dict(videos))
+
+
+def raw_of(dataset: str, name: str) -> str:
+    match = check_name(name, dataset)
+    if dataset == "agibot":
+        return f"{match['task']}/{match['episode']}/{match['view']}"
+    return match["recording"] if dataset == "holoassist" else f"{match['folder']}.{match['episode']}"
+
+
+def has_raw(dataset: str, name: str, folder: Path) -> bool:
+    match = check_name(name, dataset)
+    find: dict[str, Callable[[], object]] = {
+        "agibot": lambda: agibot_cut(match, folder),
+        "bridgev2": lambda: bridge_cut(match, folder),
+        "holoassist": lambda: holoassist_video(match["recording"], folder),
+    }
+    try:
+        find[dataset]()
+    except MissingRaw:
+        return False
+    except DataError:  # there is one, and cutting will say what is wrong with the name
+        return True
+    return True
+
+
+def fetch_raw(plan: RawPlan) -> list[str]:
+    """Fetch what is missing; returns a text for each clip whose raw video is not offered.
+
+    Raises:
+        DataError: no access, no connection, damaged content, too little room; it says how to get the videos by hand.
+            Also a file or folder that cannot be written.
+    """
+    if not plan.videos:
+        return []
+    with raw_errors(plan):
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        found = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
+    shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
+    return [
+        f"{clip}: its raw video {video} is not in {plan.place}"
+        for video, clips in plan.videos.items()
+        if video not in found
+        for clip in clips
+    ]
+
+
+@contextmanager
+def raw_errors(plan: RawPlan) -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{plan.dataset}: {error}. By hand: {plan.by_hand}") from error
+    except OSError as error:
+        raise DataError(
+            f"{plan.dataset}: {error.filename or plan.folder}: cannot be written ({error.strerror or error}); correct that, "
+            "and run the same command again: it continues"
+        ) from error
+
+
+@contextmanager
+def server_errors(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except HTTPError as error:
+        again = "; run the same command again: it continues" if is_transient(error) else ""
+        raise DataError(f"{failure(source, error)}{again}") from error
+    except TimeoutError as error:
+        raise DataError(f"{source.url}: {error}; run the same command again: it continues") from None
+
+
+# ---------------------------------------------------------------- tars
+
+
+def fetch_agibot(plan: RawPlan) -> set[str]:
+    """Of the tars that may have the episodes, those views that are needed."""
+    commit, files = list_files(plan.origin, None)
+    by_tar: dict[str, list[str]] = defaultdict(list)
+    for video in plan.videos:
+        task, episode, _ = video.split("/")
+        tars = [file.path for file in files if re.fullmatch(rf"observations/{task}/[^/]*\.tar", file.path)]
+        for tar in tars_of_episode(tars, int(episode)):
+            by_tar[tar].append(video)
+    found: set[str] = set()
+    for tar, videos in sorted(by_tar.items()):
+        task = tar.split("/")[1]
+        wanted = {
+            f"{video.split('/')[1]}/{inside}": video
+            for video in videos
+            if video not in found
+            for inside in agibot_members(video.split("/")[2])
+        }
+        url = hf_hub_url(plan.origin, tar, repo_type="dataset", revision=commit, endpoint=hub())
+        with dataset_errors(plan.origin, commit):
+            found |= take(plan, Source(url, on_hub=True), wanted, plan.folder / "observations" / task)
+    return found
+
+
+def agibot_members(view: str) -> list[str]:
+    return [f"{folder}{stem}.mp4" for folder in ("videos/", "") for stem in (view, f"{view}_color")]
+
+
+def tars_of_episode(tars: Sequence[str], episode: int) -> list[str]:
+    """Those whose name is a range with the episode in it, `648642-685032.tar`; else all whose name says nothing."""
+    ranges = {tar: re.fullmatch(r"(\d+)-(\d+)\.tar", tar.rpartition("/")[2]) for tar in tars}
+    inside = [tar for tar, match in ranges.items() if match and int(match[1]) <= episode <= int(match[2])]
+    return inside or [tar for tar, match in ranges.items() if match is None]
+
+
+def fetch_holoassist(plan: RawPlan) -> set[str]:
+    fetch_file(plan, Source(f"{plan.origin}/{HOLOASSIST_ACTIONS}"), plan.folder / HOLOASSIST_ACTIONS)
+    wanted = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
+    source = Source(f"{plan.origin}/{HOLOASSIST_TAR}")
+    with server_errors(source):
+        return take(plan, source, wanted, plan.folder / "videos")
+
+
+def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) -> set[str]:
+    """Fetch the members of a tar that are wanted into `folder`, under the endings by which they are; the keys found."""
+    if not wanted:
+        return set()
+    members = find_members(source, wanted, plan.folder / INDICES)
+    partials = {found: partial_of(plan, source, *found) for found in members.values()}
+    left = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
+    check_room(plan.folder, left)
+    with track(f"fetching raw videos of {plan.dataset}", left, "bytes") as advance:
+        for (member, start, size), partial in partials.items():
+            ending = next(ending for ending in wanted if f"/{member}".endswith(f"/{ending}"))
+            fetch_part(source, start, size, partial, advance)
+            (folder / ending).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial, folder / ending)
+    return set(members)
+
+
+def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
+    """A whole file, unless it is there."""
+    if file.is_file():
+        return
+    with server_errors(source):
+        size, partial = source.version.size, partial_of(plan, source)
+        left = size - size_of(partial)
+        check_room(plan.folder, left)
+        with track(f"fetching {file.name}", left, "bytes") as advance:
+            fetch_part(source, 0, size, partial, advance)
+    os.replace(partial, file)
+
+
+def partial_of(plan: RawPlan, source: Source, *part: str | int) -> Path:
+    """The file that a part of this version of a file is fetched into."""
+    what = " ".join(map(str, (source.url, *source.version, *part)))
+    return plan.folder / PARTIALS / hashlib.sha256(what.encode()).hexdigest()[:24]
+
+
+def check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(existing_part(folder)).free
+    if size + SPARE_BYTES > free:
+        raise DataError(
+            f"{folder}: {size / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free; choose another --data-dir"
+        )
+
+
+# ---------------------------------------------------------------- BridgeData V2
+
+
+def fetch_bridge(plan: RawPlan) -> set[str]:
+    """Shard after shard until all episodes are found, first those that are known to have some."""
+    episodes: dict[str, list[str]] = json_object(plan.folder / EPISODES)  # of the shards that earlier calls looked into
+    found: set[str] = set()
+    for split in ("train", "val"):
+        missing = {video for video in plan.videos if split_of(video) in (split, None)} - found
+        if not missing:
+            continue
+        for shard in sorted(shard_names(plan, split), key=lambda name: missing.isdisjoint(episodes.get(name, ()))):
+            missing -= found
+            if not missing:
+                break
+            if shard in episodes and missing.isdisjoint(episodes[shard]):
+                continue
+            inside, taken = take_shard(plan, shard, missing)
+            found |= taken
+            episodes[shard] = inside
+            write_file(plan.folder / EPISODES, json.dumps(episodes))
+    return found
+
+
+def split_of(video: str) -> str | None:
+    """A folder ends in `train` or `val`, which are also the splits."""
+    last = re.split(r"[-./]", video.rpartition(".")[0])[-1]
+    return last if last in ("train", "val") else None
+
+
+def shard_names(plan: RawPlan, split: str) -> list[str]:
+    source = Source(f"{plan.origin}/dataset_info.json")
+    with server_errors(source):
+        content = source.read()
+    try:
+        (count,) = [len(one["shardLengths"]) for one in json.loads(content)["splits"] if one["name"] == split]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{source.url}: does not say how many shards the split {split} has ({error})") from error
+    return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
+
+
+def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
+    """The episodes in a shard, and those of them whose frames are now on the disk. The shard itself is not kept."""
+    source, file = Source(f"{plan.origin}/{shard}"), plan.folder / shard
+    fetch_file(plan, source, file)
+    inside: list[str] = []
+    taken: set[str] = set()
+    try:
+        for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
+            video = bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
+            inside.append(video)
+            if video in wanted:
+                write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
+                taken.add(video)
+    except (KeyError, IndexError) as error:
+        raise DataError(f"{source.url}: an episode has no {error}; it is not the data set bridge_dataset") from error
+    finally:
+        file.unlink()  # a damaged one is fetched again
+    return inside, taken
+
+
+def bridge_video(path: bytes | int, episode: bytes | int) -> str:
+    """`/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`, as in the names of clips."""
+    text, number = (str(one, "utf-8", "replace") if isinstance(one, bytes) else str(one) for one in (path, episode))
+    if BRIDGE_ROOT not in text:
+        raise DataError(f"an episode's file_path is {text:.200}, in which no {BRIDGE_ROOT} leads to its folder")
+    folder = text.rpartition(BRIDGE_ROOT)[2].removesuffix("/out.npy")
+    return f"{folder.replace('/', '-')}.{number}"
+
+
+def write_frames(images: Sequence[bytes | int], folder: Path) -> None:
+    """All of them or none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".frames-") as scratch:
+        inside = Path(scratch) / folder.name
+        inside.mkdir()
+        for number, image in enumerate(images):
+            if isinstance(image, bytes):
+                suffix = "png" if image.startswith(b"\x89PNG") else "jpg"
+                (inside / f"im_{number}.{suffix}").write_bytes(image)
+        os.replace(inside, folder)

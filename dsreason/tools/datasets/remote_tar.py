@@ -1,0 +1,104 @@
+"""Single videos out of a tar on a server, without fetching the whole of it.
+
+A tar has no table of contents: its headers are read one after the other, and what is known of it is kept in an index file,
+so that a later call looks on where this one stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from dsreason.errors import DataError
+from dsreason.files.archives import TarMember
+from dsreason.files.atomic import write_file
+from dsreason.files.disk import json_object
+from dsreason.monitor.progress import track
+from dsreason.tools.datasets.ranges import RangedFile, Source, Version
+
+SUFFIX = ".mp4"
+
+
+@dataclass
+class Index:
+    """What is known of a tar: of its first `offset` bytes."""
+
+    version: tuple[int, str]
+    """Of the tar, see `Version`."""
+    offset: int = 0
+    is_complete: bool = False
+    members: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Name of a video → where its content begins, and its size."""
+
+
+def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
+    """By key the member, the place of its content and its size; keys that the tar does not have are left out.
+
+    Args:
+        wanted: how a member's path may end → the key it is asked by; one member a key is enough.
+        indices: folder of the index files.
+
+    Raises:
+        HTTPError, DataError: it cannot be read; what was learnt of it is kept.
+    """
+    with RangedFile(source) as file:
+        index_file = indices / f"{hashlib.sha256(source.url.encode()).hexdigest()[:24]}.json"
+        index = read_index(index_file, source.version)
+        missing = set(wanted.values()) - chosen(index, wanted).keys()
+        if missing and not index.is_complete:
+            indices.mkdir(parents=True, exist_ok=True)
+            try:
+                look_on(file, index, wanted, missing)
+            except tarfile.TarError as error:
+                raise DataError(f"{source.url}: is no tar, or is damaged ({error})") from error
+            finally:
+                write_file(index_file, json.dumps(asdict(index)))
+    return chosen(index, wanted)
+
+
+def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
+    """Read headers from where the index ends, until nothing is missing or the tar ends."""
+    name = file.source.url.rpartition("/")[2]
+    with track(f"looking into {name}", file.length - index.offset, "bytes") as advance:
+        buffered = io.BufferedReader(file)
+        buffered.seek(index.offset)
+        with tarfile.open(fileobj=buffered, mode="r:", tarinfo=TarMember) as tar:
+            while missing:
+                member = tar.next()
+                if member is None:
+                    index.is_complete = True
+                    return
+                if member.isfile() and member.size and member.name.endswith(SUFFIX):
+                    index.members[member.name] = (member.offset_data, member.size)
+                    missing.discard(key_of(member.name, wanted) or "")
+                advance(tar.offset - index.offset)
+                index.offset = tar.offset
+
+
+def key_of(member: str, wanted: Mapping[str, str]) -> str | None:
+    """Of `a/b/c.mp4` the key of `c.mp4`, `b/c.mp4` or `a/b/c.mp4`, whichever is wanted."""
+    parts = member.split("/")
+    endings = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((wanted[ending] for ending in endings if ending in wanted), None)
+
+
+def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int, int]]:
+    found: dict[str, tuple[str, int, int]] = {}
+    for member, (start, size) in index.members.items():
+        if (key := key_of(member, wanted)) is not None:
+            found.setdefault(key, (member, start, size))
+    return found
+
+
+def read_index(file: Path, version: Version) -> Index:
+    """A new one where there is none, or the tar was replaced by another."""
+    try:
+        found = Index(**json_object(file))
+        return found if tuple(found.version) == version else Index(version)
+    except TypeError:
+        return Index(version)

@@ -1,0 +1,138 @@
+"""What `dsreason data inspect` notes of one row, and of one media file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from dsreason.data.chat import Encoder
+from dsreason.data.labels import answer_label
+from dsreason.data.messages import media_parts, shown_seconds, text_of
+from dsreason.data.options import options_in_question
+from dsreason.data.sources import SampleDataset
+from dsreason.data.types import Message, Sample
+from dsreason.errors import DataError
+from dsreason.media.media import local_path, probe_image, probe_video
+from dsreason.text import split_response
+from dsreason.tools.datasets.pixels import pixel_differences
+
+MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
+"""Matches the DataErrors about a missing file, whichever adapter looked for it."""
+
+
+@dataclass(frozen=True)
+class MediumUse:
+    kind: Literal["image", "video"]
+    path: str
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """Of a row that gives a sample. `tokens` is None without a model, or where a medium cannot be measured."""
+
+    where: str
+    """File and row."""
+    question: str
+    """Hash of the user's words, see `normalised`."""
+    question_length: int
+    answer_length: int
+    tokens: int | None
+    media: tuple[MediumUse, ...]
+    seconds: tuple[str, ...]
+    """Which of each medium are shown, see `shown_seconds`."""
+    answer: str | None
+    """A letter where there are options, else a short answer."""
+    letters: tuple[str, ...]
+    """Of the options."""
+    is_unlisted: bool
+    """The question lists options, and the answer is none of them."""
+    system_prompt: str
+    turns: int
+    """Replies of the assistant."""
+    has_think: bool
+    has_answer_tag: bool
+    pixel_differences: tuple[str, ...] = ()
+    """Of its media, see `pixel_differences`; none without a model."""
+    rejected_length: int | None = None
+    """As `answer_length`, of the worse conversation in a row of preferences."""
+    is_undecided: bool = False
+    """Both conversations of a row of preferences are the same."""
+
+
+@dataclass(frozen=True)
+class UnusableRow:
+    where: str
+    reason: str
+
+    @property
+    def is_missing_media(self) -> bool:
+        return MISSING_FILE.search(self.reason) is not None
+
+
+@dataclass(frozen=True)
+class MediumFacts:
+    """`size` in bytes; `seconds` and `fps` are None for images."""
+
+    size: int
+    height: int
+    width: int
+    seconds: float | None = None
+    fps: float | None = None
+
+
+def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> RowFacts:
+    sample, tokens, differences = dataset[row], None, list[str]()
+    if encoder is not None:
+        with suppress(DataError):  # its media are read one by one, and reported there
+            tokens, differences = encoder.measure(sample), pixel_differences(encoder, sample)
+    return row_facts(dataset.location(row), sample, tokens, differences)
+
+
+def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
+    asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
+    replies = replies_of(sample.messages)
+    parts = list(map(split_response, replies))
+    system = [text_of(message) for message in sample.messages if message["role"] == "system"]
+    shown, answer = media_parts(sample.messages), answer_label(sample)
+    return RowFacts(
+        where=where,
+        question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
+        question_length=sum(map(len, asked)),
+        answer_length=sum(map(len, replies)),
+        tokens=tokens,
+        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
+        seconds=tuple(map(shown_seconds, shown)),
+        answer=answer,
+        letters=tuple(sample.options or ()),
+        is_unlisted=not sample.options and answer is not None and options_in_question(sample) is not None,
+        system_prompt=system[0] if system else "",
+        turns=len(replies),
+        has_think=any(part.thoughts for part in parts),
+        has_answer_tag=any(part.tagged for part in parts),
+        pixel_differences=tuple(differences),
+        rejected_length=None if sample.rejected is None else sum(map(len, replies_of(sample.rejected))),
+        is_undecided=sample.rejected == sample.messages,
+    )
+
+
+def replies_of(messages: Iterable[Message]) -> list[str]:
+    return [text_of(message) for message in messages if message["role"] == "assistant"]
+
+
+def normalised(text: str) -> str:
+    """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def medium_facts(use: MediumUse) -> MediumFacts:
+    """From the file's header; nothing is decoded but a video's first frame."""
+    size = local_path(use.path).stat().st_size
+    if use.kind == "image":
+        height, width = probe_image(use.path)
+        return MediumFacts(size, height, width)
+    info = probe_video(use.path)
+    return MediumFacts(size, info.height, info.width, info.duration, info.fps)

@@ -1,0 +1,74 @@
+"""All checks, the quick ones first; none of them can end the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsreason.errors import DsReasonError
+from dsreason.tools.doctor import environment, gpus, machine, network, trial, versions
+from dsreason.tools.doctor.finding import Finding, failed, passed
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is looked at, for the line that says so while it is, and how."""
+
+    name: str
+    look: Callable[[], Iterator[Finding]]
+
+
+CHECKS = (
+    Check("Python", versions.check_python),
+    Check("packages", versions.check_packages),
+    Check("extras", versions.check_extras),
+    Check("compiler", machine.check_compiler),
+    Check("driver", gpus.check_driver_answers),
+    Check("GPUs", gpus.check_gpus),
+    Check("memory", machine.check_memory),
+    Check("disks", machine.check_disks),
+    Check("limits", machine.check_limits),
+    Check("videos", machine.check_videos),
+    Check("environment", environment.check_variables),
+    Check("tokens", environment.check_tokens),
+    Check("ports", network.check_ports),
+)
+TRIALS = (
+    Check("a sum over two ranks (up to 3 minutes)", trial.check_collective),
+    Check("a step of a tiny model with its engine (about a minute)", trial.check_engine),
+)
+
+
+def findings_of(check: Check) -> Iterator[Finding]:
+    """What a check finds; one that does not work is a finding itself."""
+    try:
+        yield from check.look()
+    except Exception as error:  # noqa: BLE001 (whatever is wrong with the machine)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        yield failed(check.name, f"could not be looked at: {text}", "please report this line")
+
+
+def of_config(config: Any) -> Iterator[Finding]:
+    """Whether what a loaded configuration names is there; addresses and names on the hub are not asked for."""
+    from dsreason.config.deepspeed import read_deepspeed
+
+    try:
+        read_deepspeed(config.deepspeed)
+        yield passed("deepspeed", config.deepspeed)
+    except DsReasonError as error:
+        yield failed("deepspeed", str(error), "name another --ds-config")
+    sources = config.data.all_sources() if hasattr(config.data, "all_sources") else (config.data,)
+    named = {"model.path": config.model.path} | {
+        f"data.path ({number})": one.path for number, one in enumerate(sources, 1)
+    }
+    for key, value in named.items():
+        if not value or "://" in value or value.startswith("tiny:"):
+            continue
+        if Path(value).expanduser().exists():
+            yield passed(key, f"{value} is there")
+        elif value.startswith(("/", ".", "~")) or value.count("/") != 1:
+            yield failed(key, f"{value}: no such file or folder", "correct it")
+        else:
+            yield passed(key, f"{value}: a name on the hub, which was not asked")

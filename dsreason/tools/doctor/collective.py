@@ -1,0 +1,63 @@
+"""Two ranks that meet and add up numbers, as `python -m dsreason.tools.doctor.collective`. A rank of it is the same module."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dsreason.job import launch
+from dsreason.screen import say
+
+RANKS = 2
+VALUES = 8 * 1024**2
+"""float32 values of the sum that is timed."""
+
+
+def rank() -> None:
+    """The work of one rank: sums that must be right, one of them large."""
+    import torch
+    import torch.distributed as dist
+
+    from dsreason.errors import DsReasonError
+    from dsreason.job.ranks import init_world, shutdown
+
+    world = init_world()
+    expected = float(sum(range(1, world.size + 1)))
+    values = torch.full((VALUES,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(values.clone())  # the first one connects
+    started = time.monotonic()
+    dist.all_reduce(values)
+    total = values.double().mean().item()
+    seconds = time.monotonic() - started
+    if total != expected or not torch.all(values == expected).item():
+        raise DsReasonError(
+            f"the sum over {world.size} ranks is {total:g} instead of {expected:g}; the connection alters numbers"
+        )
+    if world.is_main:
+        speed = VALUES * 4 / seconds / 1e9
+        say(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s")
+    shutdown()
+
+
+def main() -> None:
+    """On a machine with one GPU there is one rank; where there is none two share the CPU."""
+    launch.prepare_environment()
+    gpus = launch.gpu_count()
+    ranks = min(RANKS, gpus) or RANKS
+    with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
+        launch.start_ranks(
+            lambda attempt: ["-m", "dsreason.tools.doctor.collective"], ranks=ranks, log_dir=Path(folder)
+        )
+
+
+if __name__ == "__main__":
+    try:
+        if launch.is_rank():
+            launch.enter_rank()
+            rank()
+        else:
+            main()
+    except Exception as error:  # noqa: BLE001 (told as in `dsreason` itself)
+        sys.exit(launch.report(error))

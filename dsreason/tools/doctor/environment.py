@@ -1,0 +1,93 @@
+"""Variables that change what runs, and tokens, which are told as there or not there and never shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dsreason.tools.doctor.finding import Finding, failed, passed, warned
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+}
+"""Variables of a search for a fault that somebody may have forgotten, and the value that costs time."""
+TOKENS = {
+    "Hugging Face": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
+    "Weights & Biases": ("WANDB_API_KEY",),
+    "S3": ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"),
+    "reward server": ("REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN"),
+}
+STORED = {
+    "Hugging Face": ("~/.cache/huggingface/token",),
+    "Weights & Biases": ("~/.netrc",),
+    "S3": ("~/.aws/credentials",),
+}
+"""Where logins are kept."""
+NEEDED_FOR = {
+    "Hugging Face": "gated models and uploads",
+    "Weights & Biases": "monitor.wandb",
+    "S3": "s3:// addresses",
+    "reward server": "rewards from a server",
+}
+
+
+def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    found = list(suspicious(given))
+    yield from found or [passed("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
+
+
+def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
+    for name in ALLOCATOR:
+        if "expandable_segments:true" in given.get(name, "").lower().replace(" ", ""):
+            cure = f"unset {name}: vLLM's sleep mode cannot give such memory back"
+            yield failed("allocator", f"{name} has expandable_segments:True", cure)
+    if ranks := [name for name in RANK_VARIABLES if name in given]:
+        yield failed("environment", f"{', '.join(ranks)} are set: commands take this shell for a rank", "unset them")
+    if offline := [name for name in OFFLINE if given.get(name, "0").lower() not in ("", "0", "false", "no")]:
+        yield warned(
+            "environment", f"{' and '.join(offline)} set: nothing is downloaded", "unset where models are to be fetched"
+        )
+    for name, value in SLOW.items():
+        if given.get(name) == value:
+            yield warned("environment", f"{name}={value} makes training slow", "unset it, unless you look for a fault")
+    if own := sorted(name for name in given if name.startswith("VLLM_")):
+        yield warned(
+            "environment",
+            f"{', '.join(own)} set: vLLM may run otherwise than it was tested",
+            "unset what is not needed",
+        )
+    if given.get("PYTHONPATH"):
+        yield warned(
+            "environment",
+            "PYTHONPATH is set: its packages may hide the installed ones",
+            "unset it where it is not needed",
+        )
+    proxies = sorted(name for name in given if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    if proxies and not any(name in given for name in ("NO_PROXY", "no_proxy")):
+        cure = "set NO_PROXY=localhost,127.0.0.1, and your reward and teacher servers"
+        yield warned("environment", f"{', '.join(proxies)} set without NO_PROXY", cure)
+
+
+def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Present or not, by variable or by a stored login; not whether they are right."""
+    for name, variables in TOKENS.items():
+        found = [variable for variable in variables if given.get(variable)]
+        found += [path for path in STORED.get(name, ()) if is_there(Path(path))]
+        if found:
+            yield passed(f"token: {name}", f"present ({', '.join(found)})")
+        else:
+            yield passed(f"token: {name}", f"absent; {NEEDED_FOR[name]}: {' or '.join(variables)}")
+
+
+def is_there(path: Path) -> bool:
+    try:
+        return path.expanduser().is_file()
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        return False

@@ -1,0 +1,109 @@
+"""GPUs: those that the driver has and those that torch can use, their memory, and who else uses it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
+
+QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,ecc.errors.uncorrected.volatile.total"
+SECONDS = 20
+FLASH = (8, 0)
+"""Compute capability from which on bf16 and flash attention are there."""
+BUSY = 1024
+"""MiB that somebody else may use without being spoken of."""
+
+
+def check_gpus() -> Iterator[Finding]:
+    from dsreason.imports import quick_imports
+    from dsreason.job.gpu import cuda_fault
+
+    with quick_imports():
+        import torch
+    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
+        cure = "unset DS_ACCELERATOR where GPUs are to be used"
+        yield warned("GPUs", f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: all runs on the CPU", cure)
+    if fault := cuda_fault():
+        cure = "update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA"
+        yield failed("GPUs", f"torch {torch.__version__} cannot use them: {fault}", cure)
+        return
+    count = torch.cuda.device_count()
+    cards = listed()
+    if count == 0:
+        yield from without(torch.version.cuda, len(cards))
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    yield passed("GPUs", f"torch sees {count}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""))
+    if visible is None and len(cards) not in (0, count):
+        yield warned(
+            "GPUs", f"the driver has {len(cards)}, torch sees {count}", "look at nvidia-smi for one that has failed"
+        )
+    for card in cards:
+        yield from check_card(card)
+    capability = min(torch.cuda.get_device_capability(number) for number in range(count))
+    if capability < FLASH:
+        shown = ".".join(map(str, capability))
+        yield warned(
+            "GPUs", f"compute capability {shown}: no flash attention", 'use train.precision = "fp32", or newer GPUs'
+        )
+
+
+def without(built_for: str | None, cards: int) -> Iterator[Finding]:
+    if cards and built_for is None:
+        yield failed(
+            "GPUs", f"the driver has {cards}, and this torch is built without CUDA", "run `make setup` on this machine"
+        )
+    elif cards:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield failed(
+            "GPUs", f"the driver has {cards}, torch sees none", f"CUDA_VISIBLE_DEVICES is {visible!r}; correct it"
+        )
+    else:
+        yield warned("GPUs", "there are none: everything runs on the CPU", "enough for tiny models and tests")
+
+
+def listed() -> list[list[str]]:
+    """The fields of `QUERY` of each card; none where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    code, text = output_of(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
+    lines = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
+    return [line for line in lines if len(line) == len(QUERY.split(","))] if code == 0 else []
+
+
+def check_card(card: list[str]) -> Iterator[Finding]:
+    number, name, driver, total, used, _, mig, errors = card
+    what = f"{name}, {mib(total) / 1024:.0f} GiB, driver {driver}"
+    if mib(used) > BUSY:
+        cure = "`nvidia-smi` shows who: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        yield warned(f"GPU {number}", f"{what}: {mib(used) / 1024:.1f} GiB are in use", cure)
+    else:
+        yield passed(f"GPU {number}", what)
+    if mig == "Enabled":
+        yield warned(
+            f"GPU {number}", "is cut into parts (MIG)", "a rank sees one part; NCCL does not join parts of a card"
+        )
+    if errors.isdecimal() and int(errors) > 0:
+        yield failed(
+            f"GPU {number}",
+            f"{errors} memory errors that were not corrected",
+            "restart the host, or have the card replaced",
+        )
+
+
+def mib(text: str) -> int:
+    """0 where the driver does not say."""
+    return int(text) if text.isdecimal() else 0
+
+
+def check_driver_answers() -> Iterator[Finding]:
+    """A driver that hangs or fails, told as such and not as a machine without GPUs."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    code, text = output_of(["nvidia-smi", "-L"], SECONDS)
+    if code == 124:
+        yield failed("driver", f"nvidia-smi does not answer within {SECONDS} s", "restart the host")
+    elif code:
+        yield failed("driver", f"nvidia-smi: {last_line(text)}", "install the NVIDIA driver again, or restart the host")

@@ -1,0 +1,143 @@
+"""The host without its GPUs: compiler, memory, disks, limits, videos."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsreason.files.cache import cache_dir
+from dsreason.files.disk import existing_part
+from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
+
+GIB = 1024**3
+LEAST_MEMORY, USUAL_MEMORY = 8, 64
+LEAST_SHARED = 1
+LEAST_DISK, USUAL_DISK = 5, 200
+"""GiB. The usual is what a model of some billion parameters takes with its checkpoints."""
+LEAST_FILES = 4096
+COMPILERS = ("c++", "g++", "clang++")
+COMPILE_SECONDS = 60
+
+
+def check_compiler() -> Iterator[Finding]:
+    """DeepSpeed and vLLM compile parts of themselves at the first start."""
+    named = os.environ.get("CXX")
+    compiler = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
+    cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
+    if compiler is None:
+        yield failed("C++ compiler", f"{named or ', '.join(COMPILERS)}: not found", cure)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <vector>\nint main() { return static_cast<int>(std::vector<int>{0}[0]); }\n")
+        code, text = output_of([compiler, "-std=c++17", "-o", f"{folder}/probe", str(source)], COMPILE_SECONDS)
+    if code:
+        yield failed("C++ compiler", f"{compiler} cannot compile: {last_line(text)}", cure)
+    else:
+        yield passed("C++ compiler", compiler)
+
+
+def check_memory() -> Iterator[Finding]:
+    from dsreason.monitor.memory import available_bytes
+
+    free = available_bytes() / GIB
+    what = f"{free:.0f} GiB are free for this job ({os.cpu_count()} cores)"
+    if free < LEAST_MEMORY:
+        yield failed(
+            "memory", what, f"{LEAST_MEMORY} GiB is the least; end other programs, or raise the container's limit"
+        )
+    elif free < USUAL_MEMORY:
+        cure = "enough for tiny models; `dsreason plan` says what yours needs"
+        yield warned("memory", what, cure)
+    else:
+        yield passed("memory", what)
+    yield from check_shared_memory(Path("/dev/shm"))
+
+
+def check_shared_memory(folder: Path) -> Iterator[Finding]:
+    """Data workers and NCCL hand over through it."""
+    try:
+        size = shutil.disk_usage(folder).total / GIB
+    except OSError as error:
+        yield failed("shared memory", f"{folder}: {error.strerror}", "mount a tmpfs there")
+        return
+    if size < LEAST_SHARED:
+        cure = "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)"
+        yield failed("shared memory", f"{folder} has {size * 1024:.0f} MiB", cure)
+    else:
+        yield passed("shared memory", f"{folder} has {size:.0f} GiB")
+
+
+def check_disks() -> Iterator[Finding]:
+    folders = {"outputs": Path("outputs"), "cache": cache_dir(), "temporary files": Path(tempfile.gettempdir())}
+    hub = os.environ.get("HF_HOME")
+    folders["models of the hub"] = Path(hub).expanduser() if hub else Path.home() / ".cache" / "huggingface"
+    variables = {"cache": "DSREASON_CACHE", "temporary files": "TMPDIR", "models of the hub": "HF_HOME"}
+    for name, folder in folders.items():
+        option = variables.get(name)
+        yield check_disk(name, folder, f"set {option}" if option else "give another --output-dir")
+
+
+def check_disk(name: str, folder: Path, elsewhere: str) -> Finding:
+    name = f"disk: {name}"
+    try:
+        there = existing_part(folder.absolute())
+        free = shutil.disk_usage(there).free / GIB
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"0" * 4096)
+            probe.flush()
+    except OSError as error:
+        return failed(name, f"{folder}: cannot be written ({error.strerror})", f"{elsewhere} to a folder that can")
+    what = f"{folder}: {free:.0f} GiB are free"
+    if free < LEAST_DISK:
+        return failed(name, what, f"make room, or {elsewhere}")
+    if free < USUAL_DISK and name != "disk: temporary files":
+        return warned(name, what, f"checkpoints of 7 billion parameters take 110 GB each: make room, or {elsewhere}")
+    return passed(name, what)
+
+
+def check_limits() -> Iterator[Finding]:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < LEAST_FILES:
+        cure = f"`ulimit -n {min(65536, most)}` in the shell that starts the job"
+        yield warned("open files", f"at most {files}", cure)
+    else:
+        yield passed("open files", f"at most {files}")
+    for limit, name in (
+        (resource.RLIMIT_AS, "-v (memory of a process)"),
+        (resource.RLIMIT_FSIZE, "-f (size of a file)"),
+    ):
+        value, _ = resource.getrlimit(limit)
+        if value != resource.RLIM_INFINITY:
+            yield failed(
+                "limits",
+                f"ulimit {name} is {value / GIB:.1f} GiB",
+                "set it to unlimited in the shell that starts the job",
+            )
+
+
+def check_videos() -> Iterator[Finding]:
+    """Write a clip of a few frames, and read it again."""
+    import av
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/clip.mp4"
+        with av.open(file, "w") as container:
+            stream = container.add_stream("mpeg4", rate=4)
+            stream.width = stream.height = 64
+            for brightness in range(8):
+                frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 30 * brightness, np.uint8), format="rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+        with av.open(file) as container:
+            found = [int(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    rising = len(found) == 8 and found == sorted(found) and found[-1] > 150
+    if rising:
+        yield passed("videos", f"PyAV {av.__version__} writes and reads them")
+    else:
+        yield failed("videos", f"a clip of 8 frames came back as {found}", "install PyAV again (`make setup`)")

@@ -1,0 +1,77 @@
+"""Short runs of what training does: a collective of two ranks, and GRPO's one step of a tiny model with its engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+
+from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed
+
+COLLECTIVE_SECONDS, ENGINE_SECONDS = 180, 600
+COLLECTIVE = [sys.executable, "-P", "-m", "dsreason.tools.doctor.collective"]
+TINY = {
+    "train.max_steps": "1",
+    "data.validation": "0",
+    "validation.before_training": "false",
+    "grpo.prompts_per_step": "2",
+    "grpo.num_generations": "2",
+    "rollout.max_completion_length": "8",
+    "checkpoint.every": "0",
+    "checkpoint.last": "false",
+    "checkpoint.keep_best": "false",
+    "checkpoint.export": "none",
+    "rollout.show_every": "0",
+}
+"""On the built-in task and model: the engine starts, is put to sleep, woken, given weights, and its answers are checked."""
+
+
+def check_collective() -> Iterator[Finding]:
+    started = time.monotonic()
+    code, text = output_of(COLLECTIVE, COLLECTIVE_SECONDS)
+    seconds = time.monotonic() - started
+    lines = [line for line in text.splitlines() if line.startswith("collective: ")]
+    if code == 0 and lines:
+        yield passed("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s with the start)")
+    elif code == 124:
+        cure = "NCCL_DEBUG=INFO shows where it waits; a firewall on this host may close its own ports"
+        yield failed("2 ranks", f"did not meet within {COLLECTIVE_SECONDS} s", cure)
+    else:
+        yield failed("2 ranks", last_line(text), "the message says what to do; NCCL_DEBUG=INFO shows more")
+
+
+def check_engine() -> Iterator[Finding]:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
+        options = [f"--set={key}={value}" for key, value in TINY.items()]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dsreason",
+            "grpo",
+            "--nproc",
+            "1",
+            "--output-dir",
+            f"{folder}/run",
+            *options,
+        ]
+        code, text = output_of(command, ENGINE_SECONDS)
+    seconds = time.monotonic() - started
+    if code == 0:
+        yield passed("engine", f"vLLM sampled, slept and woke, and a tiny model was trained ({seconds:.0f} s)")
+    elif code == 124:
+        yield failed(
+            "engine", f"did not end within {ENGINE_SECONDS} s", "start `dsreason grpo --nproc 1` and see where it waits"
+        )
+    else:
+        yield failed(
+            "engine", last_line(text), "the message says what to do; `dsreason grpo --nproc 1` shows all of it"
+        )
+
+
+def without_ranks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this shell is none that a launcher made: else the runs above would join its job."""
+    return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

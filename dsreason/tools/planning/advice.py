@@ -1,0 +1,185 @@
+"""What to change where a run does not fit: each suggestion is planned itself, and given only where it fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from pydantic import ValidationError
+
+from dsreason.config.schema import RunConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
+from dsreason.tools.planning.phases import GIB
+from dsreason.tools.planning.plan import Plan, plan_run
+from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.training import tower_is_trained
+
+MOST_GPUS = 64
+OFFLOAD = "zero3_offload.json"
+LORA_RANK = 16
+MOST_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options of a run that differ."""
+
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """By key, such as `train.activation_offload`."""
+    ds_config: str | None = None
+    gpus: int | None = None
+    remark: str = ""
+
+    @property
+    def text(self) -> str:
+        parts = [f"--ds-config {self.ds_config}"] if self.ds_config else []
+        parts += [f"--gpus {self.gpus}"] if self.gpus else []
+        parts += [f"--set {shlex.quote(f'{key}={toml(value)}')}" for key, value in self.sets.items()]
+        return " ".join(parts) + (f" ({self.remark})" if self.remark else "")
+
+    def __or__(self, other: Change) -> Change:
+        remarks = ", ".join(filter(None, [self.remark, other.remark]))
+        sets = {**self.sets, **other.sets}
+        return Change(sets, self.ds_config or other.ds_config, self.gpus or other.gpus, remarks)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    change: Change
+    plan: Plan
+
+    @property
+    def text(self) -> str:
+        found = f"with {self.change.text}: fits, {self.plan.fullest.total / GIB:.1f} GiB a GPU"
+        return f"{found}, {self.plan.host.total / GIB:.0f} GiB of host memory"
+
+
+def toml(value: Any) -> str:
+    """JSON of such values is TOML as well."""
+    return json.dumps(value)
+
+
+def suggestions(plan: Plan) -> list[Suggestion]:
+    """What makes it fit: single changes, and pairs of them where no single one of this machine does."""
+    if plan.fits:
+        return []
+    request = plan.request
+    here = [*changes_here(request)]
+    found = [one for change in here if (one := suggestion(request, change))]
+    if not found:
+        pairs = (
+            first | second for first, second in combinations(here, 2) if not first.sets.keys() & second.sets.keys()
+        )
+        found = [one for change in pairs if (one := suggestion(request, change))][:3]
+    more = next((one for change in more_gpus(request) if (one := suggestion(request, change))), None)
+    return [*found, *([more] if more else [])]
+
+
+def suggestion(request: Request, change: Change) -> Suggestion | None:
+    """None where it would not fit either, or where the run would refuse to start."""
+    try:
+        plan = plan_run(changed(request, change))
+    except (ConfigError, ValidationError):
+        return None
+    return Suggestion(change, plan) if plan.fits else None
+
+
+def changed(request: Request, change: Change) -> Request:
+    machine = request.machine if change.gpus is None else replace(request.machine, gpus=change.gpus)
+    config = with_values(request.config, change.sets)
+    found = Request(request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name)
+    if model_settings(config) == model_settings(request.config):
+        found.parameters, found.pieces = request.parameters, request.pieces
+    return found
+
+
+def model_settings(config: RunConfig) -> tuple[Any, ...]:
+    """What decides how the model is counted."""
+    return config.model.freeze, config.model.quantize, config.lora, config.train.precision
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    document = config.model_dump(exclude_unset=True)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = value
+    return type(config).model_validate(document)
+
+
+def changes_here(request: Request) -> Iterator[Change]:
+    """What can be changed without further GPUs: first what leaves the result as it is."""
+    config = request.config
+    if not request.zero.offloads("optimizer"):
+        yield Change(ds_config=OFFLOAD, remark="slower steps")
+    yield from fewer_tokens(request)
+    rows = config.validation.micro_batch_size
+    while config.data.validation != 0 and rows > 1:
+        rows //= 2
+        yield Change({"validation.micro_batch_size": rows})
+    if not config.train.activation_offload and config.model.gradient_checkpointing:
+        yield Change({"train.activation_offload": True})
+    if not config.model.gradient_checkpointing:
+        yield Change({"model.gradient_checkpointing": True}, remark="about a third more time")
+    for size in (2, 4, 8):
+        if (
+            size > config.ranks_per_row
+            and request.machine.ranks_per_host % size == 0
+            and request.shape.heads % size == 0
+        ):
+            yield Change({"train.sequence_parallel_size": size})
+    if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
+        yield from other_rollouts(request, config)
+    if tower_is_trained(request) and not config.lora.rank:
+        yield Change({"model.freeze": (*config.model.freeze, "visual")}, remark="the vision tower is not trained")
+    if not config.lora.rank:
+        adapters = {"lora.rank": LORA_RANK} | ({"model.freeze": ()} if config.model.freeze else {})
+        yield Change(adapters, remark="adapters alone are trained")
+        yield Change(adapters | {"model.quantize": "nf4"}, remark="adapters alone are trained, beside 4 bits")
+    elif not config.model.quantize:
+        yield Change({"model.quantize": "nf4"}, remark="the base in 4 bits")
+
+
+def fewer_tokens(request: Request) -> Iterator[Change]:
+    """Half as many a forward, and half of that, as far as the longest sample still fits; then shorter samples."""
+    config = request.config
+    longest, size = config.model.max_length, config.train.micro_batch_size
+    if size is not None:
+        while size > 1:
+            size //= 2
+            yield Change({"train.micro_batch_size": size})
+    else:
+        tokens, _ = config.token_budget
+        tokens = tokens or longest
+        while tokens > longest:
+            tokens = max(longest, tokens // 2)
+            yield Change({"train.max_tokens_per_micro_batch": tokens})
+    if not isinstance(config, GRPOConfig) and longest >= 2048:
+        cut = {"model.max_length": longest // 2} | (
+            {"train.max_tokens_per_micro_batch": longest // 2} if size is None else {}
+        )
+        yield Change(cut, remark="longer samples are too long then")
+
+
+def other_rollouts(request: Request, config: GRPOConfig) -> Iterator[Change]:
+    shares = [one / 20 for one in range(18, 3, -1)]
+    given = config.rollout.gpu_memory_utilization
+    lower, higher = [one for one in shares if one < given], [one for one in reversed(shares) if one > given]
+    best = next(
+        (one for one in [*lower, *higher] if suggestion(request, Change({"rollout.gpu_memory_utilization": one}))), None
+    )
+    if best is not None:
+        yield Change({"rollout.gpu_memory_utilization": best})
+    for size in (2, 4, 8):
+        if size > config.rollout.tensor_parallel_size and request.machine.ranks_per_host % size == 0:
+            yield Change({"rollout.tensor_parallel_size": size})
+
+
+def more_gpus(request: Request) -> Iterator[Change]:
+    gpus = request.machine.gpus
+    while (gpus := gpus * 2) <= MOST_GPUS:
+        yield Change(gpus=gpus)

@@ -1,0 +1,91 @@
+"""Where a model's shape is known from: its folder, a tiny model, the Hub's config.json, or the table of published ones."""
+
+from __future__ import annotations
+
+import tempfile
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from transformers import AutoConfig
+
+from dsreason.config.schema import ModelConfig
+from dsreason.errors import CheckpointError, ConfigError, StorageError
+from dsreason.files.cache import cache_dir
+from dsreason.files.hub import HUB_ERRORS, hub, hub_error
+from dsreason.models.load import model_config, resolve_model
+from dsreason.tools.planning.published import architectures
+
+PATIENCE_S = 5.0
+"""For the Hub's answer."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    config: Any
+    """transformers' configuration."""
+    source: str
+    """Where it comes from, for people."""
+
+
+@cache
+def find_architecture(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Architecture:
+    """The architecture of a `model.path`; no weights are read or downloaded, but for a small random `tiny:` model.
+
+    Raises:
+        CheckpointError: there is no config.json, or it is not of a supported model.
+        ConfigError: the path is in S3, or neither the Hub nor the table knows it.
+    """
+    if path.startswith("tiny:"):
+        folder = resolve_model(ModelConfig(path=path), cache_dir() / "models")
+        return Architecture(model_config(folder), f"{path}, built here")
+    if path.startswith("s3://"):
+        raise ConfigError(
+            f"model.path {path}: a plan reads config.json from a local folder or the Hub; copy it to a folder"
+        )
+    if Path(path).is_dir():
+        return Architecture(model_config(Path(path), trust_remote_code=trust_remote_code), f"{path}/config.json")
+    return from_hub(path, revision)
+
+
+def from_hub(name: str, revision: str | None) -> Architecture:
+    """From the Hub's cache, the Hub, or the table, in this order."""
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(cached, str):
+        return Architecture(model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")
+    known = architectures().get(name.lower())
+    try:
+        content = ask_hub(name, revision)
+    except HUB_ERRORS as error:
+        if known is None:
+            raise unknown(hub_error(error, f"model.path {name}", page=f"{hub()}/{name}", revision=revision)) from None
+        return Architecture(
+            from_table(known), f"the shipped table, which has {name}; the Hub did not give its config.json"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(content)
+        return Architecture(model_config(Path(folder)), f"config.json of {name} on the Hub")
+
+
+def ask_hub(name: str, revision: str | None) -> bytes:
+    """config.json, asked for once: the library's own downloads try again for half a minute."""
+    address = hf_hub_url(name, "config.json", revision=revision)
+    response = get_session().get(address, headers=build_hf_headers(), timeout=PATIENCE_S, follow_redirects=True)
+    hf_raise_for_status(response)
+    return bytes(response.content)
+
+
+def unknown(reason: StorageError) -> CheckpointError:
+    return CheckpointError(
+        f"{reason}; there is no such local folder, and the shipped table does not have it either: give model.path a folder with "
+        "the model's config.json, which is all that a plan needs"
+    )
+
+
+def from_table(values: dict[str, Any]) -> Any:
+    rest = deepcopy(values)
+    return AutoConfig.for_model(rest.pop("model_type"), **rest)

@@ -1,0 +1,229 @@
+"""Seconds of each phase of a step, and of a whole run.
+
+A phase takes as long as the slowest of what it needs: arithmetic, memory, network, and the host that starts the kernels. They
+overlap: ZeRO-3 gathers the next blocks and reduces the last gradients while the GPU computes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.losses.objective import objective_of
+from dsreason.monitor.flops import ModelFlops, Work, model_flops
+from dsreason.tools.planning.duration.rates import GB, Rates
+from dsreason.tools.planning.parameters import meta_model
+from dsreason.tools.planning.plan import Plan
+from dsreason.tools.planning.request import Request
+
+FRAME = (1, 32, 32)
+"""Patches of a medium's frame; 256 tokens if two by two make one."""
+UPDATE_BYTES = 30
+"""Read and written per trained parameter by AdamW: gradient 4, master weight 8, two moments 16, weight 2."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is assumed of the data and the network."""
+
+    tokens_per_sample: int
+    """Tokens of a sample, of GRPO of a prompt."""
+    media_share: float = 0.5
+    """Share of them that stands for images and videos."""
+    network: float = 50 * GB
+    """Bytes per second of a GPU between hosts."""
+    num_samples: int | None = None
+    """Rows to train on, for the length of a run without `train.max_steps`."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Example: `Timed("optimizer step", 0.09, "GPU memory")`."""
+
+    name: str
+    seconds: float
+    limit: str
+    """What the phase waits for."""
+
+
+def slowest(name: str, **seconds: float) -> Timed:
+    limit = max(seconds, key=seconds.__getitem__)
+    return Timed(name, seconds[limit], limit.replace("_", " "))
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Of one optimizer step, and what it was estimated from."""
+
+    rates: Rates
+    load: Load
+    phases: tuple[Timed, ...]
+    tokens: float
+    """Trained on in a step, by all GPUs."""
+    steps: int | None
+    gpus: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def slowest(self) -> Timed:
+        return max(self.phases, key=lambda phase: phase.seconds)
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.steps is None else self.steps * self.seconds / 3600
+
+
+def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
+    """Estimate a step of the planned run, and how many of them it has."""
+    request = plan.request
+    config, gpus = request.config, request.machine.gpus
+    model = Model(request)
+    if isinstance(config, GRPOConfig):
+        rollout = sampling_phases(plan, rates, load, model)
+        per_rollout = config.grpo.optimizer_steps_per_rollout
+        phases = [Timed(one.name, one.seconds / per_rollout, one.limit) for one in rollout]
+        completions = config.grpo.prompts_per_step * config.grpo.num_generations / per_rollout
+        tokens = completions * config.rollout.max_completion_length
+        tokens += config.grpo.prompts_per_step / per_rollout * load.tokens_per_sample
+        sample = load.tokens_per_sample + config.grpo.num_generations * config.rollout.max_completion_length
+        extra = (per_rollout > 1) + bool(objective_of(config.grpo).kl_coef)
+    else:
+        phases, sample = [], load.tokens_per_sample
+        tokens = config.samples_per_step * (2 if isinstance(config, DPOConfig) else 1) * sample
+        extra = 1 if isinstance(config, DPOConfig) and config.dpo.reference == "adapter_off" else 0
+    local = tokens / gpus * config.ranks_per_row
+    if extra:
+        phases.append(forwards(model, rates, load, local, sample, extra))
+    phases += [training(request, model, rates, load, local, sample), optimizer_step(request, rates)]
+    return Duration(rates, load, tuple(phases), tokens, count_steps(request, load), gpus)
+
+
+def count_steps(request: Request, load: Load) -> int | None:
+    train = request.config.train
+    if train.max_steps is not None:
+        return train.max_steps
+    if load.num_samples is None:
+        return None
+    return math.ceil(load.num_samples / request.config.samples_per_step) * train.epochs
+
+
+class Model:
+    """FLOPs of the planned model, by whether it is trained as configured or altogether."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        model = meta_model(request.architecture, request.config)
+        self.whole: ModelFlops = model_flops(model)
+        trained = {parameter.name for parameter in request.parameters.trained}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        self.trained: ModelFlops = model_flops(model)
+
+    def work(self, tokens: float, sample: int, load: Load) -> Work:
+        """Samples of `sample` tokens, a share of which stand for frames; all other tokens are trained."""
+        count = tokens / sample
+        media = load.media_share * tokens if self.request.shape.vision_depth else 0.0
+        frames = round(media * self.request.shape.merge**2 / (FRAME[0] * FRAME[1] * FRAME[2]))
+        spans = [(sample, 0)] * int(count)
+        if rest := round(tokens - int(count) * sample):
+            spans.append((rest, 0))
+        return Work(spans, round(tokens - media), [FRAME] * frames)
+
+    def forward(self, work: Work) -> float:
+        return self.whole.step(work) / 3
+
+    def training(self, work: Work) -> float:
+        """Forward, backward and, with checkpointing, the forward once more."""
+        again = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
+        return self.trained.step(work) + again
+
+    @property
+    def blocks(self) -> int:
+        return self.request.shape.layers + self.request.shape.vision_depth
+
+
+def training(request: Request, model: Model, rates: Rates, load: Load, tokens: float, sample: int) -> Timed:
+    """All micro-batches of a step on one GPU: forward and backward, with the gathers and reductions of ZeRO."""
+    rows = cut_rows(tokens, request.row_tokens)
+    work = model.work(tokens, sample, load)
+    arithmetic = model.training(work) / request.config.ranks_per_row / rates.training
+    # A short row takes the host as long as a full one.
+    host_per_row = model.blocks * rates.block_seconds * (1.0 if request.zero.stage == 3 else 0.6)
+    computing = sum(max(arithmetic * row / tokens, host_per_row) for row in rows)
+    network = len(rows) * exchange_seconds(request, rates, load)
+    if network > computing:
+        return Timed("forward and backward", network, "network")
+    limit = "arithmetic" if arithmetic > host_per_row * len(rows) else "host"
+    return Timed("forward and backward", computing, limit)
+
+
+def cut_rows(tokens: float, row_tokens: int) -> list[float]:
+    """Return the tokens of each micro-batch: full rows, then the rest."""
+    full_rows = max(0, math.ceil(tokens / row_tokens) - 1)
+    return [*[float(row_tokens)] * full_rows, tokens - full_rows * row_tokens]
+
+
+def exchange_seconds(request: Request, rates: Rates, load: Load) -> float:
+    """Seconds of a micro-batch in which a GPU sends: weights gathered twice at stage 3, gradients reduced in float32."""
+    gpus, machine = request.machine.gpus, request.machine
+    if gpus == 1:
+        return 0.0
+    weights = sum(parameter.nbytes for parameter in request.parameters.all)
+    gathers = 2 * weights if request.zero.stage == 3 else 0
+    reductions = 4 * request.parameters.num_trained
+    rate = rates.between_gpus if machine.hosts == 1 else min(rates.between_gpus, load.network)
+    return (gathers + reductions) * (gpus - 1) / gpus / rate
+
+
+def optimizer_step(request: Request, rates: Rates) -> Timed:
+    share = UPDATE_BYTES * request.parameters.num_trained / request.machine.gpus
+    if request.zero.offloads("optimizer"):
+        host = share * request.machine.ranks_per_host / rates.host_update
+        copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients there, weights back
+        return slowest("optimizer step", host_memory=host, copies_to_the_host=copies)
+    return slowest("optimizer step", GPU_memory=share / rates.update)
+
+
+def forwards(model: Model, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
+    """Old and reference log-probabilities."""
+    arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
+    micro_batches = len(cut_rows(tokens, model.request.row_tokens))
+    host = count * micro_batches * model.blocks * rates.block_seconds / 3
+    return slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
+
+
+def sampling_phases(plan: Plan, rates: Rates, load: Load, model: Model) -> list[Timed]:
+    """A rollout: training state out of the way, weights into vLLM, completions, and back."""
+    request = plan.request
+    config = request.config
+    assert isinstance(config, GRPOConfig)
+    phases = []
+    if plan.offloaded:
+        phases.append(Timed("offload and reload", 2 * plan.offloaded / rates.to_host, "copies to the host"))
+    weights = request.parameters.numel * request.width
+    phases.append(Timed("wake, weight sync, sleep", weights / rates.sync + rates.wake_seconds, "copies on the GPU"))
+    if plan.vllm is None:  # plain transformers: not estimated
+        return phases
+    engines = request.machine.gpus // plan.vllm.parallel
+    prompts = config.grpo.prompts_per_step / engines
+    prefill = model.forward(model.work(prompts * load.tokens_per_sample, load.tokens_per_sample, load))
+    phases.append(Timed("rollout: prompts", prefill / plan.vllm.parallel / rates.inference, "arithmetic"))
+    completions = prompts * config.grpo.num_generations
+    together = max(1.0, min(completions, plan.vllm.sequences, plan.vllm.cache_tokens / plan.vllm.longest * 2))
+    length = config.rollout.max_completion_length
+    cache = together * (load.tokens_per_sample + length / 2) * plan.vllm.token_bytes
+    reading = (weights / plan.vllm.parallel + cache) / rates.memory
+    waves = math.ceil(completions / together)
+    limit = "GPU memory" if reading > rates.decode_seconds else "host"
+    seconds = waves * length * (reading + rates.decode_seconds)
+    phases.append(Timed("rollout: completions", seconds, limit))
+    return phases

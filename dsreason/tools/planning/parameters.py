@@ -1,0 +1,151 @@
+"""A model's parameters, counted on the meta device: what each is, and whether it is trained."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from dsreason.config.schema import RunConfig
+from dsreason.families import Family, family_of
+from dsreason.models.freeze import check_freeze
+from dsreason.models.load import empty_model
+from dsreason.models.lora import adapted_layers
+from dsreason.models.nf4.blocks import ROW_BYTES, num_blocks
+from dsreason.models.nf4.layers import is_quantized
+from dsreason.tools.planning.architecture import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BLOCK = re.compile(r".*\.(?:layers|blocks)\.\d+\.")
+"""Beginning of a parameter's name that says which block it is in."""
+Kind = Literal["trained", "frozen", "adapter", "nf4"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    numel: int
+    """Values; of one in 4 bits those that its bytes stand for."""
+    kind: Kind
+    bytes_each: int
+
+    @property
+    def is_trained(self) -> bool:
+        return self.kind in ("trained", "adapter")
+
+    @property
+    def elements(self) -> int:
+        """What ZeRO-3 cuts: values, or bytes of one in 4 bits."""
+        return num_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * (1 if self.kind == "nf4" else self.bytes_each)
+
+    def share(self, ranks: int) -> int:
+        """Bytes of the part that one rank keeps; the last one's is padded."""
+        return -(-self.elements // ranks) * (1 if self.kind == "nf4" else self.bytes_each)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All of a model, tied ones once."""
+
+    all: tuple[Parameter, ...]
+
+    @cached_property
+    def blocks(self) -> dict[str, int]:
+        """Bytes of each decoder layer and vision block, which ZeRO-3 gathers as a whole."""
+        return sum_blocks(self.all, lambda parameter: parameter.nbytes)
+
+    @cached_property
+    def trained_blocks(self) -> dict[str, int]:
+        """Trained values of each of these."""
+        return sum_blocks(self.trained, lambda parameter: parameter.numel)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes that ZeRO-3 has whole at a time: of the largest block, or of a larger parameter outside of blocks."""
+        return max(*self.blocks.values(), *(parameter.nbytes for parameter in self.all))
+
+    @cached_property
+    def numel(self) -> int:
+        """Of the model itself, without adapters."""
+        return sum(one.numel for one in self.all if one.kind != "adapter")
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        return tuple(one for one in self.all if one.is_trained)
+
+    @cached_property
+    def num_trained(self) -> int:
+        return sum(one.numel for one in self.trained)
+
+    def of_kind(self, kind: Kind) -> int:
+        return sum(one.numel for one in self.all if one.kind == kind)
+
+    def trained_shares(self, ranks: int) -> int:
+        """Values of the trained parameters that one rank keeps."""
+        return sum(-(-one.numel // ranks) for one in self.trained)
+
+    def largest(self, among: Callable[[Parameter], bool] = lambda one: True) -> int:
+        """Values of the largest parameter."""
+        return max((one.numel for one in self.all if among(one)), default=0)
+
+
+def sum_blocks(parameters: Iterable[Parameter], size: Callable[[Parameter], int]) -> dict[str, int]:
+    """Sizes of each block's parameters together, by the beginning of their names."""
+    sizes: Counter[str] = Counter()
+    for parameter in parameters:
+        if match := BLOCK.match(parameter.name):
+            sizes[match[0]] += size(parameter)
+    return dict(sizes)
+
+
+def meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:
+    """Without memory behind its tensors."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+    return empty_model(architecture.config, dtype, "auto", config.model.trust_remote_code)
+
+
+def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
+    """ConfigError for patterns of `model.freeze` and `lora.targets` that match nothing."""
+    family = family_of(model.config.model_type)
+    named = dict(model.named_parameters())
+    frozen = set(named) if config.lora.rank else check_freeze(named, config.model.freeze)
+    width = next(iter(named.values())).element_size()
+
+    def kind_of(name: str) -> Kind:
+        if config.model.quantize and is_nf4(name, model, family):
+            return "nf4"
+        return "frozen" if name in frozen else "trained"
+
+    found = [Parameter(name, one.numel(), kind_of(name), width) for name, one in named.items()]
+    if config.lora.rank:
+        found += adapter_parameters(model, config, adapted_layers(model, config.lora), width)
+    return Parameters(tuple(found))
+
+
+def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
+    linear = type(model.get_submodule(name.rpartition(".")[0])) is nn.Linear
+    return linear and is_quantized(name, family.modules.text_layers)
+
+
+def adapter_parameters(model: nn.Module, config: RunConfig, layers: Iterable[str], width: int) -> list[Parameter]:
+    """The matrices A `[rank, in]` and B `[out, rank]` of each layer."""
+    found = []
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        ranks = (rank for pattern, rank in config.lora.rank_pattern.items() if re.search(pattern, name))
+        rank = next(ranks, config.lora.rank)
+        found.append(Parameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
+        found.append(Parameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
+    return found

@@ -1,0 +1,147 @@
+"""The plan of a run: its phases on a GPU, its host, its disk, and whether all fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from dsreason.config.schema_dpo import DPOConfig
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.engine.rollout_memory import CONTEXT, FRAGMENTS, NCCL
+from dsreason.tools.planning.architecture import find_architecture
+from dsreason.tools.planning.host import checkpoint_copy, disk_phase, host_phase
+from dsreason.tools.planning.parameters import count_parameters, meta_model
+from dsreason.tools.planning.phases import GIB, Item, Phase, largest
+from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.sampling import VLLM, answering_phase, plan_offload, vllm_phases
+from dsreason.tools.planning.states import states_of
+from dsreason.tools.planning.training import activations_of, held_items, training_phases
+from dsreason.tools.planning.validation import held_out_phase
+
+
+@dataclass
+class Plan:
+    """Example: `plan_run(request).fits`."""
+
+    request: Request
+    phases: list[Phase]
+    """Of one GPU."""
+    host: Phase
+    disk: Phase
+    vllm: VLLM | None = None
+    notes: list[str] = field(default_factory=list)
+    offloaded: int = 0
+    """Bytes of one rank that move to the host for each rollout."""
+
+    @property
+    def fullest(self) -> Phase:
+        return largest(self.phases)
+
+    @property
+    def limit(self) -> int:
+        return self.request.machine.gpu_bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that are left in the fullest phase; below 0 they lack."""
+        return self.limit - self.fullest.total
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """Why it does not fit."""
+        found = [
+            f"{phase.name}: needs {phase.total / GIB:.1f} GiB, {(phase.total - self.limit) / GIB:.1f} more than a GPU has"
+            for phase in self.phases
+            if phase.total > self.limit
+        ]
+        if self.vllm is not None and self.vllm.whole_sequences < 1:
+            found.append(
+                f"rollout: the KV cache holds {self.vllm.cache_tokens:,} tokens, less than one sequence of "
+                f"{self.vllm.longest:,}: vLLM refuses to start"
+            )
+        return found
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def plan_run(request: Request) -> Plan:
+    """ConfigError where the run would refuse to start on that machine."""
+    config = request.config
+    states = states_of(request)
+    outside = [Item("CUDA context and libraries", CONTEXT, "allowance")]
+    if request.machine.gpus > 1:
+        outside.append(Item("NCCL", NCCL, "allowance"))
+    on_gpu, on_host, fetched = teacher_bytes(request)
+    extra = (*outside, Item("teacher's weights", on_gpu))
+    vllm = VLLM(request, config) if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" else None
+    offload = plan_offload(request, states, vllm, extra)
+    during_rollout = (*extra, *offload.staying)
+    sampling: list[Phase] = []
+    if vllm:
+        sampling = vllm_phases(vllm, states, during_rollout)
+    elif isinstance(config, GRPOConfig):
+        sampling = [
+            answering_phase(
+                request, states, config.rollout.batch_size, config.rollout.max_completion_length, during_rollout
+            )
+        ]
+    elif config.validation.generate and config.data.validation != 0:
+        batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
+        sampling = [answering_phase(request, states, batch, completion, extra)]
+    beside = (*extra, *([vllm.asleep] if vllm else []), Item("teacher: whole weights", fetched))
+    held = held_items(states, beside)
+    training = training_phases(request, held)
+    if config.data.validation != 0 and not isinstance(
+        config, DPOConfig
+    ):  # whose held-out pairs are cut as trained ones
+        training.append(held_out_phase(request, held))
+    # vLLM fills its share to the last byte, so that phase has no fragments.
+    phases = [one if vllm and one is sampling[-1] else with_fragments(one) for one in [*sampling, *training]]
+    waiting = activations_of(request).on_host
+    host = host_phase(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
+    notes = [*notes_of(request), *([offload.note] if offload.note else [])]
+    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes, offload.moved)
+
+
+def with_fragments(phase: Phase) -> Phase:
+    held = sum(item.nbytes for item in phase.items if item.note != "allowance")
+    return Phase(phase.name, (*phase.items, Item("what the allocator cannot use", int(FRAGMENTS * held), "allowance")))
+
+
+def teacher_bytes(request: Request) -> tuple[int, int, int]:
+    """Of one rank: on the GPU, on the host, and whole while it reads."""
+    config = request.config
+    if not isinstance(config, GRPOConfig) or config.distill.teacher is None or config.distill.by_server:
+        return 0, 0, 0
+    architecture = find_architecture(config.distill.teacher, config.distill.revision, config.model.trust_remote_code)
+    bare = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"freeze": (), "quantize": None}),
+            "lora": config.lora.model_copy(update={"rank": 0}),
+        }
+    )
+    parameters = count_parameters(meta_model(architecture, bare), bare)
+    share = sum(one.share(request.machine.gpus) for one in parameters.all)
+    whole = parameters.whole_bytes
+    return (0, share, whole) if config.distill.offload else (share, 0, whole)
+
+
+def notes_of(request: Request) -> list[str]:
+    config, shape = request.config, request.shape
+    found = []
+    if shape.vision_depth:
+        found.append("rows are taken as full, and as full of media as the configuration allows: shorter ones need less")
+    if config.model.attention == "eager":
+        found.append('model.attention = "eager": its scores, of every pair of tokens, are not counted')
+    if request.zero.stage < 3:
+        found.append(f"ZeRO stage {request.zero.stage}: reckoned by rule, never compared with a measurement")
+    if copy := checkpoint_copy(request):
+        found.append(
+            f"checkpoints are written while training goes on where a host has {copy / GIB:.0f} GiB more for a copy "
+            "(checkpoint.background); else training waits"
+        )
+    if request.machine.hosts > 1:
+        found.append(f"{request.machine.hosts} hosts with up to {request.machine.gpus_per_host} GPUs each")
+    return found

@@ -1,0 +1,234 @@
+"""The phases in which completions are sampled: vLLM awake beside the policy's weights, or plain transformers' own copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+from dsreason.config.schema_grpo import GRPOConfig, OffloadMode
+from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, RolloutMemory, choose_amount
+from dsreason.errors import ConfigError
+from dsreason.rollout.vllm_arguments import BATCHED_TOKENS, MAX_SEQUENCES, MEDIA_BYTES_PER_TOKEN, MIN_SEQUENCES
+from dsreason.tools.planning.phases import GIB, Item, Phase
+from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.states import States
+
+BLOCK = 16
+"""Tokens of one block of vLLM's KV cache."""
+GRAPHS = GIB
+"""Allowance for compiled graphs and vLLM's own buffers: not measured. They stay while it sleeps."""
+EAGER = GIB // 4
+"""The same with `rollout.enforce_eager`."""
+SAMPLER_COPIES = 3
+"""Of the logits in float32, while tokens are drawn."""
+FINGERPRINT = 2 * 2**24 * 8
+"""Bytes of the float64 copies that a sync compares."""
+
+
+@dataclass
+class VLLM:
+    """vLLM's engine on one GPU."""
+
+    request: Request
+    config: GRPOConfig
+
+    @property
+    def parallel(self) -> int:
+        return self.config.rollout.tensor_parallel_size
+
+    @property
+    def share(self) -> int:
+        """Bytes of the GPU that it may use while it is awake."""
+        return int(self.request.machine.gpu_bytes * self.config.rollout.gpu_memory_utilization)
+
+    @cached_property
+    def weights(self) -> int:
+        """The whole model in the run's precision: adapters are merged, and 4 bits are not kept."""
+        return -(-self.request.parameters.numel * self.request.width // self.parallel)
+
+    @property
+    def overhead(self) -> int:
+        return EAGER if self.config.rollout.enforce_eager else GRAPHS
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.config.model.max_length + self.config.validation.max_completion_length
+
+    @property
+    def sequences(self) -> int:
+        """Completions that it draws at the same time."""
+        engines = self.request.machine.gpus // self.parallel
+        asked = -(-self.config.grpo.prompts_per_step // engines) * self.config.grpo.num_generations
+        given = self.config.rollout.engine_options.get("max_num_seqs")
+        return int(given or min(MAX_SEQUENCES, max(asked, MIN_SEQUENCES)))
+
+    @cached_property
+    def working(self) -> int:
+        """What its forward takes at its largest, by which it measures what is left for the KV cache."""
+        shape, pieces = self.request.shape, self.request.pieces
+        batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
+        layer = pieces.text_layer(batched, training=False).peak // self.parallel
+        logits = SAMPLER_COPIES * self.sequences * shape.vocabulary * 4
+        block = pieces.vision_block(shape.patches(batched), training=False).peak if shape.vision_depth else 0
+        features = batched * shape.hidden * shape.mergers * self.request.width
+        return max(layer, logits, block) + features
+
+    @property
+    def cache(self) -> int:
+        """Bytes that are left for keys and values."""
+        return self.share - self.weights - self.working - self.overhead
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        shape = self.request.shape
+        heads = max(1, shape.kv_heads // self.parallel)
+        return 2 * shape.layers * heads * shape.head_size * self.request.width
+
+    @property
+    def cache_tokens(self) -> int:
+        return max(0, self.cache // (self.token_bytes * BLOCK) * BLOCK)
+
+    @property
+    def whole_sequences(self) -> float:
+        """Of the greatest length, that the cache holds at the same time."""
+        return self.cache_tokens / self.longest
+
+    @property
+    def asleep(self) -> Item:
+        return Item("vLLM asleep: graphs and buffers", self.overhead, "allowance")
+
+    @property
+    def host(self) -> int:
+        """Of one rank: processed media, and at sleep level 1 a copy of its weights."""
+        media = max(1.0, 2 * self.longest * MEDIA_BYTES_PER_TOKEN / GIB) * GIB
+        return int(media) + (self.weights if self.config.rollout.sleep_level == 1 else 0)
+
+    def facts(self) -> dict[str, float]:
+        return {
+            "share_bytes": self.share,
+            "weights_bytes": self.weights,
+            "working_bytes": self.working + self.overhead,
+            "kv_cache_bytes": max(0, self.cache),
+            "kv_cache_tokens": self.cache_tokens,
+            "longest_sequence_tokens": self.longest,
+            "whole_sequences": round(self.whole_sequences, 1),
+            "sequences_drawn_together": self.sequences,
+        }
+
+
+def sync_bucket(vllm: VLLM) -> int:
+    """Bytes of the whole weights that a weight sync gathers at a time."""
+    largest = max(parameter.numel for parameter in vllm.request.parameters.all) * vllm.request.width
+    return max(int(vllm.config.rollout.sync_bucket_mb * 2**20), largest)
+
+
+@dataclass(frozen=True)
+class RolloutOffload:
+    moved: int
+    """Bytes of one rank that move to the host and back for each rollout."""
+    staying: tuple[Item, ...]
+    note: str = ""
+
+
+def plan_offload(request: Request, states: States, vllm: VLLM | None, extra: tuple[Item, ...]) -> RolloutOffload:
+    """Plan what moves. Only GRPO has a choice: other trainers move everything for a validation by answers.
+
+    Args:
+        extra: what lies on the GPU beside DeepSpeed's memory.
+
+    Raises:
+        ConfigError: `rollout.offload` is "never", and vLLM's share does not fit.
+    """
+    mode: OffloadMode = request.config.rollout.offload if isinstance(request.config, GRPOConfig) else "always"
+    if vllm is None:
+        amount, note = NOTHING if mode == "never" else EVERYTHING, ""
+    else:
+        memory = build_rollout_memory(vllm, states, extra)
+        amount, note = choose_amount(mode, memory), describe_modes(mode, memory)
+    moved = min(amount.move_bytes, states.optimizer)
+    staying = (
+        Item("optimizer that stays", states.optimizer - moved),
+        Item("gradient buffers that stay", 0 if amount.drop_gradients else states.gradients + states.bucket),
+    )
+    return RolloutOffload(moved, staying, note)
+
+
+def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> RolloutMemory:
+    outside = sum(item.nbytes for item in extra if item.note == "allowance")
+    return RolloutMemory(
+        total=vllm.request.machine.gpu_bytes,
+        vllm=vllm.share,
+        fixed=states.weights + states.persistent + sum(item.nbytes for item in extra) - outside,
+        gradients=states.gradients + states.bucket,
+        moments=states.moments,
+        masters=states.masters,
+        sync=2 * sync_bucket(vllm),
+        outside=outside,
+    )
+
+
+def describe_modes(mode: OffloadMode, memory: RolloutMemory) -> str:
+    """Return a note with the GiB that move in each mode."""
+    moves = ", ".join(f'"{name}" {describe_amount(name, memory)}' for name in get_args(OffloadMode))
+    return f'rollout.offload = "{mode}"; state that moves to the host and back for each rollout, per GPU: {moves}'
+
+
+def describe_amount(mode: OffloadMode, memory: RolloutMemory) -> str:
+    try:
+        amount = choose_amount(mode, memory)
+    except ConfigError:
+        return "does not fit"
+    return f"{amount.move_bytes / GIB:.1f} GiB"
+
+
+def vllm_phases(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> list[Phase]:
+    request = vllm.request
+    held = (Item("policy's weights", states.weights + states.persistent), *extra)
+    largest = max(one.numel for one in request.parameters.all) * request.width
+    bucket = sync_bucket(vllm)
+    sync = Phase(
+        "weight sync",
+        (
+            *held,
+            Item("vLLM's weights", vllm.weights),
+            vllm.asleep,
+            Item(
+                "bucket of whole weights",
+                2 * bucket,
+                f"rollout.sync_bucket_mb = {vllm.config.rollout.sync_bucket_mb:g}",
+            ),
+            Item("tensors on their way, and fingerprints", largest + FINGERPRINT),
+        ),
+    )
+    cache = f"{vllm.cache_tokens:,} tokens, {vllm.whole_sequences:.1f} sequences of {vllm.longest:,}"
+    awake = Phase(
+        "rollout: vLLM awake",
+        (
+            *held,
+            Item("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
+            Item("vLLM at work: activations, logits, graphs", vllm.working + vllm.overhead),
+            Item("KV cache", max(0, vllm.cache), cache),
+        ),
+    )
+    return [sync, awake]
+
+
+def answering_phase(request: Request, states: States, batch: int, completion: int, extra: tuple[Item, ...]) -> Phase:
+    """Plain transformers: a whole copy of the model on every GPU, which answers `batch` prompts together."""
+    shape, width = request.shape, request.width
+    longest = request.config.model.max_length + completion
+    token = 2 * shape.layers * shape.kv_heads * shape.head_size * width
+    prefill = request.pieces.text_layer(request.config.model.max_length, training=False).peak * batch
+    return Phase(
+        "answers by transformers",
+        (
+            Item("policy's weights", states.weights + states.persistent),
+            *extra,
+            Item("a whole copy of the model", request.parameters.numel * width),
+            Item("keys and values", batch * longest * token, f"{batch} prompts of {longest:,} tokens"),
+            Item("a layer at work, logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
+        ),
+    )

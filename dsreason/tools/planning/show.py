@@ -1,0 +1,111 @@
+"""A plan for people, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from dsreason.tools.planning.advice import Suggestion
+from dsreason.tools.planning.phases import GIB, Phase
+from dsreason.tools.planning.plan import Plan
+
+KINDS = {"trained": "trained", "frozen": "frozen", "adapter": "in adapters", "nf4": "in 4 bits"}
+
+
+def headline(plan: Plan) -> list[str]:
+    """What was planned, and from what."""
+    request = plan.request
+    machine, parameters = request.machine, request.parameters
+    several = "s" if machine.gpus > 1 else ""
+    kinds = [f"{parameters.of_kind(kind):,} {text}" for kind, text in KINDS.items() if parameters.of_kind(kind)]  # type: ignore[arg-type]
+    return [
+        f"{request.trainer} of {request.config.model.path} on {machine.gpus} GPU{several} of {machine.gpu_memory:g} GB "
+        f"({plan.limit / GIB:.1f} GiB usable), {request.ds_config}",
+        f"architecture: {request.architecture.source}",
+        f"parameters: {parameters.numel:,}; {', '.join(kinds)}",
+    ]
+
+
+def phase_table(plan: Plan) -> Table:
+    """GiB of one GPU, by phase."""
+    table = Table(title="GiB on each GPU", title_justify="left")
+    for name in ("phase", "what", "note"):
+        table.add_column(name, overflow="fold")
+    table.add_column("GiB", justify="right")
+    for phase in plan.phases:
+        add_phase(table, phase, f"{phase.total / GIB:.1f} of {plan.limit / GIB:.1f}")
+    return table
+
+
+def outside_table(plan: Plan) -> Table:
+    table = Table(title="GiB beside the GPUs", title_justify="left")
+    for name in ("where", "what", "note"):
+        table.add_column(name, overflow="fold")
+    table.add_column("GiB", justify="right")
+    host = f"memory of {'each host' if plan.request.machine.hosts > 1 else 'the host'}"
+    for phase in (Phase(host, plan.host.items), plan.disk):
+        add_phase(table, phase, f"{phase.total / GIB:.0f}")
+    return table
+
+
+def add_phase(table: Table, phase: Phase, total: str) -> None:
+    for number, item in enumerate(phase.items):
+        table.add_row(phase.name if number == 0 else "", item.name, item.note, f"{item.nbytes / GIB:.2f}")
+    table.add_row("", "[bold]together[/bold]", "", f"[bold]{total}[/bold]", end_section=True)
+
+
+def verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
+    if plan.fits:
+        fullest = plan.fullest
+        room = f"{fullest.total / GIB:.1f} of {plan.limit / GIB:.1f} GiB in its fullest phase, {fullest.name}"
+        beside = f"{plan.host.total / GIB:.0f} GiB of host memory, {plan.disk.total / GIB:.0f} GiB of disk"
+        return [f"fits: {room}; {plan.room / GIB:.1f} GiB to spare", f"beside it: {beside}"]
+    lines = ["does not fit:", *(f"  {text}" for text in plan.problems)]
+    if found:
+        return [*lines, "what to change:", *(f"  {one.text}" for one in found)]
+    return [*lines, "no single or double change that was tried makes it fit; take larger GPUs, or a smaller model"]
+
+
+def as_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
+    """Bytes; `phases` are of one GPU, `host_memory` of one host."""
+    request = plan.request
+    return {
+        "trainer": request.trainer,
+        "model": request.config.model.path,
+        "architecture": request.architecture.source,
+        "gpus": request.machine.gpus,
+        "gpu_bytes": plan.limit,
+        "hosts": request.machine.hosts,
+        "ds_config": request.ds_config,
+        "parameters": {
+            "all": request.parameters.numel,
+            **{kind: request.parameters.of_kind(kind) for kind in KINDS},  # type: ignore[arg-type]
+        },
+        "fits": plan.fits,
+        "problems": plan.problems,
+        "fullest_phase": plan.fullest.name,
+        "room_bytes": plan.room,
+        "phases": [phase_json(phase) for phase in plan.phases],
+        "vllm": plan.vllm.facts() if plan.vllm else None,
+        "rollout_offload_bytes": plan.offloaded,
+        "host_memory": phase_json(plan.host),
+        "disk": phase_json(plan.disk),
+        "suggestions": [
+            {
+                "change": one.change.text,
+                "set": dict(one.change.sets),
+                "ds_config": one.change.ds_config,
+                "gpus": one.change.gpus,
+                "gpu_bytes": one.plan.fullest.total,
+                "host_bytes": one.plan.host.total,
+            }
+            for one in found
+        ],
+        "notes": plan.notes,
+    }
+
+
+def phase_json(phase: Phase) -> dict[str, Any]:
+    items = [{"name": item.name, "bytes": item.nbytes, "note": item.note} for item in phase.items]
+    return {"name": phase.name, "bytes": phase.total, "items": items}

@@ -1,0 +1,113 @@
+"""Where DeepSpeed keeps weights, gradients and optimizer: on each GPU, and on its host. Read off DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsreason.tools.planning.request import Request
+
+FP32 = 4
+MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one rank. On the host: what it adds there."""
+
+    weights: int
+    persistent: int
+    """Of small parameters, which ZeRO-3 leaves whole."""
+    gradients: int
+    masters: int
+    moments: int
+    bucket: int
+    """What gradients are gathered in on their way."""
+    host_weights: int = 0
+    host_gradients: int = 0
+    host_masters: int = 0
+    host_moments: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        return self.masters + self.moments
+
+    @property
+    def host(self) -> int:
+        return self.host_weights + self.host_gradients + self.host_masters + self.host_moments
+
+
+def states_of(request: Request) -> States:
+    return sharded(request) if request.zero.stage == 3 else replicated(request)
+
+
+def sharded(request: Request) -> States:
+    """ZeRO-3: everything is cut over the ranks."""
+    zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
+    weights = sum(one.share(ranks) for one in parameters.all)
+    trained = parameters.trained_shares(ranks)
+    off, params_off = zero.offloads("optimizer"), zero.offloads("param")
+    persistent = 0
+    if ranks > 1 or params_off:
+        threshold = zero.number("stage3_param_persistence_threshold")
+        persistent = sum(one.nbytes for one in parameters.all if one.elements <= threshold)
+    gradients, masters, moments = FP32 * trained, FP32 * trained, MOMENTS * FP32 * trained
+    contiguous = bool(zero.section.get("contiguous_gradients", True))
+    bucket = FP32 * zero.number("reduce_bucket_size") if contiguous else 0
+    pinned = pinned_size if zero.pins("optimizer") else int
+    return States(
+        weights=0 if params_off else weights,
+        persistent=persistent,
+        gradients=0 if off else gradients,
+        masters=0 if off else masters,
+        moments=0 if off else moments,
+        bucket=bucket,
+        host_weights=weights if params_off else 0,
+        # One buffer that micro-batches add to, and one that the optimizer reads.
+        host_gradients=2 * pinned(gradients) if off else 0,
+        host_masters=masters if off else 0,
+        host_moments=moments if off else 0,
+    )
+
+
+def replicated(request: Request) -> States:
+    """Stages 1 and 2: every rank has all weights; the optimizer is cut, and at stage 2 gradients are as well."""
+    zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
+    trained = parameters.num_trained
+    share, off = -(-trained // ranks), zero.offloads("optimizer")
+    gradients = FP32 * (share if zero.stage == 2 else trained)
+    masters, moments = FP32 * share, MOMENTS * FP32 * share
+    return States(
+        weights=sum(one.nbytes for one in parameters.all),
+        persistent=0,
+        gradients=0 if off else gradients,
+        masters=0 if off else masters,
+        moments=0 if off else moments,
+        bucket=FP32 * zero.number("reduce_bucket_size"),
+        host_gradients=gradients if off else 0,
+        host_masters=masters if off else 0,
+        host_moments=moments if off else 0,
+    )
+
+
+def pinned_size(nbytes: int) -> int:
+    """torch rounds a block of pinned memory up to a power of two."""
+    return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0
+
+
+def gathered(request: Request) -> tuple[int, int]:
+    """Bytes that are whole at a time under ZeRO-3: of weights at work, and of those that are fetched ahead.
+
+    Whole at a time is one block, such as a decoder layer, or one parameter outside of blocks; on the way from forward to
+    backward also what is used again within `stage3_max_reuse_distance` values, there and back. What is fetched is copied once
+    on its way.
+    """
+    zero, parameters = request.zero, request.parameters
+    lie_here = request.machine.device == "cpu" or not zero.offloads("param")
+    if zero.stage != 3 or (request.machine.gpus == 1 and lie_here):
+        return 0, 0
+    everything = sum(one.nbytes for one in parameters.all)
+    kept = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)
+    rest = [one.nbytes for one in parameters.all if one.numel < request.shape.vocabulary * request.shape.hidden]
+    ahead = request.width * zero.number("stage3_prefetch_bucket_size") + max(rest, default=0)
+    at_work = max(kept, parameters.whole_bytes)
+    return at_work, min(2 * ahead, everything)

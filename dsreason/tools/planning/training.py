@@ -1,0 +1,229 @@
+"""The phases of a training step on one GPU: forward and backward at its fullest moment, and the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.families import family_of
+from dsreason.models.logprobs import MAX_LOGITS, MAX_LOGITS_ON_GPU
+from dsreason.tools.planning.phases import Item, Phase, largest
+from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.states import FP32, States, gathered
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one rank's row."""
+
+    inputs: int
+    """Of the text layers, or with all that they keep where nothing is computed again; until the backward pass."""
+    around: int
+    """Embeddings, last hidden states and those of trained tokens, norms: beside the layers."""
+    tower: int
+    """What the vision tower keeps."""
+    pixels: int
+    features: int
+    """Of media, as wide as tokens, in and out of the mergers."""
+    deeper: int
+    """Of it what the mergers of deeper layers keep until their block's turn comes."""
+    layer: int
+    block: int
+    head: int
+    logits: int
+    """Tokens whose logits are there at a time."""
+    on_host: int = 0
+    """What waits there instead."""
+
+
+def activations_of(request: Request) -> Activations:
+    config, shape, pieces = request.config, request.shape, request.pieces
+    tokens, width = request.tokens, request.width
+    hidden = tokens * shape.hidden * width
+    layer = pieces.text_layer(tokens)
+    recomputing = config.model.gradient_checkpointing
+    inputs = shape.layers * (hidden if recomputing else layer.kept)
+    moved = inputs if config.train.activation_offload else 0
+    tower, pixels, features, deeper, block = vision_bytes(request)
+    chunk = logits_chunk(request)
+    trained = tokens if request.trained_tokens is None else request.trained_tokens
+    head = pieces.head(trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
+    return Activations(
+        inputs=hidden if moved else inputs,
+        # Embeddings with and without media, the last layer's output, and the hidden states of trained tokens.
+        around=4 * hidden + pieces.final_norm(tokens).kept,
+        tower=tower,
+        pixels=pixels,
+        features=features,
+        deeper=deeper,
+        layer=(layer.peak if recomputing else layer.peak - layer.kept) + exchanged(request),
+        block=block,
+        head=head.peak,
+        logits=min(chunk, trained),
+        on_host=moved,
+    )
+
+
+def logits_chunk(request: Request) -> int:
+    """Tokens whose logits are there at a time."""
+    most = MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS
+    return max(1, most // request.shape.vocabulary)
+
+
+def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
+    """Of `Activations`: tower, pixels, features, deeper and block."""
+    shape, width, pieces = request.shape, request.width, request.pieces
+    if not shape.vision_depth:
+        return 0, 0, 0, 0, 0
+    trained = tower_is_trained(request)
+    tokens = media_tokens(request)
+    patches = shape.patches(tokens)
+    block = pieces.vision_block(patches, training=trained)
+    tower = 0
+    if trained:
+        recomputing = request.config.model.gradient_checkpointing
+        each = patches * shape.vision_hidden * width if recomputing else block.kept
+        tower = shape.vision_depth * each
+    copied = FP32 if request.machine.device == "cuda" else 0  # on a CPU they lie there already
+    pixels = patches * shape.patch_values * (copied + width)
+    merger = pieces.merger(patches, training=trained)
+    features = shape.mergers * max(merger.kept, tokens * shape.hidden * width)
+    deeper = (shape.mergers - 1) * merger.kept
+    return tower, pixels, features, deeper, max(block.peak, merger.peak)
+
+
+def media_tokens(request: Request) -> int:
+    """Of a row on one rank, at most."""
+    if request.media_tokens is not None:
+        return request.media_tokens
+    budget, _ = request.config.token_budget
+    if budget is not None:
+        return request.tokens
+    return min(request.tokens, shown_by(request, request.row_tokens // request.config.model.max_length))
+
+
+def shown_by(request: Request, samples: int) -> int:
+    """Tokens of media of so many samples, at most: all of them, or what `[data.vision]` allows."""
+    cell = request.shape.token_pixels
+    limits = []
+    for vision in (source.vision for source in request.config.data.all_sources()):
+        of_video = [request.config.model.max_length]
+        if vision.total_pixels:
+            of_video.append(-(-vision.total_pixels // cell))
+        if vision.nframes and vision.max_pixels:
+            of_video.append(-(-vision.nframes // 2) * -(-vision.max_pixels // cell))
+        limits.append(min(of_video))
+    return samples * max(limits)
+
+
+def exchanged(request: Request) -> int:
+    """What the ranks of a row send each other for attention, and get: queries, keys and values."""
+    shape, ranks = request.shape, request.config.ranks_per_row
+    if ranks == 1:
+        return 0
+    heads = shape.heads + 2 * max(shape.kv_heads, ranks)
+    return 2 * request.tokens * heads * shape.head_size * request.width
+
+
+def tower_is_trained(request: Request) -> bool:
+    tower = family_of(request.architecture.config.model_type).modules.vision_tower
+    return tower is not None and any(one.name.startswith(f"{tower}.") for one in request.parameters.trained)
+
+
+def head_name(request: Request) -> str:
+    """Of the parameter that the output layer multiplies with."""
+    names = {one.name for one in request.parameters.all}
+    own = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
+    return own if own in names else next(name for name in names if name.endswith("embed_tokens.weight"))
+
+
+def head_is_trained(request: Request) -> bool:
+    return head_name(request) in {one.name for one in request.parameters.trained}
+
+
+def is_tied(request: Request) -> bool:
+    return head_name(request).endswith("embed_tokens.weight")
+
+
+def reduction(request: Request) -> tuple[int, int]:
+    """Copies that a rank makes of gradients on their way to the ranks that keep them: of a bucket, and of the largest.
+
+    Those that share the bucket are put in order in a copy of it. One that is larger than the bucket goes by itself: as it
+    is, and in fp32. The output layer's goes when the first gradient of the last layer comes.
+    """
+    bucket = request.zero.number("reduce_bucket_size")
+    large = max((one.numel for one in request.parameters.trained if one.numel > bucket), default=0)
+    small = sum(one.numel for one in request.parameters.trained if one.numel <= bucket)
+    copies = FP32 if request.width == FP32 else request.width + FP32
+    return FP32 * min(bucket, small), copies * large
+
+
+def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
+    """What lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
+    return (
+        Item("weights", states.weights + states.persistent),
+        Item("gradients, fp32", states.gradients),
+        Item("optimizer: master weights and moments, fp32", states.optimizer),
+        Item("bucket of gradients on their way", states.bucket),
+        *extra,
+    )
+
+
+def training_phases(request: Request, held: tuple[Item, ...]) -> list[Phase]:
+    """Of one GPU, on which `held` lies throughout."""
+    return [forward_backward(request, held), optimizer_step(request, held)]
+
+
+def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
+    copied = 0
+    if not request.zero.offloads("optimizer"):
+        own = request.parameters.trained_shares(request.machine.gpus)
+        copied = FP32 * min(own, request.zero.number("sub_group_size"))
+    return Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
+
+
+def block_gradients(request: Request) -> Item:
+    """Gradients of the largest block: ZeRO-3 reduces those of a block it gathers as a whole together, at its end."""
+    trained = request.parameters.trained_blocks if request.zero.stage == 3 else {}
+    return Item("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
+
+
+def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
+    """At the fullest of its moments."""
+    found = activations_of(request)
+    at_work, ahead = gathered(request)
+    few, one_large = reduction(request)
+    held = (*held, Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
+    media = (Item("vision tower, kept for its backward", found.tower), Item("pixels", found.pixels))
+    layers = "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers"
+    waiting = (
+        Item(layers, found.inputs, f"{request.tokens:,} tokens"),
+        Item("hidden states beside the layers", found.around),
+        *media,
+        Item("features of media", found.features),
+    )
+    tied = 0  # its gradient by the output layer waits for that by the inputs
+    if is_tied(request) and head_is_trained(request):
+        tied = request.width * request.shape.vocabulary * request.shape.hidden
+    embedding = Item("gradient of the tied embedding", tied)
+    logits = f"logits of {found.logits:,} tokens at a time"
+    moving = "copies of gradients on their way"
+    moments = {
+        "output layer": (*waiting, Item("output layer and loss", found.head, logits)),
+        "a text layer": (
+            *waiting,
+            embedding,
+            Item(moving, max(few, 0 if tied else one_large)),
+            Item("one text layer at work", found.layer),
+            block_gradients(request),
+        ),
+        "vision tower": (
+            *media,
+            Item("features of media", found.deeper),
+            embedding,
+            Item(moving, few),
+            Item("one vision block at work", found.block),
+        ),
+        "embedding": (embedding, Item(moving, max(few, one_large))),
+    }
+    return largest([Phase(f"forward and backward ({name})", (*held, *items)) for name, items in moments.items()])

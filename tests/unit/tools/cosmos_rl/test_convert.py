@@ -1,0 +1,618 @@
+"""Configurations of cosmos-rl become ours: batches, schedules, objectives, rewards, data, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsreason.cli.job import trainers
+from dsreason.config.load import read_values
+from dsreason.errors import ConfigError
+from dsreason.tools.cosmos_rl.convert import Imported, convert, is_cosmos_rl
+
+SFT = """
+[policy]
+model_name_or_path = "Qwen/Qwen2.5-VL-7B-Instruct"
+[policy.parallelism]
+tp_size = 1
+[custom.dataset]
+annotation_path = "rows.json"
+[train.train_policy]
+type = "sft"
+"""
+GRPO = """
+[policy.parallelism]
+tp_size = 1
+dp_shard_size = 2
+[rollout]
+n_generation = 8
+[rollout.parallelism]
+tp_size = 2
+[train]
+train_batch_per_replica = 32
+[train.train_policy]
+type = "grpo"
+dataset.name = "openai/gsm8k"
+prompt_column_name = "question"
+response_column_name = "answer"
+reward_function = "gsm8k"
+"""
+
+
+def document(text: str, **changes: Any) -> dict[str, Any]:
+    """The file with further keys, `train__epoch=3`."""
+    loaded = tomllib.loads(text)
+    for key, value in changes.items():
+        here = loaded
+        *sections, name = key.split("__")
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = value
+    return loaded
+
+
+def imported(text: str, *accepted: str, **changes: Any) -> Imported:
+    found = convert(document(text, **changes), accepted)
+    found.check("cosmos.toml")
+    read_values(trainers()[found.trainer].schema, found.config, "cosmos.toml")
+    return found
+
+
+def config(text: str, *accepted: str, **changes: Any) -> dict[str, Any]:
+    return imported(text, *accepted, **changes).config
+
+
+def note(text: str, key: str, *accepted: str, **changes: Any) -> tuple[str, str]:
+    """Verdict and text of one key."""
+    found = convert(document(text, **changes), accepted).findings
+    return next((finding.verdict, finding.text) for finding in found if finding.key == key)
+
+
+def refused(text: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        imported(text, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer"),
+    [
+        (SFT, "sft"),
+        (GRPO, "grpo"),
+        ('[train.train_policy]\ntype = "sft"\ntrainer_type = "dpo"', "dpo"),
+        ('[policy]\nmodel_name_or_path = "m"\n[rollout]\nn_generation = 4', "grpo"),
+        ("[train]\nepoch = 3\n[policy]\nmodel_max_length = 8", "sft"),
+        ("[policy]\nis_diffusers = true", "world"),
+        ("[model.rl]\nnum_rollout = 8", "world"),
+    ],
+)
+def test_the_command_follows_from_the_sections(text: str, trainer: str) -> None:
+    assert is_cosmos_rl(tomllib.loads(text))
+    assert convert(tomllib.loads(text)).trainer == trainer
+
+
+@pytest.mark.parametrize("text", ["", "[train]\nepochs = 3", '[model]\npath = "x"', "[policies]\na = 1", "train = 3"])
+def test_a_configuration_of_ours_is_not_taken_for_one_of_theirs(text: str) -> None:
+    assert not is_cosmos_rl(tomllib.loads(text))
+
+
+def test_a_batch_of_sft_is_of_a_data_parallel_rank() -> None:
+    parallel = {
+        "n_init_replicas": 2,
+        "tp_size": 2,
+        "cp_size": 2,
+        "dp_shard_size": 4,
+        "dp_replicate_size": 3,
+        "pp_size": 1,
+    }
+    found = imported(SFT, train__train_batch_per_replica=32, policy__parallelism=parallel)
+    assert found.config["train"]["global_batch_size"] == 2 * 4 * 3 * 32
+    assert found.num_gpus == 2 * 2 * 2 * 4 * 3
+    assert found.config["train"]["sequence_parallel_size"] == 2
+
+
+def test_tensor_parallelism_is_two_where_a_file_does_not_say() -> None:
+    found = imported(SFT, policy__parallelism={"dp_shard_size": 4})
+    assert (found.num_gpus, found.config["train"]["global_batch_size"]) == (8, 32)
+
+
+def test_automatic_shards_count_as_one_and_that_is_said() -> None:
+    found = imported(SFT, policy__parallelism={"tp_size": 1, "dp_shard_size": -1})
+    assert found.config["train"]["global_batch_size"] == 8
+    assert "taken as 1" in note(SFT, "policy.parallelism.dp_shard_size", policy__parallelism={"dp_shard_size": -1})[1]
+
+
+def test_a_batch_of_grpo_is_completions_of_a_replica() -> None:
+    found = imported(GRPO, train__train_batch_per_replica=128, policy__parallelism__n_init_replicas=2)
+    assert found.config["grpo"]["prompts_per_step"] == 2 * 128 // 8
+    assert "global_batch_size" not in found.config["train"]
+    assert found.num_gpus == 2 * 2 + 2
+
+
+def test_a_job_that_shares_its_gpus_has_no_further_ones_for_rollouts() -> None:
+    assert imported(GRPO, mode="colocated_separated").num_gpus == 2
+
+
+def test_completions_that_are_no_whole_groups_are_refused_with_those_that_are() -> None:
+    text = refused(GRPO, train__train_batch_per_replica=30)
+    assert text.startswith("cosmos.toml: train.train_batch_per_replica: 30 completions a step are no whole groups of 8")
+    assert text.endswith("set 24 or 32")
+
+
+def test_several_updates_of_a_rollout() -> None:
+    changed = config(GRPO, train__train_batch_per_replica=64, train__train_policy__batch_size_per_optimize=16)
+    assert changed["grpo"]["optimizer_steps_per_rollout"] == 4
+    assert "does not divide" in refused(GRPO, train__train_policy__batch_size_per_optimize=5)
+    assert "whole groups" in refused(GRPO, train__train_policy__batch_size_per_optimize=4)
+
+
+def test_a_forward_holds_as_many_tokens_as_theirs_at_most() -> None:
+    changed = config(SFT, train__train_policy__mini_batch=4, policy__model_max_length=1000)
+    assert changed["train"]["max_tokens_per_micro_batch"] == 4000
+    changed = config(GRPO, train__train_policy__max_token_len_per_mini_batch=777)
+    assert changed["train"]["max_tokens_per_micro_batch"] == 777
+
+
+@pytest.mark.parametrize(
+    ("changes", "optim"),
+    [
+        (
+            {},
+            {"lr": 1e-6, "warmup": 20, "schedule": "constant", "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0},
+        ),
+        ({"optm_decay_type": "cosine"}, {"schedule": "cosine"}),
+        ({"optm_decay_type": "none", "optm_decay_ratio": 0.3}, {"schedule": "constant"}),
+        ({"optm_decay_type": "linear", "optm_decay_ratio": 0.3}, {"schedule": "linear", "decay_share": 0.3}),
+        ({"optm_warmup_steps": 0.03}, {"warmup": 0.03}),
+        ({"optm_warmup_steps": 0}, {"warmup": 0}),
+        ({"optm_grad_norm_clip": -1.0}, {"max_grad_norm": 0.0}),
+        ({"optm_lr": [1e-5, 1e-5]}, {"lr": 1e-5}),
+        ({"optm_name": "Adam", "optm_weight_decay": 0.0}, {"weight_decay": 0.0}),
+    ],
+)
+def test_the_optimizer(changes: dict[str, Any], optim: dict[str, Any]) -> None:
+    found = config(SFT, **{f"train__{name}": value for name, value in changes.items()})["optim"]
+    assert {name: found[name] for name in optim} == optim
+    assert ("decay_share" in found) == ("decay_share" in optim)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"optm_name": "AdamW8bit"}, "the moments are float32 here"),
+        ({"optm_name": "Adam"}, "Adam adds the weight decay (0.01) to the gradient"),
+        ({"optm_lr": [1e-5, 1e-6]}, "all weights have one learning rate"),
+        ({"optm_lr": {"global": 1e-5}}, "one learning rate"),
+        ({"optm_decay_type": "exponential"}, "'exponential' is not one of none, linear, cosine, sqrt"),
+        ({"optm_warmup_steps": 1.0}, "in steps"),
+        ({"optm_warmup_start_factor": 0.1}, "the warmup begins at 0"),
+        ({"param_dtype": "float16"}, "weights are bfloat16 or float32"),
+        ({"ema_enable": True}, "only dsreason world"),
+        ({"resume": "outputs/x/policy"}, "checkpoints of cosmos-rl cannot be continued"),
+        ({"epoch": "three"}, "'three' is not a whole number"),
+        ({"compile": 1}, "1 is not true or false"),
+        ({"ckpt": 3}, "3 is a value, and this is a section"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refused(SFT, **{f"train__{name}": value for name, value in changes.items()})
+
+
+def test_what_is_refused_can_be_accepted() -> None:
+    key = "train.fp8.enable_fp8"
+    assert "--accept train.fp8.enable_fp8" in refused(SFT, train__fp8={"enable_fp8": True})
+    assert config(SFT, key, train__fp8={"enable_fp8": True})["train"]["precision"] == "bf16"
+    assert note(SFT, key, key, train__fp8={"enable_fp8": True})[0] == "differs"
+
+
+def test_accepting_a_key_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--accept train.fp9"):
+        convert(document(SFT), ["train.fp9"])
+
+
+def test_all_errors_are_told_at_once() -> None:
+    text = refused(SFT, train__fp8={"enable_fp8": True}, train__optm_name="Adam8bit", train__ema_enable=True)
+    assert text.startswith("3 problems in the configuration")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"preset": "dapo", "advantage": "group_normalized", "dynamic_sampling": False, "overlong_filter": False}),
+        ({"loss_type": "seq-mean-token-mean"}, {"preset": "grpo"}),
+        (
+            {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 2048, "unbiased_advantage": True},
+            {"preset": "dr_grpo", "advantage": "group_centered"},
+        ),
+        (
+            {"variant": "dapo", "max_retry_for_on_policy": 5},
+            {"preset": "dapo", "dynamic_sampling": True, "max_refills": 5},
+        ),
+        ({"variant": "gspo", "loss_type": "seq-mean-token-mean"}, {"preset": "gspo"}),
+        ({"epsilon_low": 0.1, "epsilon_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.28}),
+        ({"epsilon_low": -1.0, "epsilon_high": -1.0}, {"clip_low": 1.0, "clip_high": 1e9}),
+        ({"lower_bound_ratio": 10.0}, {"dual_clip": 10.0}),
+        ({"kl_beta": 0.05}, {"kl_coef": 0.05, "kl_clamp": 10.0, "kl_estimator": "k3"}),
+        ({"kl_beta": 0.05, "unbiased_kl_estimate": True}, {"kl_estimator": "bias_corrected_k3"}),
+        (
+            {"kl_beta": 0.1, "reference_reset_interval": 50, "reset_optimizer_with_reference": False},
+            {"reference_reset_every": 50},
+        ),
+        ({"entropy_coeff": 0.01}, {"entropy_coef": 0.01}),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 5.0},
+            {"correction": "token_mask", "correction_low": 0.0, "correction_high": 5.0},
+        ),
+    ],
+)
+def test_the_objective(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = config(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})["grpo"]
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_without_kl_there_is_nothing_of_it() -> None:
+    assert {"kl_clamp", "kl_estimator", "reference_reset_every"} & config(GRPO)["grpo"].keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mu_iterations": 2}, "each completion is trained once"),
+        ({"variant": "ppo"}, "'ppo' is not one of grpo, gspo, dapo"),
+        ({"loss_type": "seq-mean-token-sum"}, "dr_grpo but for a constant factor"),
+        ({"loss_type": "mean"}, "'mean' is not one of"),
+        ({"positive_nll_coef": 0.1}, "no such term"),
+        ({"aipo_rho": 2.0}, "cispo"),
+        ({"off_policy_masking_delta": 0.1}, "geometric_mask"),
+        ({"reward_function": ["my_reward"]}, "file.py:my_reward"),
+        ({"reward_function": ["overlong"]}, "4096 is longer than the longest completion (2048)"),
+        ({"use_remote_reward": True}, "dsreason world"),
+        ({"group_reward_calculation": True}, "one completion at a time"),
+        ({"kl_beta": 0.1, "reference_reset_interval": 9}, "keeps its moments"),
+    ],
+)
+def test_an_objective_without_an_equal_is_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refused(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("given", "functions"),
+    [
+        ("format", {"format": 1.0}),
+        (["single_choice", "format"], {"single_choice": 1.0, "format": 1.0}),
+        ({"boxed_math": 2.0, "mine.py:short": 0.1}, {"boxed_math": 2.0, "mine.py:short": 0.1}),
+    ],
+)
+def test_rewards_keep_their_weights(given: Any, functions: dict[str, float]) -> None:
+    assert config(GRPO, train__train_policy__reward_function=given)["reward"]["functions"] == functions
+
+
+def test_the_reward_without_a_name_is_the_choice() -> None:
+    without = GRPO.replace('reward_function = "gsm8k"\n', "")
+    assert config(without)["reward"]["functions"] == {"single_choice": 1.0}
+
+
+def test_the_punishment_of_length_has_its_buffer() -> None:
+    changed = config(
+        GRPO,
+        train__train_policy__reward_function=["gsm8k", "overlong"],
+        train__train_policy__overlong_reward={"buffer_length": 512, "penalty_factor": 2.0},
+    )
+    assert changed["reward"]["options"] == {"overlong": {"buffer": 512, "factor": 2.0}}
+
+
+def test_one_temperature_of_training_is_that_of_sampling_too_and_two_are_refused() -> None:
+    key = "train.train_policy.temperature"
+    assert config(GRPO, train__train_policy__temperature=0.9)["rollout"]["temperature"] == 0.9
+    assert note(GRPO, key, train__train_policy__temperature=0.9)[0] == "differs"
+    sampled = {"temperature": 0.7}
+    assert config(GRPO, rollout__sampling_config=sampled)["rollout"]["temperature"] == 0.7
+    assert "make them equal" in refused(GRPO, rollout__sampling_config=sampled, train__train_policy__temperature=0.9)
+    changed = config(GRPO, key, rollout__sampling_config=sampled, train__train_policy__temperature=0.9)
+    assert changed["rollout"]["temperature"] == 0.7
+
+
+def test_sampling_from_a_part_of_the_tokens_has_no_correction() -> None:
+    changed = config(GRPO, rollout__sampling_config={"top_p": 0.9, "top_k": 20})
+    assert (changed["rollout"]["top_p"], changed["rollout"]["top_k"], changed["grpo"]["correction"]) == (
+        0.9,
+        20,
+        "none",
+    )
+    assert config(GRPO)["rollout"]["top_k"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"backend": "vla"}, "rollouts are vLLM's or transformers'"),
+        ({"quantization": "fp8"}, "sampled from the weights that are trained"),
+        ({"multi_turn_config": {"enable": True}}, "one answer"),
+        ({"sampling_config": {"repetition_penalty": 1.1}}, "another policy"),
+        (
+            {
+                "parallelism": {
+                    "tp_size": 4,
+                    "dp_shard_size": 1,
+                    "pp_size": 1,
+                    "n_init_replicas": 1,
+                    "dp_replicate_size": 3,
+                }
+            },
+            "",
+        ),
+    ],
+)
+def test_rollouts_without_an_equal_are_refused(changes: dict[str, Any], text: str) -> None:
+    assert text in refused(GRPO, **{f"rollout__{name}": value for name, value in changes.items()})
+
+
+def test_a_teacher() -> None:
+    given = {"enable": True, "model_name_or_path": "t", "kl_penalty_coef": 0.5, "kl_discount_factor": 0.9}
+    changed = config(GRPO, distillation=given)
+    assert changed["distill"] == {"teacher": "t", "coef": 0.5, "discount": 0.9}
+    alone = config(GRPO.replace('reward_function = "gsm8k"\n', ""), distillation=given)
+    assert "functions" not in alone.get("reward", {})
+    assert "reverse KL" in refused(GRPO, distillation=given | {"top_k": 20})
+    assert "no teacher" in refused(GRPO, distillation={"enable": True})
+    off = {"enable": False, "top_k": 20, "kl_penalty_coef": 0.5}
+    assert "distill" not in config(GRPO, distillation=off)
+    assert note(GRPO, "distillation.top_k", distillation=off)[0] == "left out"
+
+
+DPO = SFT.replace('type = "sft"', 'type = "sft"\ntrainer_type = "dpo"')
+
+
+def test_preferences_have_no_reference_there() -> None:
+    changed = config(DPO, custom__dpo_beta=0.2)
+    assert changed["dpo"] == {"beta": 0.2, "loss_weights": {"sigmoid": 1.0}, "reference": "none"}
+    assert changed["train"]["global_batch_size"] == 8
+
+
+def test_a_mix_of_preference_losses() -> None:
+    mixed = {"custom__dpo_loss_type": ["sigmoid", "bco_pair", "sft"], "custom__dpo_loss_weights": [0.8, 0.2, 1.0]}
+    changed = config(DPO, **mixed)["dpo"]
+    assert changed == {"beta": 0.1, "loss_weights": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 1.0}
+    assert note(DPO, "custom.dpo_loss_type", **mixed)[0] == "differs"
+    short = mixed | {"custom__dpo_loss_weights": [0.8]}
+    assert config(DPO, **short)["dpo"]["loss_weights"] == {"sigmoid": 1.0, "bco": 1.0}
+    assert "'kto' is not one of" in refused(DPO, custom__dpo_loss_type="kto")
+
+
+def test_adapters() -> None:
+    lora = {
+        "r": 16,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj", "v_proj"],
+        "use_rslora": True,
+        "r_pattern": {"visual": 4},
+    }
+    assert config(SFT, policy__lora=lora)["lora"] == {
+        "rank": 16,
+        "alpha": 32,
+        "targets": [r"(^|\.)q_proj$", r"(^|\.)v_proj$"],
+        "rslora": True,
+        "rank_pattern": {"visual": 4},
+    }
+    assert config(SFT, policy__lora={"target_modules": "all-linear"})["lora"] == {
+        "rank": 8,
+        "alpha": 8.0,
+        "vision": True,
+    }
+    assert "only adapters are trained" in refused(SFT, policy__lora={"modules_to_save": ["lm_head"]})
+    assert "PEFT's" in refused(SFT, policy__lora={"init_lora_weights": "pissa"})
+    assert "no dropout but in sft" in refused(GRPO, policy__lora={"lora_dropout": 0.1})
+    assert "lora" not in config(SFT)
+
+
+def test_what_is_trained_of_a_model() -> None:
+    assert config(SFT, policy__freeze_pattern=["visual"])["model"]["freeze"] == ["visual"]
+    assert config(SFT, policy__trainable_pattern=["merger", "lm_head"])["model"]["freeze"] == [
+        "^(?!.*(?:merger|lm_head))"
+    ]
+    assert "excludes" in refused(SFT, policy__freeze_pattern=["a"], policy__trainable_pattern=["b"])
+    assert "'[' is not a regular expression" in refused(SFT, policy__freeze_pattern=["["])
+    assert "freeze_pattern" in refused(SFT, policy__trainable_map={"visual": False})
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "expected"),
+    [
+        ({}, {"every": 0, "last": False, "keep_best": False, "export": "final", "keep": 5}),
+        (
+            {"enable_checkpoint": True, "save_freq": 100, "max_keep": 2, "save_mode": "sync"},
+            {"every": 100, "keep": 2, "export": "all", "export_keep": 2, "background": False},
+        ),
+        ({"enable_checkpoint": True, "max_keep": -1, "export_safetensors": False}, {"keep": -1, "export": "final"}),
+        (
+            {"enable_checkpoint": True, "upload_hf": True, "hf_repo_name": "me/model"},
+            {"upload": [{"to": "hub:me/model", "what": "final"}]},
+        ),
+        (
+            {"enable_checkpoint": True, "upload_s3": "all", "s3_bucket": "bucket", "s3_prefix": "a/"},
+            {"upload": [{"to": "s3://bucket/a", "what": "all"}]},
+        ),
+        (
+            {"enable_checkpoint": True, "upload_s3": True, "s3_bucket": "bucket"},
+            {"upload": [{"to": "s3://bucket/outputs", "what": "final"}]},
+        ),
+    ],
+)
+def test_checkpoints(ckpt: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = config(SFT, train__ckpt=ckpt)["checkpoint"]
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_an_upload_that_cosmos_rl_refuses_is_told_with_what_was_meant() -> None:
+    verdict, text = note(SFT, "train.ckpt.upload_s3", train__ckpt={"upload_s3": True, "s3_bucket": "bucket"})
+    assert verdict == "differs"
+    assert text.startswith('cosmos-rl refuses true; "final" or "all" was probably meant')
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "text"),
+    [
+        ({"max_keep": 0}, "0 would delete"),
+        ({"save_freq_in_epoch": 1}, "counted in steps"),
+        ({"enable_checkpoint": True, "save_freq": 0}, "1 or more"),
+        ({"upload_hf": True}, 'write "you/Comos-Reason1"'),
+        ({"upload_s3": "all"}, "no s3_bucket"),
+        ({"upload_s3": "some", "s3_bucket": "bucket"}, "'some' is not one of"),
+    ],
+)
+def test_checkpoints_without_an_equal_are_refused(ckpt: dict[str, Any], text: str) -> None:
+    assert text in refused(SFT, train__ckpt=ckpt)
+
+
+def data_of(**dataset: Any) -> dict[str, Any]:
+    found: dict[str, Any] = config(
+        SFT.replace('annotation_path = "rows.json"', ""), train__train_policy__dataset=dataset
+    )["data"]
+    return found
+
+
+def test_annotations_of_llava() -> None:
+    given = {"annotation_path": "a.json", "media_path": "m", "system_prompt": "Be short."}
+    found = config(SFT, custom__dataset=given)["data"]
+    assert {name: found[name] for name in ("adapter", "path", "media_path", "system_prompt")} == {
+        "adapter": "llava",
+        "path": "a.json",
+        "media_path": "m",
+        "system_prompt": "Be short.",
+    }
+    assert config(SFT, custom__dataset={"path": "saved"})["data"]["adapter"] == "conversations"
+    tao = config(SFT, custom__dataset={}, custom__train_dataset={"annotation_path": "a.json", "media_root": "m"})
+    assert (tao["data"]["path"], tao["data"]["media_path"]) == ("a.json", "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("nvidia/Cosmos-Reason1-SFT-Dataset", "cosmos_reason1"),
+        ("/data/Cosmos-Reason1-SFT-Dataset/", "cosmos_reason1"),
+        ("nvidia/Cosmos-Reason1-RL-Dataset", "cosmos_reason1_rl"),
+        ("someone/videos", "conversations"),
+    ],
+)
+def test_a_data_set_by_name(name: str, adapter: str) -> None:
+    found = data_of(name=name, subset="robovqa", split=["understanding", "reasoning"])
+    assert (found["adapter"], found["path"], found["subset"]) == (adapter, name, "robovqa")
+    assert found["split"] == ["understanding", "reasoning"]
+
+
+def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
+    for name in ("videos", "metas"):
+        (tmp_path / name).mkdir()
+    found = data_of(name=str(tmp_path), split="train")
+    assert (found["adapter"], found["path"]) == ("local_labels", str(tmp_path))
+    assert "split" not in found
+
+
+def test_a_trainer_of_their_own_is_refused() -> None:
+    assert "'pi_sft' is a trainer of its own" in refused(SFT, train__train_policy__trainer_type="pi_sft")
+
+
+def test_rewards_of_a_script_are_spoken_of_where_the_file_names_none() -> None:
+    without = GRPO.replace('reward_function = "gsm8k"\n', "")
+    verdict, text = note(without, "train.train_policy.reward_function")
+    assert (verdict, "launch_worker" in text) == ("differs", True)
+
+
+def test_a_folder_that_is_not_there_is_told() -> None:
+    dataset = {"name": "/no/such/folder"}
+    text = SFT.replace('annotation_path = "rows.json"', "")
+    verdict, told = note(text, "train.train_policy.dataset.name", train__train_policy__dataset=dataset)
+    assert (verdict, "local_labels" in told) == ("differs", True)
+
+
+def test_columns_keep_the_names_of_the_rows() -> None:
+    assert "columns" not in config(GRPO)["data"]
+    changed = config(
+        GRPO, train__train_policy__prompt_column_name="problem", train__train_policy__response_column_name="solution"
+    )
+    assert changed["data"]["columns"] == {"question": "problem", "answer": "solution"}
+    text = SFT.replace('annotation_path = "rows.json"', "")
+    named = {"train__train_policy__dataset": {"name": "a/b"}, "train__train_policy__conversation_column_name": "talk"}
+    assert config(text, **named)["data"]["columns"] == {"conversations": "talk"}
+
+
+def test_rows_that_only_a_script_knows_are_refused() -> None:
+    text = SFT.replace('annotation_path = "rows.json"', "")
+    assert "your script opens it" in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "vision", "expected"),
+    [
+        ("nvidia/Cosmos-Reason1-7B", None, {"fps": 1, "max_pixels": 81920}),
+        ("nvidia/Cosmos-Reason2-2B", None, {"fps": 1, "total_pixels": 3774873}),
+        ("nvidia/Cosmos-Reason2-2B", {"nframes": 8}, {"nframes": 8}),
+        ("nvidia/Cosmos-Reason1-7B", {"fps": 2, "total_pixels": 6422528}, {"fps": 2, "total_pixels": 6422528}),
+    ],
+)
+def test_how_media_are_sampled(model: str, vision: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {"policy__model_name_or_path": model}
+    if vision is not None:
+        changes["custom__vision"] = vision
+    assert config(SFT, **changes)["data"]["vision"] == expected
+
+
+def test_validation_is_off_unless_it_is_enabled() -> None:
+    off = config(SFT, validation={"freq": 7}, train__train_policy__dataset={"test_size": 100})
+    assert "validation" not in off["data"]
+    assert off["validation"] == {"before_training": False}
+    assert note(SFT, "validation.freq", validation={"freq": 7}) == ("left out", "validation.enable is false")
+
+
+def test_held_out_rows() -> None:
+    on = {"enable": True, "freq": 7, "val_before_train": True, "batch_size": 2}
+    found = config(SFT, validation=on)
+    assert found["data"]["validation"] == 0.1
+    assert found["validation"] == {"every": 7, "before_training": True, "micro_batch_size": 2, "generate": False}
+    assert config(SFT, validation=on, train__train_policy__dataset={"test_size": 100})["data"]["validation"] == 100
+    own = config(SFT, validation=on | {"dataset": {"name": "a/b", "split": "test"}})["data"]["validation"]
+    assert (own["path"], own["split"], own["adapter"]) == ("a/b", "test", "conversations")
+
+
+def test_held_out_rows_of_grpo_are_answered_as_they_are_there() -> None:
+    on = {"enable": True, "temperature": 0.8, "top_k": -1, "top_p": 0.9}
+    found = config(GRPO, validation=on)
+    assert (found["validation"]["temperature"], found["validation"]["top_p"]) == (0.8, 0.9)
+    assert found["validation"]["max_completion_length"] == 2048
+    assert found["checkpoint"]["best_metric"] == "val/reward/mean"
+    assert config(GRPO, validation=on | {"top_k": 1})["validation"]["temperature"] == 0.0
+
+
+def test_weights_and_biases_where_it_was_used() -> None:
+    logging = {"logger": ["console", "wandb"], "project_name": "p", "experiment_name": "None"}
+    assert config(SFT, logging=logging)["monitor"] == {"wandb": True, "wandb_project": "p"}
+    assert "monitor" not in config(SFT, logging=logging | {"logger": ["console"]})
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [({}, 0), ({"seed": 7}, 7), ({"deterministic": True}, 42), ({"train_policy": {"dataloader_seed": 3}}, 3)],
+)
+def test_the_seed(seed: dict[str, Any], expected: int) -> None:
+    text = SFT.replace('[train.train_policy]\ntype = "sft"\n', "")
+    assert config(text, **{f"train__{name}": value for name, value in seed.items()})["train"]["seed"] == expected
+
+
+def test_what_both_mean_is_shown_in_numbers(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{}] * 1001))
+    changes = {
+        "custom__dataset": {"annotation_path": str(rows)},
+        "train__epoch": 3,
+        "policy__parallelism__dp_shard_size": 4,
+    }
+    found = {meaning.name: meaning for meaning in imported(SFT, **changes).meanings}
+    assert found["global batch"].theirs == "8 a data-parallel rank x 4 = 32 samples"
+    assert found["steps"].theirs.endswith("1001 samples / 32 = 31.3 an epoch, 93 in all")
+    assert found["steps"].ours.endswith("31.3 an epoch, 93 in all")
+    assert found["learning rate"].ours == "0 to 1e-06 in 20 steps, then constant"
+    assert found["tokens of a step"].ours == "at most 131,072"

@@ -1,0 +1,241 @@
+"""Fetching from a stand-in for the Hub."""
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsreason.errors import DataError
+from dsreason.tools.datasets import fetch as fetching
+from dsreason.tools.datasets import hub as hub_files
+from dsreason.tools.datasets.fetch import Plan, fetch, plan_fetch
+from tests.unit.tools.datasets.hub import COMMIT, Hub
+
+QUESTIONS = json.dumps([{"video": "clips/a.mp4", "qa_pairs": []}]).encode()
+CLIP = bytes(range(256)) * 40
+
+
+def archive(*members: str, content: bytes = CLIP) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    files = {
+        ".gitattributes": b"x",
+        "README.md": b"# card",
+        "robovqa/robovqa_benchmark_qa_pairs.json": QUESTIONS,
+        "robovqa/clips.tar.gz": archive("robovqa/clips/a.mp4", "b.mp4", "._b.mp4"),
+        "agibot/agibot_benchmark_qa_pairs.json": QUESTIONS,
+    }
+    with Hub("nvidia/Cosmos-Reason1-Benchmark", files) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.address)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("HF_TOKEN_PATH", "/nowhere")
+        monkeypatch.setattr(hub_files.time, "sleep", lambda seconds: None)
+        yield served
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def plan(tmp_path: Path, **options: object) -> Plan:
+    return plan_fetch("benchmark", data_dir=tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_files_lie_where_the_evaluation_looks_and_archives_become_clips(hub: Hub, tmp_path: Path) -> None:
+    fetch(plan(tmp_path))
+    assert names(tmp_path) == [
+        "benchmark/.fetched.json",
+        "benchmark/README.md",
+        "benchmark/agibot/agibot_benchmark_qa_pairs.json",
+        "benchmark/robovqa/clips/a.mp4",
+        "benchmark/robovqa/clips/b.mp4",
+        "benchmark/robovqa/robovqa_benchmark_qa_pairs.json",
+    ]
+    assert (tmp_path / "benchmark/robovqa/clips/a.mp4").read_bytes() == CLIP
+    assert (tmp_path / "benchmark/robovqa/robovqa_benchmark_qa_pairs.json").read_bytes() == QUESTIONS
+
+
+def test_only_what_is_asked_for_is_fetched(hub: Hub, tmp_path: Path) -> None:
+    fetch(plan(tmp_path, datasets=["robovqa"], patterns=["*.json"]))
+    assert [name for name, _ in hub.ranges] == ["robovqa/robovqa_benchmark_qa_pairs.json"]
+
+
+def test_the_plan_tells_sizes_and_data_sets_without_clips(hub: Hub, tmp_path: Path) -> None:
+    asked = plan(tmp_path, datasets=["robovqa", "agibot"])
+    size = len(hub.files["robovqa/clips.tar.gz"])
+    assert asked.revision == COMMIT
+    assert asked.num_bytes == size + 2 * len(QUESTIONS)
+    assert asked.disk_bytes == 2 * size + 2 * len(QUESTIONS)
+    assert asked.without_clips == ["agibot"]
+    assert hub.ranges == []
+
+
+def test_clips_that_are_only_filtered_out_are_not_told_as_absent(hub: Hub, tmp_path: Path) -> None:
+    assert plan(tmp_path, datasets=["robovqa"], patterns=["*.json"]).without_clips == []
+
+
+def test_a_second_call_fetches_nothing(hub: Hub, tmp_path: Path) -> None:
+    fetch(plan(tmp_path))
+    hub.ranges.clear()
+    again = plan(tmp_path)
+    fetch(again)
+    assert again.missing == []
+    assert hub.ranges == []
+
+
+@pytest.mark.parametrize(
+    ("path", "removed"),
+    [
+        ("robovqa/robovqa_benchmark_qa_pairs.json", "benchmark/robovqa/robovqa_benchmark_qa_pairs.json"),
+        ("robovqa/clips.tar.gz", "benchmark/robovqa/clips"),
+    ],
+)
+def test_what_was_removed_is_fetched_again(hub: Hub, tmp_path: Path, path: str, removed: str) -> None:
+    fetch(plan(tmp_path))
+    gone = tmp_path / removed
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    assert [file.path for file in plan(tmp_path).missing] == [path]
+
+
+def test_a_file_that_changed_on_the_hub_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    fetch(plan(tmp_path))
+    hub.files["README.md"] = b"# CARD"
+    fetch(plan(tmp_path))
+    assert (tmp_path / "benchmark/README.md").read_bytes() == b"# CARD"
+
+
+def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None:
+    hub.cut_at = 5000
+    fetch(plan(tmp_path, patterns=["*.tar.gz"]))
+    assert hub.ranges == [("robovqa/clips.tar.gz", None), ("robovqa/clips.tar.gz", "bytes=5000-")]
+    assert (tmp_path / "benchmark/robovqa/clips/b.mp4").read_bytes() == CLIP
+
+
+def test_a_download_that_was_cut_is_continued_by_the_next_call(hub: Hub, tmp_path: Path) -> None:
+    hub.cut_at, hub.refuse = 5000, 403
+    with pytest.raises(DataError, match="the Hub answers 403"):
+        fetch(plan(tmp_path, patterns=["*.tar.gz"]))
+    assert not (tmp_path / "benchmark/robovqa").exists()
+    hub.refuse = None
+    hub.ranges.clear()
+    again = plan(tmp_path, patterns=["*.tar.gz"])
+    assert again.num_bytes == len(hub.files["robovqa/clips.tar.gz"]) - 5000
+    fetch(again)
+    assert hub.ranges == [("robovqa/clips.tar.gz", "bytes=5000-")]
+    assert (tmp_path / "benchmark/robovqa/clips/b.mp4").read_bytes() == CLIP
+    assert not (tmp_path / "benchmark/.partial").exists()
+
+
+def test_progress_counts_every_byte(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    class Tracked:
+        def __enter__(self):
+            return counts.append
+
+        def __exit__(self, *exc: object) -> None: ...
+
+    asked = plan(tmp_path)
+    monkeypatch.setattr(fetching, "track", lambda name, total, unit: Tracked())
+    fetch(asked)
+    assert sum(counts) == asked.num_bytes
+
+
+def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
+    asked = plan(tmp_path, patterns=["*.tar.gz"])
+    hub.files["robovqa/clips.tar.gz"] = bytes(len(hub.files["robovqa/clips.tar.gz"]))
+    with pytest.raises(DataError, match=r"robovqa/clips\.tar\.gz: the content's SHA-256 is"):
+        fetch(asked)
+    assert names(tmp_path) == []
+
+
+def test_content_of_another_size_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
+    asked = plan(tmp_path, patterns=["README.md"])
+    hub.files["README.md"] = b"#"
+    with pytest.raises(DataError, match=r"README\.md: received 1 bytes, the Hub lists 6"):
+        fetch(asked)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"no archive" * 900, r"cannot be unpacked(?s:.*)fetch it again"),
+        (archive("../../outside.mp4"), "outside the destination"),
+        (archive("one/a.mp4", "two/a.mp4"), "2 files with 1 names"),
+    ],
+)
+def test_an_archive_that_cannot_be_used_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, words: str) -> None:
+    hub.files["robovqa/clips.tar.gz"] = content
+    with pytest.raises(DataError, match=words):
+        fetch(plan(tmp_path, patterns=["*.tar.gz"]))
+    assert not list(tmp_path.rglob("*.mp4"))
+
+
+def test_a_gated_repository_names_its_page_and_the_token(hub: Hub, tmp_path: Path) -> None:
+    hub.gated = True
+    words = rf"{hub.repo}: is gated: accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
+    with pytest.raises(DataError, match=words):
+        fetch(plan(tmp_path))
+
+
+def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated, hub.token = True, "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(DataError, match="the present one has no access") as caught:
+        fetch(plan(tmp_path))
+    assert "hf_" not in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fetch(plan(tmp_path))
+    assert plan(tmp_path).missing == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"repo": "nvidia/Cosmos-Reason1-Bench"}, "no such repository on the Hub, or a private one"),
+        ({"repo": "a/b/c"}, "is not the name of a repository"),
+        ({"revision": "v9"}, "no revision 'v9'"),
+        ({"datasets": ["robovqa", "av"]}, "has no data set av; it has agibot, robovqa"),
+        ({"patterns": ["READNE.md"]}, r"matches none of the 4 files.*did you mean README\.md"),
+        ({"datasets": ["agibot"], "patterns": ["*.tar"]}, r"--file \*\.tar: matches none of the 1 files"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_told(hub: Hub, tmp_path: Path, options: dict, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        plan(tmp_path, **options)
+
+
+def test_a_path_that_leads_out_is_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.files["robovqa/../../x"] = b"x"
+    with pytest.raises(DataError, match="leads out of its folder"):
+        plan(tmp_path)
+
+
+def test_no_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(DataError, match=r"check the connection.*run the same command again"):
+        plan(tmp_path)
+
+
+def test_too_small_a_disk_is_told_before_anything_is_fetched(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=60_000_000)
+    monkeypatch.setattr(fetching.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError, match=r"needs 0\.08 MB of disk here, 0\.1 GB are free; choose another --data-dir"):
+        fetch(plan(tmp_path))
+    assert hub.ranges == []

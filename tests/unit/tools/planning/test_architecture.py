@@ -1,0 +1,69 @@
+"""Where a model's shape comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsreason.config.schema import SFTConfig
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.tools.planning import architecture
+from dsreason.tools.planning.architecture import find_architecture
+from dsreason.tools.planning.parameters import count_parameters, meta_model
+from dsreason.tools.planning.published import architectures
+from tests.unit.tools.planning.test_parameters import CONFIG
+
+
+def test_a_folder_needs_no_more_than_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = find_architecture(str(tmp_path))
+    assert found.config.num_hidden_layers == 2
+    assert found.source == f"{tmp_path}/config.json"
+
+
+def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "ask_hub", lambda *_: json.dumps(CONFIG).encode())
+    found = find_architecture("nvidia/Cosmos-Reason1-7B")
+    assert (found.config.hidden_size, found.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
+
+
+def test_where_the_hub_does_not_answer_the_table_does_and_says_so() -> None:
+    found = find_architecture("nvidia/cosmos-reason1-7b")
+    assert found.config.text_config.hidden_size == 3584
+    assert "shipped table" in found.source
+
+
+def test_a_model_that_nobody_knows_is_a_mistake() -> None:
+    with pytest.raises(CheckpointError, match=r"model.path mine/own: .*give model.path a folder"):
+        find_architecture("mine/own")
+
+
+def test_weights_in_s3_are_not_looked_at() -> None:
+    with pytest.raises(ConfigError, match="copy it to a folder"):
+        find_architecture("s3://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976),
+        ("nvidia/Cosmos-Reason1-7B", 8_292_166_656),
+        ("Qwen/Qwen2.5-VL-32B-Instruct", 33_452_718_336),
+        ("Qwen/Qwen2.5-VL-72B-Instruct", 73_410_777_344),
+        ("nvidia/Cosmos-Reason2-2B", 2_127_532_032),
+        ("Qwen/Qwen3-VL-4B-Instruct", 4_437_815_808),
+        ("nvidia/Cosmos-Reason2-8B", 8_767_123_696),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+    ],
+)
+def test_published_models_have_the_parameters_that_they_are_known_for(name: str, parameters: int) -> None:
+    config = SFTConfig()
+    assert count_parameters(meta_model(find_architecture(name), config), config).numel == parameters
+
+
+def test_every_entry_of_the_table_can_be_built() -> None:
+    for values in architectures().values():
+        assert architecture.from_table(values).get_text_config().vocab_size in (151936, 152064)

@@ -1,0 +1,68 @@
+"""Parameters of a small model, counted by hand and on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsreason.config.schema import SFTConfig
+from dsreason.tools.planning.architecture import Architecture, from_table
+from dsreason.tools.planning.parameters import Parameter, Parameters, count_parameters, meta_model
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+EMBEDDING = 512 * 64
+ATTENTION = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64  # q, k, v with biases; o without
+MLP = 3 * 64 * 128
+LAYER = ATTENTION + MLP + 2 * 64  # two norms
+ALL = EMBEDDING + 2 * LAYER + 64
+MATRICES = 64 * 64 + 2 * 64 * 32 + 64 * 64 + MLP
+"""Of a layer, those that get adapters."""
+
+
+def counted(**sections: dict[str, Any]) -> Parameters:
+    config = SFTConfig.model_validate(sections)
+    return count_parameters(meta_model(Architecture(from_table(CONFIG), "here"), config), config)
+
+
+def test_all_weights_are_counted_and_a_tied_embedding_once() -> None:
+    found = counted()
+    assert (found.numel, found.num_trained) == (ALL, ALL)
+
+
+def test_frozen_ones_are_told_apart() -> None:
+    found = counted(model={"freeze": ["embed_tokens"]})
+    assert (found.num_trained, found.of_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
+
+
+def test_adapters_are_two_matrices_a_layer_and_not_the_models() -> None:
+    found = counted(lora={"rank": 4})
+    ends = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)  # q, k and v, o, the feed-forward
+    assert found.num_trained == found.of_kind("adapter") == 2 * 4 * ends
+    assert found.numel == ALL
+
+
+def test_a_rank_of_its_own_counts() -> None:
+    more = counted(lora={"rank": 4, "rank_pattern": {"q_proj": 8}}).num_trained - counted(lora={"rank": 4}).num_trained
+    assert more == 2 * 4 * (64 + 64)
+
+
+def test_4_bits_take_36_bytes_for_64_values() -> None:
+    found = counted(lora={"rank": 4}, model={"quantize": "nf4"})
+    in_bits = [one for one in found.all if one.kind == "nf4"]
+    assert sum(one.numel for one in in_bits) == 2 * MATRICES
+    assert sum(one.nbytes for one in in_bits) == 2 * MATRICES * 36 // 64
+
+
+@pytest.mark.parametrize(("numel", "ranks", "share"), [(10, 1, 20), (10, 4, 6), (3, 4, 2)])
+def test_the_last_ranks_share_is_padded(numel: int, ranks: int, share: int) -> None:
+    assert Parameter("x", numel, "trained", 2).share(ranks) == share

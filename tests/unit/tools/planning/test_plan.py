@@ -1,0 +1,151 @@
+"""Plans of whole runs: what fits, why not, and that what is suggested is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dsreason.cli.data.commands import choose_trainer
+from dsreason.config.load import load_config
+from dsreason.config.schema import RunConfig
+from dsreason.tools.planning.advice import changed, suggestions
+from dsreason.tools.planning.phases import GIB
+from dsreason.tools.planning.plan import Plan, plan_run
+from dsreason.tools.planning.request import Machine, Request
+from dsreason.tools.planning.training import activations_of
+from tests.unit.tools.planning.made_requests import SEVEN, grpo, sft
+
+RECIPES = Path(__file__).parents[4] / "launch" / "recipes"
+SIZED = re.compile(r"Sized for (\d+) GPUs? of (\d+) GB")
+
+
+def item(plan: Plan, phase: str, name: str) -> int:
+    return sum(
+        one.nbytes for found in plan.phases if found.name.startswith(phase) for one in found.items if one.name == name
+    )
+
+
+def test_7b_sft_on_two_gpus_of_80_gb_needs_offload() -> None:
+    plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
+    assert not plan.fits
+    assert plan.problems[0].startswith("forward and backward")
+    assert "--ds-config zero3_offload.json" in [one.change.text.partition(" (")[0] for one in suggestions(plan)]
+
+
+def test_7b_grpo_on_four_gpus_of_80_gb_fits() -> None:
+    plan = plan_run(grpo(gpus=4, train={"max_tokens_per_micro_batch": 16384}))
+    assert plan.fits
+    assert {phase.name.partition(" (")[0] for phase in plan.phases} == {
+        "rollout: vLLM awake",
+        "weight sync",
+        "forward and backward",
+        "optimizer step",
+    }
+
+
+@pytest.mark.parametrize(("ds_config", "fits"), [("zero3_offload.json", True), ("zero3.json", False)])
+def test_32b_on_eight_gpus_of_80_gb_fits_with_offload(ds_config: str, fits: bool) -> None:
+    assert plan_run(sft("Qwen/Qwen3-VL-32B-Instruct", 8, ds_config)).fits is fits
+
+
+def test_what_is_suggested_fits_when_it_is_planned_anew() -> None:
+    plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
+    found = suggestions(plan)
+    assert found
+    for one in found:
+        again = plan_run(changed(plan.request, one.change))
+        assert again.fits
+        assert f"fits, {again.fullest.total / GIB:.1f} GiB a GPU" in one.text
+
+
+def test_a_run_that_fits_needs_no_suggestion() -> None:
+    assert suggestions(plan_run(sft(gpus=8))) == []
+
+
+def test_a_cache_without_room_for_one_sequence_is_told_and_more_is_suggested() -> None:
+    plan = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.22}))
+    assert any("less than one sequence" in text for text in plan.problems)
+    keys = [key for one in suggestions(plan) for key in one.change.sets]
+    assert "rollout.gpu_memory_utilization" in keys
+
+
+def test_too_much_for_vllm_is_told_by_its_phase() -> None:
+    plan = plan_run(grpo(gpus=1, lora={"rank": 16}, rollout={"gpu_memory_utilization": 0.9}))
+    assert [text.partition(":")[0] for text in plan.problems] == ["rollout"]
+
+
+def test_inputs_of_layers_wait_on_the_host_where_it_is_asked_for() -> None:
+    """28 layers of 4,096 tokens of 3,584 values of 2 bytes; of one layer they are still there."""
+    usual, moved = sft(), sft(train={"activation_offload": True})
+    assert activations_of(usual).inputs == 28 * 4096 * 3584 * 2
+    assert activations_of(moved).inputs == 4096 * 3584 * 2
+    assert activations_of(moved).on_host == 28 * 4096 * 3584 * 2
+
+
+def test_ranks_that_share_a_row_have_a_part_of_its_tokens() -> None:
+    request = sft(train={"sequence_parallel_size": 4})
+    assert request.tokens == 1024
+    assert activations_of(request).inputs == 28 * 1024 * 3584 * 2
+
+
+def test_a_kl_needs_two_copies_of_the_weights_on_the_host_and_adapters_none() -> None:
+    name = "reference and policy while the other is in place, pinned"
+
+    def copies(request: Request) -> int:
+        return sum(one.nbytes for one in plan_run(request).host.items if one.name == name)
+
+    assert copies(grpo(grpo={"kl_coef": 0.1})) == pytest.approx(2 * 2 * 8_292_166_656, rel=1e-4)
+    assert copies(grpo(grpo={"kl_coef": 0.0})) == 0
+    assert copies(grpo(grpo={"kl_coef": 0.1}, lora={"rank": 8})) == 0
+
+
+@pytest.mark.parametrize(("offload", "on_gpu"), [(False, True), (True, False)])
+def test_a_teacher_lies_where_the_configuration_says(offload: bool, on_gpu: bool) -> None:
+    plan = plan_run(grpo(gpus=8, distill={"teacher": SEVEN, "offload": offload}))
+    share = pytest.approx(2 * 8_292_166_656 / 8, rel=1e-4)
+    assert item(plan, "rollout", "teacher's weights") == (share if on_gpu else 0)
+    assert sum(one.nbytes for one in plan.host.items if one.name == "teacher") == (
+        0 if on_gpu else pytest.approx(2 * 8_292_166_656, rel=1e-4)
+    )
+
+
+def test_validation_by_answers_needs_a_whole_copy_of_the_model() -> None:
+    plan = plan_run(sft(data={"validation": 100}))
+    assert item(plan, "answers by transformers", "a whole copy of the model") == 2 * 8_292_166_656
+    silent = plan_run(sft(data={"validation": 100}, validation={"generate": False}))
+    assert item(silent, "answers by transformers", "a whole copy of the model") == 0
+
+
+def test_checkpoints_and_exports_take_14_and_2_bytes_a_parameter() -> None:
+    disk = plan_run(sft()).disk
+    assert [one.nbytes for one in disk.items] == [4 * 14 * 8_292_166_656, 2 * 8_292_166_656]
+
+
+def planned_recipes() -> list[Path]:
+    files = [file for file in sorted(RECIPES.glob("*.toml")) if "eval" not in file.name]
+    return [file for file in files if issubclass(choose_trainer(file, None, None).schema, RunConfig)]
+
+
+@pytest.mark.parametrize("recipe", planned_recipes(), ids=lambda file: file.stem)
+def test_shipped_recipes_fit_the_gpus_that_they_were_sized_for(recipe: Path) -> None:
+    trainer = choose_trainer(recipe, None, None)
+    config = load_config(trainer.schema, recipe, (), default_recipe=trainer.recipe)
+    sized = SIZED.search(recipe.read_text())
+    machine = Machine(int(sized[1]), float(sized[2])) if sized else Machine(1)
+    plan = plan_run(Request(trainer.name, config, machine, config.deepspeed, recipe.name))
+    assert plan.problems == []
+
+
+def test_the_forward_of_held_out_rows_is_a_phase_of_its_own() -> None:
+    """Eight rows of 4,096 tokens, whatever a row of training has: their hidden states four times."""
+    plan = plan_run(sft(data={"validation": 100}, train={"max_tokens_per_micro_batch": 4096}))
+    assert item(plan, "validation", "hidden states") == 4 * 8 * 4096 * 3584 * 2
+    assert item(plan_run(sft()), "validation", "hidden states") == 0
+
+
+def test_fewer_held_out_rows_are_suggested_where_they_alone_do_not_fit() -> None:
+    plan = plan_run(sft(data={"validation": 100}, gpus=4, validation={"micro_batch_size": 256, "generate": False}))
+    assert [text.partition(":")[0] for text in plan.problems] == ["validation"]
+    assert "validation.micro_batch_size" in [key for one in suggestions(plan) for key in one.change.sets]

@@ -1,0 +1,73 @@
+"""vLLM's share of a GPU, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.errors import ConfigError
+from dsreason.tools.planning.phases import GIB
+from dsreason.tools.planning.plan import plan_run
+from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.sampling import VLLM
+from tests.unit.tools.planning.made_requests import grpo
+
+GPU = int(80 * 0.985 * GIB)
+
+
+def engine(request: Request) -> VLLM:
+    assert isinstance(request.config, GRPOConfig)
+    return VLLM(request, request.config)
+
+
+def test_a_token_has_keys_and_values_of_every_layer() -> None:
+    assert engine(grpo()).token_bytes == 2 * 28 * 4 * 128 * 2
+
+
+def test_tensor_parallel_ranks_share_weights_and_heads() -> None:
+    found = engine(grpo(rollout={"tensor_parallel_size": 2}))
+    assert found.weights == 8_292_166_656
+    assert found.token_bytes == 28 * 4 * 128 * 2
+
+
+def test_the_cache_gets_what_is_left_of_the_share_in_whole_blocks() -> None:
+    found = engine(grpo(rollout={"gpu_memory_utilization": 0.5}))
+    assert found.share == GPU // 2
+    left = GPU // 2 - 2 * 8_292_166_656 - found.working - found.overhead
+    assert found.cache_tokens == left // 57344 // 16 * 16
+
+
+def test_it_draws_what_a_rollout_asks_of_one_engine() -> None:
+    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 128
+    assert engine(grpo(gpus=8, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 64
+    assert engine(grpo(gpus=1, grpo={"prompts_per_step": 64, "num_generations": 8})).sequences == 256
+
+
+def test_sleep_level_1_keeps_its_weights_on_the_host() -> None:
+    dropped, kept = engine(grpo()), engine(grpo(rollout={"sleep_level": 1}))
+    assert kept.host - dropped.host == 2 * 8_292_166_656
+
+
+def test_state_stays_beside_vllm_if_it_fits() -> None:
+    """Training takes 8.29e9 x 18 / 8 bytes and a bucket: 20 GiB beside vLLM's 39 of 78.8."""
+    plan = plan_run(grpo(gpus=8))
+    awake = next(phase for phase in plan.phases if phase.name == "rollout: vLLM awake")
+    sizes = {item.name: item.nbytes for item in awake.items}
+    assert plan.offloaded == 0
+    assert sizes["optimizer that stays"] == pytest.approx(12 * 8_292_166_656 / 8, rel=1e-3)
+    assert "optimizer while completions are sampled, pinned" not in {item.name for item in plan.host.items}
+    assert '"auto" 0.0 GiB, "always" 11.6 GiB, "never" 0.0 GiB' in plan.notes[-1]
+
+
+def test_state_moves_as_far_as_vllm_needs_it() -> None:
+    auto = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7}))
+    always = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7, "offload": "always"}))
+    assert always.offloaded == pytest.approx(12 * 8_292_166_656 / 4, rel=1e-3)
+    assert 0 < auto.offloaded < always.offloaded
+    assert auto.fits and always.fits
+    assert '"never" does not fit' in auto.notes[-1]
+
+
+def test_plan_rejects_never_if_vllm_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r'rollout\.offload = "never": vLLM 55\.16'):
+        plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7, "offload": "never"}))

@@ -1,0 +1,65 @@
+"""What DeepSpeed keeps where, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsreason.tools.planning.states import gathered, pinned_size, states_of
+from tests.unit.tools.planning.made_requests import sft
+
+NUMEL = 8_292_166_656
+"""Of the 7B model, all of it trained; small parameters and padding are less than a part in 10,000."""
+
+
+def about(number: float) -> object:
+    return pytest.approx(number, rel=1e-4)
+
+
+def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
+    found = states_of(sft(gpus=4))
+    assert found.weights == about(2 * NUMEL / 4)
+    assert found.gradients == found.masters == about(4 * NUMEL / 4)
+    assert found.moments == about(8 * NUMEL / 4)
+    assert found.bucket == 4 * 100_000_000
+    assert found.host == 0
+
+
+def test_offload_leaves_the_gpu_the_bucket_and_small_parameters() -> None:
+    found = states_of(sft(gpus=2, ds_config="zero3_offload.json"))
+    assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
+    assert 0 < found.persistent < 10_000_000
+    assert found.host_weights == about(2 * NUMEL / 2)
+    assert found.host_masters == about(4 * NUMEL / 2)
+    assert found.host_moments == about(8 * NUMEL / 2)
+    assert found.host_gradients == 2 * 2**34  # two pinned blocks, each rounded up from 16.6 GB
+
+
+def test_frozen_weights_need_two_bytes() -> None:
+    tower = NUMEL - 7_615_616_512
+    whole, frozen = states_of(sft(gpus=1)), states_of(sft(gpus=1, model={"freeze": ["visual"]}))
+    assert frozen.weights == whole.weights
+    assert whole.gradients - frozen.gradients == 4 * tower
+    assert whole.optimizer - frozen.optimizer == 12 * tower
+
+
+def test_fp32_has_master_weights_as_well() -> None:
+    """DeepSpeed compares a device with its name, and so never takes the weights themselves."""
+    found = states_of(sft(gpus=1, train={"precision": "fp32"}))
+    assert (found.weights, found.masters) == (4 * NUMEL, 4 * NUMEL)
+
+
+def test_stage_2_keeps_all_weights_everywhere() -> None:
+    found = states_of(sft(gpus=4, ds_config="zero2.json"))
+    assert found.weights == 2 * NUMEL
+    assert found.optimizer == about(12 * NUMEL / 4)
+
+
+@pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**20, 2**20), (2**20 + 1, 2**21)])
+def test_pinned_blocks_are_powers_of_two(size: int, pinned: int) -> None:
+    assert pinned_size(size) == pinned
+
+
+def test_one_rank_gathers_nothing_unless_its_weights_are_away() -> None:
+    assert gathered(sft(gpus=1)) == (0, 0)
+    at_work, _ = gathered(sft(gpus=1, ds_config="zero3_offload.json"))
+    assert at_work == 2 * 152064 * 3584  # the output layer, more than the 500 million values that would be kept
