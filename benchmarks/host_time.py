@@ -171,9 +171,9 @@ def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
 
 
 def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
-    from dsreason.config.schema_world import WorldConfig
-    from dsreason.train.world.build import build_world
-    from dsreason.train.world.loop import next_parts, world_step
+    from dsreason.world.schema import WorldConfig
+    from dsreason.world.training.build import build_world
+    from dsreason.world.training.loop import next_parts, world_step
 
     settings = {
         "deepspeed": arguments.file,

@@ -28,8 +28,8 @@ from dsreason.job import launch
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
     import torch
 
-    from dsreason.train.world.build import WorldRun
-    from dsreason.train.world.clips import MicroBatch
+    from dsreason.world.training.build import WorldRun
+    from dsreason.world.training.clips import MicroBatch
 
 GOAL = 1.0
 FRAMES, TEXT = 17, 64
@@ -112,9 +112,9 @@ def by_pipeline(
 def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
     import torch
 
-    from dsreason.train.world.clips import Place
-    from dsreason.train.world.rollout import Plan, plan_steps, sample
-    from dsreason.train.world.validate import solve_ode
+    from dsreason.world.training.clips import Place
+    from dsreason.world.training.rollout import Plan, plan_steps, sample
+    from dsreason.world.training.validate import solve_ode
 
     pipeline = open_pipeline(world)
     places = tuple(Place(number, 0) for number in range(arguments.batch))
@@ -152,8 +152,8 @@ def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
 def rank(arguments: argparse.Namespace, measure: Callable[[WorldRun, argparse.Namespace], None]) -> None:
     import torch
 
-    from dsreason.config.schema_world import WorldConfig
-    from dsreason.train.world.build import build_world
+    from dsreason.world.schema import WorldConfig
+    from dsreason.world.training.build import build_world
 
     torch.set_num_threads(arguments.threads)
     config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from world_sampling import on_one_rank, seconds_of
 
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
-    from dsreason.train.world.build import WorldRun
+    from dsreason.world.training.build import WorldRun
 
 GOAL = 0.25
 SIDES = ("window", "all steps")
@@ -27,7 +27,7 @@ PARTS = ("rollout", "update", "step")
 
 
 def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
-    from dsreason.train.world.loop import next_parts, world_step
+    from dsreason.world.training.loop import next_parts, world_step
 
     windowed = world.config
     every = windowed.model_copy(update={"world": windowed.world.model_copy(update={"window": 0})})

@@ -15,7 +15,7 @@ from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_world import WorldConfig
+from dsreason.world.schema import WorldConfig
 
 FILE = Path(__file__).with_name("keys.md")
 INTRODUCTION = """\

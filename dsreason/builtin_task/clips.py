@@ -23,8 +23,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from dsreason.datasets import builtin_scenes as scenes
-from dsreason.datasets.builtin_scenes import COLOURS, COUNTS, DIRECTIONS, Frames
+from dsreason.builtin_task import scenes
+from dsreason.builtin_task.scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
 from dsreason.files.atomic import build_once
 from dsreason.files.cache import cache_dir, cache_errors

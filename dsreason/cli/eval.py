@@ -15,7 +15,6 @@ from dsreason.config.keys import split_unknown
 from dsreason.config.load import as_toml, load_config, read_config, read_values
 from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
 from dsreason.files.disk import check_writable
 from dsreason.imports import quick_imports
@@ -24,6 +23,7 @@ from dsreason.job.gpu import check_gpus
 from dsreason.problems import instead_of_file
 from dsreason.screen import say
 from dsreason.secrets import masked
+from dsreason.world.schema import WorldConfig
 
 RECIPE = "eval.toml"
 FINAL = Path("export") / "final"
@@ -218,8 +218,8 @@ def evaluate_world(
     check_unmasked(config, source.name)
     with quick_imports():
         from dsreason.evaluation.ask.models import base_name
-        from dsreason.evaluation.world.report import write_report
-        from dsreason.train.world import evaluate as world
+        from dsreason.world.evaluation.report import write_report
+        from dsreason.world.training import evaluate as world
     folder = (results_dir or Path("results")) / base_name(config.model.path)
     if launch.is_rank():
         world.evaluate(config, folder, overwrite=overwrite)

@@ -47,7 +47,7 @@ def export(
                 f"{found} is of a world model, whose card has no scores", param_hint="--results-dir"
             )
         with quick_imports():
-            from dsreason.train.world.export import export_world_checkpoint
+            from dsreason.world.training.export import export_world_checkpoint
 
         export_world_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size)
     else:

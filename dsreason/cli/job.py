@@ -59,7 +59,7 @@ C = TypeVar("C", bound=JobConfig)
 class Trainer(Generic[C]):
     """A training command.
 
-    The folder of its name in `dsreason.train` has `preflight.py` with `check(config)` and, where it trains a vision-language
+    Its package has `preflight.py` with `check(config)` and, where it trains a vision-language
     model, `row_encoder(config, encoder)`, and `loop.py` with `run(config, output_dir, resume)`. They need torch, and are
     imported when they are called.
     """
@@ -69,6 +69,8 @@ class Trainer(Generic[C]):
     recipe: str
     """Shipped; it runs without --config."""
     help: str
+    package: str = ""
+    """If it is not the one of its name in `dsreason.train`."""
 
     def check(self, config: C) -> None:
         """Look at data and model before any rank starts."""
@@ -84,7 +86,7 @@ class Trainer(Generic[C]):
 
     def _module(self, name: str) -> ModuleType:
         with quick_imports():
-            return import_module(f"dsreason.train.{self.name}.{name}")
+            return import_module(f"{self.package or f'dsreason.train.{self.name}'}.{name}")
 
     @property
     def own_sections(self) -> set[str]:
@@ -111,9 +113,9 @@ class Trainer(Generic[C]):
 
 
 def trainers() -> dict[str, Trainer[Any]]:
-    """By name: each folder of `dsreason.train` has a file of its name here, which says what its `TRAINER` is."""
-    names = (found.name for found in iter_modules(train.__path__) if found.ispkg and found.name != "common")
-    return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in names}
+    """By name: each folder of `dsreason.train` has a file of its name here, which says what its `TRAINER` is; so has `world`."""
+    names = [found.name for found in iter_modules(train.__path__) if found.ispkg and found.name != "common"]
+    return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dsreason.screen import say
 
 if TYPE_CHECKING:
     from dsreason.evaluation.report.report import Report
-    from dsreason.evaluation.world.report import Report as WorldReport
+    from dsreason.world.evaluation.report import Report as WorldReport
 
 WORLD_FILE = "world.json"
 """In the results of a world model."""
@@ -41,7 +41,7 @@ def score(
             raise ConfigError(
                 f"{results_dir}: is of a world model, for which there is --compare only; leave the other options out"
             )
-        from dsreason.evaluation.world.report import write_report as write_world_report
+        from dsreason.world.evaluation.report import write_report as write_world_report
 
         print_world_report(write_world_report(results_dir, compare))
         return
@@ -66,7 +66,7 @@ def score(
 
 def print_world_report(report: WorldReport) -> None:
     """The rewards on stdout, and where the page is."""
-    from dsreason.evaluation.world.report import console_tables
+    from dsreason.world.evaluation.report import console_tables
 
     console = open_console()
     for table in console_tables(report):

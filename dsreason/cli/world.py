@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dsreason.cli.job import Trainer
-from dsreason.config.schema_world import WorldConfig
+from dsreason.world.schema import WorldConfig
 
 TRAINER = Trainer(
     "world",
     WorldConfig,
     "builtin_world.toml",
     help="Train a world model (video diffusion) by rewards of its clips, or on clips. Without --config: the built-in task.",
+    package="dsreason.world.training",
 )

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsreason.config.schema_world import WorldModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.files.atomic import build_once
 from dsreason.world.families.components import read_json
+from dsreason.world.schema import WorldModelConfig
 
 FILE = "base_model.json"
 """In an export: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`, as `model` of the run says them."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from dsreason.losses.diffusion import free_mean
+from dsreason.world.losses import free_mean
 
 Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
 

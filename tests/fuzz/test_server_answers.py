@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import DsReasonError
 from dsreason.evaluation.ask.asking import Request
@@ -28,6 +27,7 @@ from dsreason.rollout.protocol import Sampling
 from dsreason.screen import visible
 from dsreason.train.grpo import teacher_server
 from dsreason.world.rewards.service import RewardService
+from dsreason.world.schema import WorldRewardConfig
 from tests.fuzz.fuzzing import Fuzz, changed, damaged
 from tests.unit.hostile.server import Behaviour, misbehaving
 

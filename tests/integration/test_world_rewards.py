@@ -16,13 +16,13 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from dsreason.config.schema_world import WorldDataConfig, WorldRewardConfig
 from dsreason.errors import RewardError
 from dsreason.files import remote, s3
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import Square, draw_clip
 from dsreason.world.latents import LinearCodec
 from dsreason.world.rewards import Scores, open_scorer
+from dsreason.world.schema import WorldDataConfig, WorldRewardConfig
 from dsreason.world.types import ClipSize, WorldRow
 from tests.integration.command import COMMAND
 from tests.unit.world.data.test_clips import SIZE, levels, pack, video

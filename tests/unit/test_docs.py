@@ -24,7 +24,6 @@ from dsreason.config.schema import DataConfig, SFTConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file
 from dsreason.data.adapters import find_adapter, shipped_adapters
 from dsreason.data.types import Sample
@@ -34,6 +33,7 @@ from dsreason.rewards.functions import find_reward
 from dsreason.tools.cosmos_rl.loading import find_import, load_run
 from dsreason.world.rewards.functions import BUILT_IN as CLIP_REWARDS
 from dsreason.world.rewards.functions import find_clip_reward
+from dsreason.world.schema import WorldConfig
 from tests.docs import PAGES, ROOT, Block, blocks, commands, write_files
 
 LANGUAGES = {"sh", "toml", "yaml", "python", "json", "mermaid"}

@@ -19,10 +19,10 @@ from dsreason.config.schema import JobConfig, RunConfig, SFTConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_world import WorldConfig
 from dsreason.data.adapters import find_adapter
 from dsreason.rewards.functions import find_reward
 from dsreason.world.rewards.functions import find_clip_reward
+from dsreason.world.schema import WorldConfig
 
 ROOT = Path(__file__).parents[2]
 EVAL_RECIPES = sorted((ROOT / "launch" / "recipes").glob("*eval*.toml"))

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from dsreason.config.schema_world import WorldDataConfig
 from dsreason.errors import DataError
 from dsreason.files.remote import check_place
 from dsreason.problems import listed
 from dsreason.world.data import builtin, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
 from dsreason.world.data.rows import Rows
+from dsreason.world.schema import WorldDataConfig
 from dsreason.world.types import ClipSize, WorldRow
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.rewards.functions import reward_labels
 from dsreason.rewards.pool import Call, Pool
@@ -22,6 +21,7 @@ from dsreason.rewards.worker import described
 from dsreason.user_code import RAISED_BY_USER_CODE
 from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
 from dsreason.world.rewards.service import RewardService, service_total
+from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 
 Values = dict[str, list[float]]

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer, variable
 from dsreason.rewards.remote import Answer, Score
 from dsreason.world.rewards.wire import ENQUEUE_TYPE, FORM_TYPE, REPLICA, Request, enqueue_body, pull_body
+from dsreason.world.schema import WorldRewardConfig
 
 log = logging.getLogger(__name__)
 

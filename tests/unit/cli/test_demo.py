@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dsreason.cli import demo
 from dsreason.config.load import load_config
-from dsreason.config.schema_world import WorldConfig
+from dsreason.world.schema import WorldConfig
 
 
 def recipe(name: str) -> WorldConfig:

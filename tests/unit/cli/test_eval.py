@@ -26,9 +26,9 @@ from dsreason.cli.eval import (
 from dsreason.config.load import load_config, read_values
 from dsreason.config.output import write_run_config
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.config.schema_world import WorldConfig, WorldRewardConfig
 from dsreason.errors import ConfigError
 from dsreason.job import lifeline
+from dsreason.world.schema import WorldConfig, WorldRewardConfig
 
 ROWS = '[[sources]]\npath = "rows.jsonl"\n'
 

@@ -12,8 +12,8 @@ from dsreason.config.load import dump_config, load_config, parse_override, parse
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_world import WorldConfig
 from dsreason.errors import ConfigError
+from dsreason.world.schema import WorldConfig
 
 RECIPE = "builtin_sft.toml"
 

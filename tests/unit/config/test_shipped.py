@@ -12,10 +12,10 @@ from dsreason.config import shipped
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import find_file, shipped_file, shipped_names, shipped_root
 from dsreason.data.order import Part
 from dsreason.errors import ConfigError
+from dsreason.world.schema import WorldConfig
 
 WORLD = [name for name in shipped_names("launch/recipes") if "world" in name]
 RECIPES = [name for name in shipped_names("launch/recipes") if name not in WORLD]

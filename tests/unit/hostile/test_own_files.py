@@ -19,13 +19,13 @@ from huggingface_hub.errors import RemoteEntryNotFoundError
 from PIL import Image
 
 from dsreason.config.schema import DataConfig
-from dsreason.config.schema_world import WorldDataConfig
 from dsreason.data import rows
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from dsreason.files import archives, own_files
 from dsreason.world.data import open_world_data
 from dsreason.world.data.prompts import read_prompts
+from dsreason.world.schema import WorldDataConfig
 from tests.unit.hostile.guard import guarded, refused
 
 ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.evaluation.ask import server as eval_server
@@ -30,6 +29,7 @@ from dsreason.rewards.remote import RemoteReward
 from dsreason.rollout.protocol import Sampling
 from dsreason.train.grpo import teacher_server
 from dsreason.world.rewards.service import RewardService
+from dsreason.world.schema import WorldRewardConfig
 from tests.unit.hostile.server import (
     BROKEN,
     NEVER,

@@ -15,8 +15,6 @@ from dsreason.config.output import check_output_dir, read_run_config, run_record
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.evaluation.report import results
-from dsreason.evaluation.world import results as world_results
-from dsreason.evaluation.world.history import read_rows
 from dsreason.files import disk, lock
 from dsreason.files.disk import json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
@@ -24,6 +22,8 @@ from dsreason.models.folder import find_folder
 from dsreason.monitor.sinks.json_lines import JSONLines, read_lines
 from dsreason.tools.datasets import builtin, remote_tar
 from dsreason.train.dpo import reference
+from dsreason.world.evaluation import results as world_results
+from dsreason.world.evaluation.history import read_rows
 from dsreason.world.families import components
 from tests.unit.hostile.guard import guarded, refused
 

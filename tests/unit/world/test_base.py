@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.config.schema_world import WorldModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.world.base import FILE, base_note
 from dsreason.world.models import resolve_world_model
+from dsreason.world.schema import WorldModelConfig
 
 
 @pytest.fixture

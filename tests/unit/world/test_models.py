@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from dsreason.config.schema_world import WorldModelConfig
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.world.context_parallel import check_sizes
 from dsreason.world.families import FAMILIES, family_of
@@ -24,6 +23,7 @@ from dsreason.world.models import (
     load_vae,
     resolve_world_model,
 )
+from dsreason.world.schema import WorldModelConfig
 
 NAMES = tuple(FAMILIES)
 

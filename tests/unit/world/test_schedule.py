@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dsreason.world.families import FAMILIES
-from dsreason.world.noise import noise
-from dsreason.world.schedule import linear, window
+from dsreason.world.noise import linear, noise, window
 
 KEY = {"seed": 1, "step": 2, "prompt": 3, "clip": 4, "purpose": "start"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsreason.world.schedule import linear
+from dsreason.world.noise import linear
 from dsreason.world.steps import NEAR_ONE, Kind, log_prob, mean, step_of
 
 X, V, X_NEXT = (

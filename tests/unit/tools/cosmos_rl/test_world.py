@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dsreason.config.load import read_document, read_values
-from dsreason.config.schema_world import WorldConfig
 from dsreason.config.shipped import shipped_file
 from dsreason.tools.cosmos_rl.convert import convert
+from dsreason.world.schema import WorldConfig
 from tests.unit.tools.cosmos_rl.test_keys import SHARED, needs_configs
 
 

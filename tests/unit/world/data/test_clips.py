@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.config.schema_world import WorldDataConfig
 from dsreason.errors import DataError, StorageError
 from dsreason.files import remote
 from dsreason.files.address import S3Address
@@ -24,6 +23,7 @@ from dsreason.files.s3 import S3Object
 from dsreason.media.media import VideoInfo
 from dsreason.world.data import open_world_data, shards
 from dsreason.world.data.clips import covering_size, frame_indices
+from dsreason.world.schema import WorldDataConfig
 from dsreason.world.types import ClipSize
 
 SIZE = ClipSize(5, 32, 32, 8.0)

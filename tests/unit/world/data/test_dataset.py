@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from dsreason.config.load import read_values
-from dsreason.config.schema_world import WorldConfig, WorldDataConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import MOVES, PROMPTS, Square, draw_clip
 from dsreason.world.data.dataset import open_rows
 from dsreason.world.data.rows import Rows
+from dsreason.world.schema import WorldConfig, WorldDataConfig
 from dsreason.world.types import ClipSize
 
 SIZE = ClipSize(9, 32, 32, 16.0)

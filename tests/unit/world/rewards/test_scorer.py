@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.world.rewards.functions import BUILT_IN, check_scores
 from dsreason.world.rewards.scorer import Scores, open_scorer
+from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 
 ROWS = [WorldRow("train.txt:1", "a red ship", meta={"tag": "x"}), WorldRow("train.txt:2", "a blue ship")]

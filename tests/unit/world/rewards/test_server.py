@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import RewardError
 from dsreason.world.rewards.server import Limits, RewardHTTPServer
+from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 from tests.unit.world.rewards.test_service import CLIPS, LATENTS, TOKEN, VIDEO_BODY, ask, running
 

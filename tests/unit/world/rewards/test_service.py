@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.config.schema_world import WorldRewardConfig
 from dsreason.errors import ConfigError, RewardError
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.rewards.service import RewardService, service_total
+from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 
 TOKEN = "very-secret-token"

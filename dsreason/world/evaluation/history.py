@@ -1,0 +1,152 @@
+"""The page of a training run: the same prompts and noise before, during and after, from the files that validation writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dsreason.config.output import flat, run_record
+from dsreason.files.step_names import is_step_name, named_step, step_name
+from dsreason.world.evaluation.page import FILE, Card, Clip, Curve, Page, Table, number, write_page
+from dsreason.world.evaluation.score import reward_name
+
+MOST_COLUMNS = 5
+"""Validations that are shown: the first, the last, and some between them."""
+LOOKS = ("brightness", "motion", "diversity")
+SETTINGS = ("model.", "lora.", "data.", "optim.lr", "world.", "reward.")
+Row = dict[str, Any]
+"""One clip of `validation/step_N.jsonl`."""
+
+
+def small_video(folder: Path, clip: int) -> Path:
+    """Of clip number `clip` of a validation: what the page shows. `N.mp4` beside it is as large as it was sampled."""
+    return folder / f"{clip}_small.mp4"
+
+
+def write_run_page(run: Path) -> Path | None:
+    """`world.html` in a run's folder; None where nothing was validated yet."""
+    found = validations(run)
+    return write_page(run_page(run, found), run / FILE) if found else None
+
+
+def validations(run: Path) -> dict[int, list[Row]]:
+    """The clips of each validation, by step."""
+    files = {named_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
+    return {step: read_rows(files[step]) for step in sorted(files)}
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Without lines that are no JSON object: a page that shows less ends no run.
+
+    `splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are.
+    """
+    found = []
+    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
+        with suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                found.append(row)
+    return found
+
+
+def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
+    steps = chosen([*found])
+    lines = read_rows(run / "metrics.jsonl")
+    config = (run_record(run) or {}).get("config", {})
+    algorithm = config.get("world", {}).get("algorithm", "")
+    columns = [f"step {step}" for step in steps]
+    settings = {name: str(value) for name, value in flat(config).items() if name.startswith(SETTINGS)}
+    return Page(
+        kicker=f"World model, {algorithm}".rstrip(", "),
+        title=run.absolute().name,
+        columns=columns,
+        cards=cards(run, found, steps),
+        tables=[means_table(found, lines, steps, columns), clips_table(found, steps, columns)],
+        curves=curves(lines),
+        settings={name: value for name, value in settings.items() if value not in ("None", "")},
+    )
+
+
+def chosen(steps: Sequence[int]) -> list[int]:
+    """At most `MOST_COLUMNS`, evenly spaced, the first and the last among them."""
+    count = min(MOST_COLUMNS, len(steps))
+    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[Card]:
+    """Of the clips that have a video in the last validation."""
+    folders = {step: run / "validation" / step_name(step) for step in steps}
+    last = found[steps[-1]]
+    return [
+        Card(row["prompt"], row["id"], [clip_of(folders[step], found[step], i) for step in steps])
+        for i, row in enumerate(last)
+        if small_video(folders[steps[-1]], i).is_file()
+    ]
+
+
+def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
+    if i >= len(rows):
+        return Clip(None, {})
+    file, row = small_video(folder, i), rows[i]
+    shown = {"reward": row["rewards"][""]} if row["rewards"] else {}
+    return Clip(file if file.is_file() else None, shown | {"brightness": row["brightness"]})
+
+
+def means_table(
+    found: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
+) -> Table:
+    """Each reward, and what the clips look like, at the shown validations."""
+    names = list(found[steps[-1]][0]["rewards"])
+    rows = {
+        reward_name(name): [number(mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps]
+        for name in names
+    }
+    by_step = {line["step"]: line for line in lines}
+    for name in LOOKS:
+        values = [by_step.get(step, {}).get(f"val/{name}") for step in steps]
+        if any(value is not None for value in values):
+            rows[name] = ["–" if value is None else number(value) for value in values]
+    clips = len(found[steps[-1]])
+    note = f"Means of {clips} clips, along the ODE; diversity is how far they are from their mean."
+    return Table("Rewards and looks", columns, rows, note)
+
+
+def clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
+    """The reward of every clip, those that lost most first."""
+    first, last = found[steps[0]], found[steps[-1]]
+    if not last[0]["rewards"]:
+        return Table("Every clip", columns, {}, folded=True)
+    numbers = sorted(range(len(last)), key=lambda i: last[i]["rewards"][""] - reward_at(first, i))
+    rows = {
+        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(reward_at(found[step], i)) for step in steps]
+        for i in numbers
+    }
+    return Table("The reward of every clip, those that gained least first", columns, rows, folded=True)
+
+
+def reward_at(rows: Sequence[Row], i: int) -> float:
+    return float(rows[i]["rewards"].get("", 0.0)) if i < len(rows) else float("nan")
+
+
+def curves(lines: Sequence[Row]) -> list[Curve]:
+    """A panel for each reward, for what the clips look like, for the loss and the distance to the reference."""
+
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+    names = list(dict.fromkeys(name.removeprefix("val/") for line in lines for name in line if "reward/" in name))
+    rewards = [name for name in names if name.endswith("/mean")]
+    found = [Curve(name.removesuffix("/mean"), points(name), points(f"val/{name}")) for name in rewards]
+    found += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS[:2]]
+    found += [
+        Curve("diversity of a prompt's clips", training=points("clips/diversity")),
+        Curve("diversity over prompts", validation=points("val/diversity")),
+    ]
+    found += [Curve("loss", points("train/loss"), points("val/loss")), Curve("kl", points("policy/kl"))]
+    return found
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,152 @@
+"""One HTML file that shows clips side by side, with their rewards, curves and tables. It needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dsreason.files.atomic import write_file
+
+FILE = "world.html"
+MAX_BYTES = 30_000_000
+"""Of all videos together; the first cards have them."""
+WIDTH, HEIGHT = 260.0, 90.0
+"""Of a curve's panel, in its own units."""
+DECIMALS = 3
+
+Points = Sequence[tuple[float, float]]
+"""(step, value), in the order of the steps."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One cell of a card. `video` is None where there is no file."""
+
+    video: Path | None
+    facts: Mapping[str, float]
+    """What is written below it, such as `{"reward": 0.9, "brightness": 0.2}`."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The clips of one prompt, one for each column, all from the same noise."""
+
+    prompt: str
+    id: str
+    clips: Sequence[Clip]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A panel: values of training as a line, those of validation as dots."""
+
+    name: str
+    training: Points = ()
+    validation: Points = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows`: name → a text for each column."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[str]]
+    note: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    kicker: str
+    title: str
+    columns: Sequence[str]
+    """Of the cards, such as `step 0`, `step 100`."""
+    cards: Sequence[Card]
+    tables: Sequence[Table] = ()
+    curves: Sequence[Curve] = ()
+    notices: Sequence[str] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A curve as SVG has it."""
+
+    name: str
+    line: str
+    """Points of a polyline."""
+    dots: Sequence[tuple[float, float]]
+    low: str
+    high: str
+    last: str
+
+
+def write_page(page: Page, file: Path) -> Path:
+    write_file(file, render(page))
+    return file
+
+
+def render(page: Page) -> str:
+    """All texts are escaped; the page's policy allows no script and no address."""
+    environment = Environment(
+        loader=PackageLoader("dsreason.world.evaluation"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    videos, left_out = read_videos(page.cards)
+    style = resources.files("dsreason.world.evaluation") / "templates" / "world.css"
+    return environment.get_template("world.html.j2").render(
+        page=page,
+        panels=[panel for curve in page.curves if (panel := draw(curve)) is not None],
+        videos=videos,
+        left_out=left_out,
+        style=Markup(style.read_text(encoding="utf-8")),
+        width=WIDTH,
+        height=HEIGHT,
+    )
+
+
+def read_videos(cards: Sequence[Card]) -> tuple[dict[Path, str], int]:
+    """Data URIs by file, as many as fit; and how many do not."""
+    uris: dict[Path, str] = {}
+    num_bytes = left_out = 0
+    for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):
+        if num_bytes + file.stat().st_size > MAX_BYTES:
+            left_out += 1
+            continue
+        num_bytes += file.stat().st_size
+        uris[file] = "data:video/mp4;base64," + base64.b64encode(file.read_bytes()).decode()
+    return uris, left_out
+
+
+def draw(curve: Curve) -> Panel | None:
+    """None of a curve without values."""
+    both = [*curve.training, *curve.validation]
+    if not both:
+        return None
+    steps, values = [step for step, _ in both], [value for _, value in both]
+    (first, last), (low, high) = (min(steps), max(steps)), (min(values), max(values))
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        x = (point[0] - first) / (last - first) if last > first else 0.5
+        y = (point[1] - low) / (high - low) if high > low else 0.5
+        return round(4 + x * (WIDTH - 8), 1), round(4 + (1 - y) * (HEIGHT - 8), 1)
+
+    line = " ".join(f"{x},{y}" for x, y in map(at, curve.training))
+    newest = (curve.validation or curve.training)[-1][1]
+    return Panel(curve.name, line, [at(point) for point in curve.validation], number(low), number(high), number(newest))
+
+
+def number(value: float) -> str:
+    """`0.812`; small and large ones as `1.2e-05`."""
+    return f"{value:.2e}" if value and not 1e-3 <= abs(value) < 1e5 else f"{value:.{DECIMALS}f}"

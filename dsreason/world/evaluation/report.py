@@ -1,0 +1,125 @@
+"""`summary.json` and `world.html` of an evaluation, also against a baseline; and tables for the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as ConsoleTable
+from rich.text import Text
+
+from dsreason.config.output import flat
+from dsreason.evaluation.report.score import Interval
+from dsreason.files.atomic import write_file
+from dsreason.world.evaluation.history import small_video
+from dsreason.world.evaluation.page import FILE, Card, Clip, Page, Table, number, write_page
+from dsreason.world.evaluation.results import CLIPS, MODEL_KEYS, ClipResult, differing, read_clips, read_settings
+from dsreason.world.evaluation.score import Comparison, Summary, compare, reward_name, summarise
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    name: str
+    summary: Summary
+    comparison: Comparison | None
+    baseline: str
+    notices: tuple[str, ...]
+    file: Path
+
+
+def write_report(folder: Path, baseline: Path | None = None) -> Report:
+    """Score an evaluation and write its summary and its page into its folder.
+
+    Raises:
+        DataError: it has no clips, a file is damaged, or the baseline has other prompts.
+    """
+    settings, clips = read_settings(folder), read_clips(folder)
+    summary, name = summarise(clips), folder.absolute().name
+    comparison, before, other, notices = None, list[ClipResult](), "", list[str]()
+    if baseline is not None:
+        changed = {key: v for key, v in differing(read_settings(baseline), settings).items() if key not in MODEL_KEYS}
+        before, other = read_clips(baseline), baseline.absolute().name
+        comparison = compare(clips, before)
+        notices += [f"{key} differs: {b!r} in the baseline, {a!r} here" for key, (b, a) in changed.items()]
+        if comparison.only_one:
+            notices.append(f"{comparison.only_one} clips are only in one of the two; they are not compared")
+    document = {"name": name, **asdict(summary), "baseline": other, "comparison": comparison and asdict(comparison)}
+    write_file(folder / SUMMARY_FILE, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    page = Page(
+        kicker="Evaluation of a world model",
+        title=f"{name} against {other}" if other else name,
+        columns=[other, name] if other else [name],
+        cards=cards(folder, clips, baseline, before),
+        tables=tables(summary, comparison),
+        notices=notices,
+        settings={key: str(value) for key, value in flat(settings).items() if value not in (None, "")},
+    )
+    return Report(name, summary, comparison, other, tuple(notices), write_page(page, folder / FILE))
+
+
+def cards(folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]) -> list[Card]:
+    """All clips, those with the lowest reward first; the baseline's beside them."""
+    known = {clip.number: clip for clip in before}
+    found = []
+    for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):
+        shown = [] if baseline is None else [shown_clip(baseline, known.get(clip.number))]
+        found.append(Card(clip.prompt, clip.id, [*shown, shown_clip(folder, clip)]))
+    return found
+
+
+def shown_clip(folder: Path, clip: ClipResult | None) -> Clip:
+    if clip is None:
+        return Clip(None, {})
+    file = small_video(folder / CLIPS, clip.number)
+    rewards = {reward_name(name): value for name, value in clip.rewards.items()}
+    return Clip(file if file.is_file() else None, {**rewards, "brightness": clip.brightness})
+
+
+def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
+    rows = {name: [number(one.mean), between(one.interval)] for name, one in summary.values.items()}
+    rows["diversity"] = [number(summary.diversity), between(None)]
+    note = (
+        f"{summary.clips} clips of {summary.prompts} different prompts. Intervals are of the bootstrap over prompts. "
+        "Brightness, motion and diversity show where a reward is being cheated."
+    )
+    found = [Table("Rewards and looks", ("mean", "95% interval"), rows, note)]
+    if comparison is not None:
+        columns = ("difference", "95% interval", "clips with more", "with less")
+        found.append(
+            Table(
+                "Against the baseline",
+                columns,
+                {
+                    name: [
+                        f"{one.estimate.mean:+.3f}",
+                        between(one.estimate.interval),
+                        str(one.better),
+                        str(one.worse),
+                    ]
+                    for name, one in comparison.values.items()
+                },
+                f"Differences of {comparison.clips} pairs of clips with the same prompt and the same noise.",
+            )
+        )
+    return found
+
+
+def between(interval: Interval | None) -> str:
+    return "–" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+
+
+def console_tables(report: Report) -> list[ConsoleTable]:
+    found = []
+    for table in tables(report.summary, report.comparison):
+        shown = ConsoleTable(title=Text(f"{report.name}: {table.title}"), title_justify="left", box=SIMPLE_HEAD)
+        shown.add_column("", overflow="fold")
+        for name in table.columns:
+            shown.add_column(name, justify="right", no_wrap=True)
+        for name, cells in table.rows.items():
+            shown.add_row(Text(name), *cells)
+        found.append(shown)
+    return found

@@ -1,0 +1,133 @@
+"""Means of rewards with intervals, and the paired differences of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsreason.errors import DataError
+from dsreason.evaluation.report.score import CONFIDENCE, Interval
+from dsreason.world.evaluation.results import ClipResult
+
+DRAWS = 10_000
+"""Of the bootstrap."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over clips with its 95 % interval; None where there is a single prompt."""
+
+    mean: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    clips: int
+    prompts: int
+    values: dict[str, Estimate]
+    """`reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
+    diversity: float
+    """How far clips are from their mean, in small pictures, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """This model less the baseline, on the same prompts and noise."""
+
+    estimate: Estimate
+    better: int
+    """Clips with a higher value than the baseline's."""
+    worse: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    clips: int
+    values: dict[str, Difference]
+    only_one: int
+    """Clips that only one of the two has; they are not compared."""
+
+
+def summarise(clips: Sequence[ClipResult]) -> Summary:
+    """DataError where there are none."""
+    if not clips:
+        raise DataError("the evaluation has no clips yet; run dsreason eval")
+    prompts = [clip.prompt for clip in clips]
+    pictures = np.array([clip.picture for clip in clips]) / 255
+    return Summary(
+        clips=len(clips),
+        prompts=len(set(prompts)),
+        values={name: estimate([of(clip) for clip in clips], prompts) for name, of in measures(clips).items()},
+        diversity=float(pictures.std(axis=0).mean()),
+    )
+
+
+def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> Comparison:
+    """Pair the clips by number.
+
+    Raises:
+        DataError: no number in common, or one of them has another prompt.
+    """
+    before = {clip.number: clip for clip in baseline}
+    pairs = [(clip, before[clip.number]) for clip in this if clip.number in before]
+    if not pairs:
+        raise DataError("the two evaluations have no clip in common; evaluate both on the same prompts")
+    for a, b in pairs:
+        if a.prompt != b.prompt:
+            raise DataError(
+                f"clip {a.number} is of the prompt {a.prompt!r:.80} in one evaluation and of {b.prompt!r:.80} in the other; "
+                "evaluate both on the same prompts"
+            )
+    prompts = [a.prompt for a, _ in pairs]
+    common = measures([b for _, b in pairs])
+    values = {}
+    for name, of in measures([a for a, _ in pairs]).items():
+        if name in common:
+            differences = [of(a) - of(b) for a, b in pairs]
+            signs = np.sign(differences)
+            values[name] = Difference(estimate(differences, prompts), int((signs > 0).sum()), int((signs < 0).sum()))
+    return Comparison(len(pairs), values, len(this) + len(baseline) - 2 * len(pairs))
+
+
+def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
+    """What can be said of each of the clips, by name."""
+    names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
+
+    def reward(name: str) -> Callable[[ClipResult], float]:
+        return lambda clip: clip.rewards[name]
+
+    rewards: Mapping[str, Callable[[ClipResult], float]] = {reward_name(name): reward(name) for name in names}
+    return {**rewards, "brightness": lambda clip: clip.brightness, "motion": lambda clip: clip.motion}
+
+
+def reward_name(name: str) -> str:
+    """As metrics are called: `reward` of the weighted sum "", `reward/colour` of "colour"."""
+    return f"reward/{name}" if name else "reward"
+
+
+def estimate(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
+    return Estimate(float(np.mean(values)), bootstrap_interval(values, clusters))
+
+
+def bootstrap_interval(
+    values: Sequence[float], clusters: Sequence[str], *, draws: int = DRAWS, seed: int = 0
+) -> Interval | None:
+    """95 % interval of the mean by the percentile bootstrap over clusters, since clips of one prompt are alike.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; with clusters drawn whole, chapter 8.
+    None where there is a single cluster.
+    """
+    names = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
+    if len(names) < 2:
+        return None
+    sums, counts = np.zeros(len(names)), np.zeros(len(names))
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[names[cluster]] += value
+        counts[names[cluster]] += 1
+    drawn = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), size=draws)
+    means = (drawn @ sums) / (drawn @ counts)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)

@@ -1,0 +1,149 @@
+"""The clips of a step: which of them a rank computes, what each depends on, and how they are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsreason.world.noise import generator, noise
+from dsreason.world.sampler import Kept
+from dsreason.world.schema import WorldConfig
+from dsreason.world.types import Conditioning, WorldRow
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One clip of a step: `Place(prompt=3, clip=0)` is the first of the fourth prompt, counted over all ranks."""
+
+    prompt: int
+    clip: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of the clips a rank computes. The ranks of one context-parallel group have the same."""
+
+    index: int
+    count: int
+    leads: bool = True
+    """Whether it is the rank of its group that speaks for the group: asks for rewards, and counts in sums."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Clips that go through one forward, in sampling and in training alike. All tensors are on the CPU."""
+
+    places: tuple[Place, ...]
+    counted: bool
+    """False for a stand-in, which only keeps the ranks in step."""
+    rows: tuple[WorldRow, ...]
+    start: Tensor
+    """`[B, C, T, h, w]`: the noise that sampling begins with."""
+    text: Tensor
+    """`[B, L, D]`."""
+    conditioning: Conditioning | None = None
+    clean: Tensor | None = None
+    """`[B, C, T, h, w]`: latents of the rows' own clips, where training needs them."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def free(self) -> Tensor | None:
+        """`[B, 1, T, 1, 1]`: 1 for sampled frames; None where no frame is given."""
+        return None if self.conditioning is None else 1 - self.conditioning.mask
+
+    def to(self, device: torch.device) -> MicroBatch:
+        def moved(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.to(device)
+
+        given = self.conditioning
+        return replace(
+            self,
+            start=moved(self.start),
+            text=moved(self.text),
+            conditioning=None if given is None else Conditioning(moved(given.latents), moved(given.mask)),
+            clean=moved(self.clean),
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled micro-batch with what its training needs. All tensors are on the CPU."""
+
+    batch: MicroBatch
+    latents: Tensor
+    """`[B, C, T, h, w]`, float32."""
+    trajectory: Mapping[int, Kept]
+    """The trained steps by number; empty for nft."""
+    advantages: Tensor
+    """`[B]`, float32; zero until the rewards are there."""
+    fixed: Mapping[str, Mapping[int, Tensor]]
+    """Velocities of other policies, `[B, C, T, h, w]`: "reference" and "old", by number of the trained step or time. In
+    bfloat16 where that loses nothing, see `halved`."""
+
+
+def halved(tensor: Tensor) -> Tensor:
+    """In bfloat16 where that keeps every value, as of a velocity that comes straight out of a transformer in bfloat16."""
+    half = tensor.bfloat16()
+    return half if torch.equal(half.to(tensor), tensor) else tensor
+
+
+def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tuple[Place, ...], bool]]:
+    """This rank's clips in groups of at most `size`, and whether they count; every rank has as many groups.
+
+    Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
+    """
+    own = [places[place.prompt] for place in own_places(len(places), share)]
+    num_groups = ceil(ceil(len(places) / share.count) / size)
+    groups = [tuple(own[i * size : (i + 1) * size]) for i in range(num_groups)]
+    return [(group, True) if group else ((places[0],), False) for group in groups]
+
+
+def own_places(count: int, share: Share) -> list[Place]:
+    """This rank's share of `count` prompts of one clip each."""
+    begin, end = (i * count // share.count for i in (share.index, share.index + 1))
+    return [Place(number, 0) for number in range(begin, end)]
+
+
+def start_noise(places: Sequence[Place], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
+    """`[B, C, T, h, w]`: what sampling begins with; with `world.same_noise` one for the whole group."""
+    clips = [Place(place.prompt, 0) for place in places] if config.world.same_noise else places
+    return clip_noise(clips, shape, config.train.seed, step, "start")
+
+
+def clip_noise(places: Sequence[Place], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
+    """`[B, C, T, h, w]`, each clip's own: the same on any number of ranks."""
+    drawn = [
+        noise(tuple(shape), seed=seed, step=step, prompt=place.prompt, clip=place.clip, purpose=purpose)
+        for place in places
+    ]
+    return torch.stack(drawn)
+
+
+def given_frames(config: WorldConfig, step: int, prompt: int) -> int:
+    """Latent frames of the row's clip that are given, drawn once for a group."""
+    low, high = config.world.conditional_frames
+    return int(generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
+
+
+def conditioning_of(
+    places: Sequence[Place], clean_of: Callable[[Place], Tensor], config: WorldConfig, step: int
+) -> Conditioning | None:
+    """What is given of the clips at these places; None where no clip of the run has given frames.
+
+    Args:
+        clean_of: latents `[C, T, h, w]` of the clip of a place's row.
+    """
+    if config.world.conditional_frames[1] == 0:
+        return None
+    clean = torch.stack([clean_of(place) for place in places])
+    mask = torch.zeros(len(places), 1, clean.shape[2], 1, 1)
+    for row, place in enumerate(places):
+        mask[row, :, : given_frames(config, step, place.prompt)] = 1
+    return Conditioning(clean * mask, mask)

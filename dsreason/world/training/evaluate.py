@@ -1,0 +1,191 @@
+"""`dsreason eval` of world models: clips of held-out prompts from fixed noise, as validation samples them, and their rewards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsreason.config.load import dump_config
+from dsreason.errors import CheckpointError
+from dsreason.files.cache import cache_dir
+from dsreason.job.ranks import first_rank_first, init_world, on_rank_zero, shutdown
+from dsreason.monitor.progress import open_progress
+from dsreason.train.common.preflight import DTYPES
+from dsreason.user_code import code_file
+from dsreason.world import lora
+from dsreason.world.base import FILE, base_of
+from dsreason.world.cache import fingerprint
+from dsreason.world.data import WorldDataset
+from dsreason.world.evaluation.history import small_video
+from dsreason.world.evaluation.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
+from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.latents import LatentCodec
+from dsreason.world.models import (
+    check_components,
+    check_installed,
+    load_transformer,
+    load_vae,
+    resolve_world_model,
+)
+from dsreason.world.rewards import ClipScorer
+from dsreason.world.rewards.functions import BUILT_IN
+from dsreason.world.schema import LoRAConfig, WorldConfig
+from dsreason.world.training.build import open_rewards, share_of
+from dsreason.world.training.clips import Share
+from dsreason.world.training.inputs import Inputs, open_inputs, validation_rows
+from dsreason.world.training.preflight import check_conditioning, check_rewards, clip_size, open_data
+from dsreason.world.training.validate import Shown, sample_clips
+from dsreason.world.types import ClipSize
+from dsreason.world.video import small, write_mp4
+
+SECTIONS = ("model", "data", "world", "reward", "validation")
+"""That decide what is sampled and how it is scored."""
+IGNORED = {
+    "model": ("freeze_text_projection", "gradient_checkpointing"),
+    "data": ("workers", "prefetch", "shuffle"),
+    "reward": ("workers", "time_limit", "enqueue_url", "fetch_url"),
+}
+PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
+"""Of a model's folder: all that decides what its clips are."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A `ClipMaker` around a plain transformer."""
+
+    config: WorldConfig
+    family: WorldFamily
+    model_path: Path
+    engine: nn.Module
+    codec: LatentCodec
+    inputs: Inputs
+    share: Share
+    size: ClipSize
+    scorer: ClipScorer | None
+    device: torch.device
+
+
+def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
+    """The model's local folder, and the folder of the adapter where `model.path` is the export of one."""
+    cache, given = cache_dir() / "models", Path(config.model.path).expanduser()
+    if (given / lora.FILE).is_file():
+        if not (given / FILE).is_file():
+            raise CheckpointError(
+                f"model.path {given}: is an adapter without {FILE}, which says what it belongs to; export it again"
+            )
+        return base_of(given, lambda base: resolve_world_model(base, cache)), given
+    return resolve_world_model(config.model, cache), None
+
+
+def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
+    """Raise user-fixable errors before ranks start."""
+    check_installed()
+    folder, adapter = find_evaluated(config)
+    check_components(folder)
+    if not overwrite:
+        check_settings(results, settings_of(for_evaluation(config), weights_of(folder, adapter)))
+    check_conditioning(config, family_of(folder))
+    if config.reward.functions or config.reward.services:
+        check_rewards(config)
+    open_data(config)
+
+
+def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> None:
+    """The work of one rank: the clips that are not there yet, each written as soon as it is scored. Every rank calls it."""
+    config = for_evaluation(config)
+    with ExitStack() as stack:
+        world = init_world()
+        stack.callback(shutdown)
+        with first_rank_first(world):
+            folder, adapter = find_evaluated(config)
+            datasets = open_data(config)
+        rows = validation_rows(config, datasets)
+        on_rank_zero(
+            lambda: open_results(results, settings_of(config, weights_of(folder, adapter)), overwrite=overwrite)
+        )
+        codec, dtype = load_vae(folder, world.device, DTYPES[config.train.precision]), DTYPES[config.train.precision]
+        prompts = dict.fromkeys([config.data.negative_prompt, *(row.prompt for row in rows)])
+        inputs = open_inputs(config, folder, list(prompts), codec, world)
+        share = share_of(config, world)
+        maker = Evaluation(
+            config=config,
+            family=family_of(folder),
+            model_path=folder,
+            engine=load_model(folder, adapter, dtype, world.device),
+            codec=codec,
+            inputs=inputs,
+            share=share,
+            size=clip_size(config.data),
+            scorer=open_rewards(config, share, stack),
+            device=world.device,
+        )
+        dataset = WorldDataset(rows, (datasets[1] if len(datasets[1]) else datasets[0]).read)
+        left = on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
+        progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(left)))
+        with progress.phase("clips", len(left), "clips") as advance:
+            for numbers in cut(left, config.train.micro_batch_size * world.size):
+                shown = sample_clips(maker, dataset, numbers, advance)
+                on_rank_zero(partial(save, shown, results, maker.size.fps))
+
+
+def for_evaluation(config: WorldConfig) -> WorldConfig:
+    """With all clips kept, each rank with clips of its own, and the weights as they are in the folder."""
+    validation = config.validation.model_copy(update={"show": config.validation.max_samples})
+    train = config.train.model_copy(update={"context_parallel_size": 1})
+    return config.model_copy(update={"validation": validation, "train": train, "lora": LoRAConfig()})
+
+
+def weights_of(folder: Path, adapter: Path | None) -> str:
+    """Tells models apart that are or were in the same place."""
+    found = [fingerprint(*(folder / part for part in PARTS))]
+    found += [] if adapter is None else [fingerprint(adapter / lora.FILE)]
+    return "-".join(one[:16] for one in found)
+
+
+def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
+    """What must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
+    found = {name: dict(dump_config(config)[name]) for name in SECTIONS}
+    for section, names in IGNORED.items():
+        for name in names:
+            del found[section][name]
+    found["model"]["weights"] = weights
+    found["reward"]["code"] = code_of(config.reward.functions)
+    return found | {"train": {"seed": config.train.seed, "precision": config.train.precision}}
+
+
+def code_of(rewards: Iterable[str]) -> dict[str, str]:
+    """By the name of each reward that is not built in what tells versions of its file apart."""
+    files = {name: code_file(name) for name in rewards if name not in BUILT_IN}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
+
+
+def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    transformer: nn.Module = load_transformer(folder, dtype, None, device)
+    if adapter is not None:
+        lora.load_lora(transformer, adapter)
+    return transformer.eval().requires_grad_(False)
+
+
+def cut(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+
+def save(shown: Sequence[Shown], results: Path, fps: float) -> None:
+    """The videos first: a clip counts as done by its JSON."""
+    for clip in shown:
+        assert clip.pixels is not None
+        write_mp4(clip.pixels, results / CLIPS / f"{clip.number}.mp4", fps)
+        write_mp4(small(clip.pixels), small_video(results / CLIPS, clip.number), fps)
+        picture = (clip.look.small * 255).round().astype(int).ravel().tolist()
+        write_clip(
+            results,
+            ClipResult(clip.number, clip.row.id, clip.row.prompt, clip.rewards, **clip.look.facts, picture=picture),
+        )

@@ -1,0 +1,298 @@
+"""What training of world models can find wrong before a model is loaded, and the order of its rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from dsreason.config.deepspeed import zero_section
+from dsreason.data.order import Part, StepOrder
+from dsreason.engine.schedule import warmup_note
+from dsreason.errors import ConfigError, DataError
+from dsreason.files.cache import cache_dir
+from dsreason.monitor.profile import check_profiled_steps
+from dsreason.monitor.sinks.wandb import check_wandb
+from dsreason.problems import nearest
+from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
+from dsreason.world.cache import TextCache
+from dsreason.world.context_parallel import check_sizes
+from dsreason.world.data import WorldDataset, open_world_data
+from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.families.cosmos_predict2_5 import PROJECTED
+from dsreason.world.latents import SPACE, TIME
+from dsreason.world.models import check_components, check_installed, resolve_world_model
+from dsreason.world.noise import linear
+from dsreason.world.rewards import open_scorer
+from dsreason.world.schema import WorldConfig, WorldDataConfig
+from dsreason.world.steps import step_of
+from dsreason.world.types import ClipSize
+
+log = logging.getLogger(__name__)
+
+DATA_SEED = 0
+"""Which rows are held out does not depend on `train.seed`."""
+NUM_CLIPS = 8
+"""Rows whose clips are looked at."""
+
+
+def check(config: WorldConfig) -> None:
+    """Raise user-fixable errors: nothing is trained, and no weight is read.
+
+    Raises:
+        DsReasonError: a package that is missing, an unusable model folder, settings that exclude each other, no data, too
+            few rows for one step, a reward that cannot be found, clips that are missing.
+    """
+    check_installed()
+    check_wandb(config.monitor)
+    check_deepspeed(config)
+    check_rewards(config)
+    folder = find_model(config)
+    family, layers = family_of(folder), check_components(folder)
+    check_lora(config, layers)
+    check_unused(config)
+    check_conditioning(config, family)
+    check_exchange(config)
+    check_bad_rows(config)
+    if config.world.algorithm in ("flow_grpo", "ddrl"):
+        trained_steps(config, [float(s) for s in sigmas_of(config, folder)])
+    check_division(config, folder)
+    training, validation = open_data(config)
+    order = step_order(config, len(training))
+    num_steps = total_steps(config, order)
+    check_profiled_steps(config.monitor.profile, num_steps)
+    if note := warmup_note(num_steps, config.optim):
+        log.warning("%s", note)
+    check_texts(config, folder, training, order)
+    if needs_clips(config):
+        check_clips("training", training, config)
+        check_clips("validation", validation, config)
+
+
+def find_model(config: WorldConfig) -> Path:
+    """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
+    check_installed()
+    return resolve_world_model(config.model, cache_dir() / "models")
+
+
+def open_data(config: WorldConfig) -> tuple[WorldDataset, WorldDataset]:
+    return open_world_data(config.data, DATA_SEED)
+
+
+def clip_size(data: WorldDataConfig) -> ClipSize:
+    return ClipSize(data.frames, data.height, data.width, data.fps)
+
+
+def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
+    """Which rows each step of sft, or each rollout, has; `train.max_steps` counts optimizer steps."""
+    train, world = config.train, config.world
+    sft, max_steps = world.algorithm == "sft", train.max_steps
+    if max_steps is not None and not sft:
+        max_steps //= world.optimizer_steps_per_rollout
+    return StepOrder(
+        [Part(np.arange(num_rows))],
+        batch_size=config.samples_per_step if sft else world.prompts_per_step,
+        epochs=train.epochs,
+        max_steps=max_steps,
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+        batch_key="train.global_batch_size" if sft else "world.prompts_per_step",
+    )
+
+
+def total_steps(config: WorldConfig, order: StepOrder) -> int:
+    """Optimizer steps of the run."""
+    if config.world.algorithm == "sft":
+        return order.num_steps
+    return order.num_steps * config.world.optimizer_steps_per_rollout
+
+
+def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
+    """The noise levels of a rollout, `[steps + 1]`, float64."""
+    steps = steps or config.world.sampling_steps
+    if config.world.schedule == "linear":
+        return linear(steps, config.world.shift)
+    return family_of(folder).sigmas(folder, steps)
+
+
+def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
+    """Steps that add noise, and so can be trained. ConfigError where none does, or where one that is named does not."""
+    world = config.world
+    stds = [
+        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
+        for s, s_next in zip(levels, levels[1:], strict=False)
+    ]
+    noisy = [number for number, std in enumerate(stds) if std > 0]
+    silent = [number for number in world.trained_steps or () if number not in noisy]
+    if silent:
+        raise ConfigError(
+            f"world.trained_steps names step {silent[0]}, which adds no noise with world.sde = {world.sde!r} and "
+            f"noise_level {world.noise_level:g}, and so has no probability; leave it out"
+        )
+    if not noisy:
+        raise ConfigError(
+            f"world.noise_level ({world.noise_level:g}) adds no noise to any of the {len(stds)} steps, so none can be "
+            "trained; raise it"
+        )
+    return noisy
+
+
+def check_rewards(config: WorldConfig) -> None:
+    """ConfigError where a reward is missing that the algorithm or the rule for the best checkpoint needs."""
+    world, rewards = config.world, bool(config.reward.functions or config.reward.services)
+    if rewards:
+        open_scorer(config.reward)  # starts nothing unless it is entered
+    elif world.algorithm != "sft":
+        raise ConfigError(
+            f"world.algorithm ({world.algorithm}) needs a reward; set reward.functions, such as {{ colour = 1.0 }}, or "
+            "[[reward.services]]"
+        )
+    elif config.checkpoint.keep_best and config.checkpoint.best_metric == "val/reward/mean":
+        raise ConfigError(
+            "checkpoint.best_metric (val/reward/mean) needs rewards, and there are none; set "
+            'checkpoint.best_metric = "val/loss", checkpoint.keep_best = false, or reward.functions'
+        )
+    if world.algorithm == "nft" and world.same_noise:
+        raise ConfigError(
+            "world.same_noise = true makes all clips of a group equal with nft, whose steps add no noise; remove it"
+        )
+    if world.prompts_per_step < world.optimizer_steps_per_rollout:
+        raise ConfigError(
+            f"world.optimizer_steps_per_rollout ({world.optimizer_steps_per_rollout}) is more than world.prompts_per_step "
+            f"({world.prompts_per_step}), which they share; lower it"
+        )
+
+
+def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
+    """ConfigError for a target that none of the transformer's linear `layers` is called. Left to itself, it would have no
+    adapter without a word."""
+    for target in config.lora.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
+            near = nearest(target, names)
+            advice = f"did you mean {near}?" if near else f"there are {', '.join(names[:12])}"
+            raise ConfigError(f"lora.targets: no linear layer of the transformer is called {target!r}; {advice}")
+
+
+OF_SAMPLING = {"sde", "noise_level", "trained_steps", "window", "clip_range", "kl"}
+OF_DATA = {"data_coef", "data_noise", "data_steps", "exponential_advantages"}
+OF_NFT = {"nft_beta", "nft_times", "nft_decay"}
+OF_REWARDS = {"advantage_clip", "advantage_std", "kl_coef", "same_noise", "optimizer_steps_per_rollout"}
+UNUSED = {
+    "sft": OF_SAMPLING | OF_DATA | OF_NFT | OF_REWARDS,
+    "flow_grpo": OF_DATA | OF_NFT,
+    "ddrl": OF_NFT,
+    "nft": OF_SAMPLING | OF_DATA,
+}
+"""Keys of [world] by the algorithm that does not read them."""
+
+
+def check_unused(config: WorldConfig) -> None:
+    """Warn of settings that the algorithm does not read."""
+    world = config.world
+    fields = type(world).model_fields
+    names = [
+        f"world.{name}"
+        for name in fields
+        if name in UNUSED[world.algorithm] and getattr(world, name) != fields[name].default
+    ]
+    if world.algorithm != "sft" and config.train.global_batch_size is not None:
+        names.append("train.global_batch_size")
+    if names:
+        log.warning("world.algorithm (%s) does not use %s", world.algorithm, ", ".join(names))
+
+
+def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
+    low, high = config.world.conditional_frames
+    frames, most = (config.data.frames - 1) // TIME + 1, family.max_conditional_frames
+    if not 0 <= low <= high:
+        raise ConfigError(f"world.conditional_frames ({low}, {high}): give the fewest first, and then the most")
+    if high > most:
+        can = f"at most {most}" if most else "none, only text"
+        raise ConfigError(
+            f"world.conditional_frames ({low}, {high}): {family.name} can be given {can}; lower it, or take another model"
+        )
+    if high >= frames:
+        raise ConfigError(
+            f"world.conditional_frames ({low}, {high}) leaves none of the {frames} latent frames of data.frames "
+            f"({config.data.frames}) to sample; lower it or raise data.frames"
+        )
+
+
+def check_exchange(config: WorldConfig) -> None:
+    """ConfigError where DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
+    uses = {
+        "world.kl_coef": config.world.kl_coef > 0,
+        "world.algorithm = nft": config.world.algorithm == "nft",
+        "train.ema_decay": config.train.ema_decay is not None,
+    }
+    if zero_section(config.deepspeed).get("zero_quantized_weights") and any(uses.values()):
+        names = " and ".join(name for name, used in uses.items() if used)
+        raise ConfigError(
+            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which {names} must exchange "
+            "exactly; remove one of them"
+        )
+
+
+def check_division(config: WorldConfig, folder: Path) -> None:
+    """ConfigError where a clip does not divide among the ranks of a context-parallel group."""
+    data, size = config.data, config.train.context_parallel_size
+    if size > 1:
+        shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
+        check_sizes(family_of(folder).transformer_config(folder), shape, size)
+
+
+def keeps_projected(config: WorldConfig) -> bool:
+    """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
+    if config.lora.rank == 0:
+        return config.model.freeze_text_projection
+    return not any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
+
+
+def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order: StepOrder) -> None:
+    """What is kept of the prompts must fit on the disk of the cache.
+
+    Raises:
+        ConfigError: a layer is to be frozen that the model does not have.
+        StorageError: it does not.
+    """
+    family, model = family_of(folder), config.model
+    if model.freeze_text_projection and family.project_text is None:
+        raise ConfigError(f"model.freeze_text_projection: {family.name} has no such layer; remove it")
+    rows = dict.fromkeys(index for step in range(order.num_steps) for index in order.indices(step))
+    dtype, project = DTYPES[config.train.precision], keeps_projected(config)
+    texts = TextCache.open(family, folder, model.max_prompt_length, dtype, cache_dir(), project=project)
+    texts.check_room(list(dict.fromkeys(training[row].prompt for row in rows)))
+
+
+def needs_clips(config: WorldConfig) -> bool:
+    return config.world.algorithm in ("sft", "ddrl") or config.world.conditional_frames[1] > 0
+
+
+def why_clips(config: WorldConfig) -> str:
+    if config.world.algorithm in ("sft", "ddrl"):
+        return f"world.algorithm ({config.world.algorithm})"
+    return f"world.conditional_frames {config.world.conditional_frames}"
+
+
+def check_bad_rows(config: WorldConfig) -> None:
+    """ConfigError where clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
+    if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
+        raise ConfigError(
+            f'data.on_bad_row ("skip") leaves clips out in sft only, and {why_clips(config)} needs those of all rows of a '
+            'rollout; set "error", and remove the rows that it names'
+        )
+
+
+def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
+    """Read a few clips, spread over the rows. DataError for one that cannot be used, where that is an error."""
+    for index in coarse_to_fine(len(dataset))[:NUM_CLIPS]:
+        try:
+            dataset.read_clip(dataset[index], clip_size(config.data))
+        except DataError as error:
+            if config.data.on_bad_row == "error" or dataset[index].clip is None:
+                raise DataError(f"{name}: {error} ({why_clips(config)} needs clips)") from error
+            log.warning("%s: left out: %s", name, error)

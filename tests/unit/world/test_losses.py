@@ -1,0 +1,238 @@
+"""Losses of diffusion policies, against values computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsreason.world.losses import (
+    exponential,
+    flow_matching_loss,
+    free_mean,
+    group_advantages,
+    kl_mean,
+    kl_velocity,
+    nft_decay,
+    nft_loss,
+    optimality,
+    policy_loss,
+)
+
+
+def clips(*values: list[float]) -> Tensor:
+    """`[B, 1, 1, 1, N]` in float64."""
+    return torch.tensor(values, dtype=torch.float64)[:, None, None, None]
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "std", "clip", "expected"),
+    [
+        ([[1, 0, 0, 0]], "group", 5, [[1.49970006, -0.49990002, -0.49990002, -0.49990002]]),
+        ([[1, 0, 0, 0]], "group", 1, [[1, -0.49990002, -0.49990002, -0.49990002]]),
+        # std of 1, 0, 3, 3 with n - 1 is 1.5
+        ([[1, 0], [3, 3]], "batch", 5, [[0.5 / 1.5001, -0.5 / 1.5001], [0, 0]]),
+        # 0.1 · 3 / 3 is not 0.1: still exactly 0
+        ([[0.1, 0.1, 0.1]], "group", 5, [[0, 0, 0]]),
+    ],
+)
+def test_advantages_within_a_group(rewards: list[list[float]], std: str, clip: float, expected: list[float]) -> None:
+    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+
+
+def test_equal_rewards_give_exactly_nothing() -> None:
+    assert group_advantages(torch.full((2, 3), 0.1), std="group", clip=5).tolist() == [[0.0] * 3] * 2
+
+
+def test_exponential_advantages() -> None:
+    torch.testing.assert_close(exponential(vector(0, 1, -1)), vector(-1, -0.36787944, -2.71828183))
+
+
+def test_policy_loss_of_two_clips() -> None:
+    found = policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
+    torch.testing.assert_close(found.ratio, vector(1.000100005, 0.904837418))
+    torch.testing.assert_close(found.loss, vector(-1.50015, 0.9999))
+    assert found.clipped.tolist() == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.5, 1.0, -1.2, True),
+        (0.5, 1.0, -0.5, False),
+        (0.5, -1.0, 0.8, True),
+        (1.5, -1.0, 1.5, False),
+        (1.2840254166877414, 0.5, -0.6, True),
+        (0.9900498337491681, -2.0, 1.9800996674983362, False),
+    ],
+)
+def test_the_clip_holds_back_what_goes_on_in_its_direction(
+    ratio: float, advantage: float, loss: float, clipped: bool
+) -> None:
+    found = policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
+    assert (found.loss.item(), found.clipped.item()) == (pytest.approx(loss), clipped)
+
+
+def test_on_policy_the_gradient_is_that_of_the_weighted_log_probability() -> None:
+    log_prob = vector(-1.0, 0.5).requires_grad_()
+    found = policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
+    found.loss.sum().backward()
+    assert found.ratio.tolist() == [1.0, 1.0]
+    assert log_prob.grad is not None
+    assert log_prob.grad.tolist() == [-2.0, 3.0]
+
+
+def test_kl_of_means_and_of_velocities() -> None:
+    mean, reference = clips([0.63, -1.57]), clips([0.60, -1.50])
+    assert kl_mean(mean, reference, 0.626099).item() == pytest.approx(0.00369898, rel=1e-5)
+    # without the root of the step's length (0.2) in the divisor it is five times smaller
+    assert kl_mean(mean, reference, 0.626099 / 0.2**0.5).item() == pytest.approx(0.00073980, rel=1e-4)
+    assert kl_velocity(clips([0.5, 0.25]), clips([0.4, 0.45])).item() == pytest.approx(0.025)
+    mean, reference = clips([0.12, -0.5, 2.0]), clips([0.1, -0.2, 1.7])
+    assert kl_mean(mean, reference, 0.313).item() == pytest.approx(0.306899801637933, rel=1e-12)
+    assert kl_velocity(mean, reference).item() == pytest.approx(0.0601333333333333, rel=1e-12)
+
+
+def test_the_velocitys_error_is_the_weighted_error_of_the_clean_clip() -> None:
+    clean, noise, s = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.75
+    velocity = clips([-0.4, 1.1])
+    error = flow_matching_loss(velocity, clean, noise).item()
+    assert error == pytest.approx(0.01625)
+    sigma = s / (1 - s)  # the form of EDM, where x = (1 - s)(clean + sigma · noise)
+    found = (1 - s) * (clean + sigma * noise) - s * velocity
+    assert (1 + sigma) ** 2 / sigma**2 * free_mean((found - clean) ** 2, None).item() == pytest.approx(error)
+
+
+CLEAN, NOISE, S = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.4
+OLD, REFERENCE = clips([-0.4, 1.2]), clips([-0.5, 1.1])
+
+
+def nft(velocity: Tensor, optimal: float, beta: float = 1.0) -> Tensor:
+    noisy = (1 - S) * CLEAN + S * NOISE
+    found = nft_loss(
+        velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=beta, scale=5
+    )
+    return found.loss + 1e-4 * kl_velocity(velocity, REFERENCE)
+
+
+def test_nft_of_one_clip() -> None:
+    velocity = clips([-0.6, 1.0]).requires_grad_()
+    assert optimality(vector(2.0, 9.0, -9.0), 5).tolist() == pytest.approx([0.7, 1.0, 0.0])
+    noisy = (1 - S) * CLEAN + S * NOISE
+    torch.testing.assert_close(noisy, clips([0.8, -0.5]))
+    found = nft_loss(velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(0.7), beta=1.0, scale=5)
+    assert [found.positive.item(), found.negative.item()] == pytest.approx([0.08285714, 0.1])
+    assert found.loss.item() == pytest.approx(0.44)
+    total = nft(velocity, 0.7)
+    total.sum().backward()
+    assert total.item() == pytest.approx(0.440001)
+    assert velocity.grad is not None
+    assert velocity.grad.flatten().tolist() == pytest.approx([-1.60001, -2.40001])
+
+
+@pytest.mark.parametrize(
+    ("beta", "optimal", "scale", "s", "parts", "gradient"),
+    [
+        (0.1, 0.3, 5, 0.75, (0.0935, 0.1341, 6.096), (-0.84, -1.14, 1.02)),
+        (
+            0.5,
+            0.9,
+            2,
+            0.25,
+            (0.01875, 0.0763888888888889, 0.0980555555555556),
+            (-0.252777777777778, 0.186111111111111, 0.483333333333333),
+        ),
+    ],
+)
+def test_nft_with_other_betas(
+    beta: float, optimal: float, scale: float, s: float, parts: tuple[float, ...], gradient: tuple[float, ...]
+) -> None:
+    clean, noise = clips([0.2, -0.6, 1.1]), clips([-1.0, 0.4, 0.3])
+    velocity, old = clips([-1.4, 0.9, -0.5]).requires_grad_(), clips([-1.1, 1.2, -0.9])
+    found = nft_loss(
+        velocity,
+        old,
+        noisy=(1 - s) * clean + s * noise,
+        clean=clean,
+        times=vector(s),
+        optimal=vector(optimal),
+        beta=beta,
+        scale=scale,
+    )
+    found.loss.sum().backward()
+    assert [found.positive.item(), found.negative.item(), found.loss.item()] == pytest.approx(parts, rel=1e-12)
+    assert velocity.grad is not None
+    assert velocity.grad.flatten().tolist() == pytest.approx(gradient, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("optimal", "gradient"), [(0.5, [0, 0]), (0.7, [1.0666667, -0.5333333]), (0.3, [-1.0666667, 0.5333333])]
+)
+def test_on_policy_nft_has_one_value_and_the_gradient_of_the_reward(optimal: float, gradient: list[float]) -> None:
+    velocity = OLD.clone().requires_grad_()
+    noisy = (1 - S) * CLEAN + S * NOISE
+    found = nft_loss(
+        velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=1.0, scale=5
+    )
+    found.loss.sum().backward()
+    assert found.loss.item() == pytest.approx(0.16666667)
+    assert velocity.grad is not None
+    assert velocity.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_each_reward_weighs_its_own_clip() -> None:
+    """Rewards [1, 0] and losses of 2 and 4 (1 and 2 of the negative): the sum is 2 + 2, and not that of all pairs."""
+    clean = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64)
+    # With s = 1 and x_s = 0 the estimates are -v±, and an adaptive loss is |v±|: v+ = v, v- = 2 v_old - v.
+    velocity, old = clips([2.0], [4.0]), clips([1.5], [3.0])
+    found = nft_loss(
+        velocity, old, noisy=clean, clean=clean, times=vector(1, 1), optimal=vector(1, 0), beta=1.0, scale=1
+    )
+    assert (found.positive.tolist(), found.negative.tolist()) == ([2, 4], [1, 2])
+    assert found.loss.shape == (2,)
+    assert found.loss.mean().item() == 2.0
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
+def test_rewards_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    values, other = torch.zeros(2), torch.zeros(shape)
+    with pytest.raises(ValueError, match="one value for each clip"):
+        policy_loss(values, values, other, 1e-4)
+    zero = torch.zeros(2, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="one value for each clip"):
+        nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
+
+
+def test_given_frames_count_nowhere() -> None:
+    free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
+    values, other = torch.tensor([100.0, 3.0]).view(1, 1, 2, 1, 1), torch.tensor([7.0, 1.0]).view(1, 1, 2, 1, 1)
+    assert free_mean(values, free).tolist() == [3.0]
+    assert kl_velocity(values, other, free).tolist() == [4.0]
+    assert kl_mean(values, other, 1.0, free).tolist() == [2.0]
+    assert flow_matching_loss(values, torch.zeros_like(values), other, free).tolist() == [4.0]
+    found = nft_loss(
+        values,
+        values,
+        noisy=other,
+        clean=other * 0,
+        times=torch.ones(1),
+        optimal=torch.ones(1),
+        beta=1.0,
+        scale=1,
+        free=free,
+    )
+    assert found.loss.tolist() == [2.0]  # |1 - 3|
+
+
+@pytest.mark.parametrize(
+    ("step", "slow", "late"),
+    [(1, 0.001, 0), (50, 0.05, 0), (75, 0.075, 0), (76, 0.076, 0.0075), (100, 0.1, 0.1875), (500, 0.5, 0.999)],
+)
+def test_how_the_old_policy_follows(step: int, slow: float, late: float) -> None:
+    found = [nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
+    assert found == pytest.approx([0, slow, late])

@@ -1,0 +1,28 @@
+"""What a world model's configuration refuses before anything is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dsreason.world.schema import WorldConfig
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"world": {"trained_steps": []}}, "at least 1 item"),
+        ({"lora": {"alpha": 64}}, "alpha .64. without rank: all weights would be trained.* remove it"),
+        ({"lora": {"alpha": 8, "targets": ["to_q", "to_k"]}}, r"alpha .8. and targets .to_q, to_k. without rank.*them"),
+    ],
+)
+def test_settings_that_would_be_lost_in_silence_are_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        WorldConfig.model_validate(sections)
+
+
+def test_a_rank_of_0_turns_a_recipes_adapter_off() -> None:
+    """`--set lora.rank=0` with a recipe that has an alpha: no --set can remove a key."""
+    assert WorldConfig.model_validate({"lora": {"rank": 0, "alpha": 64}}).lora.rank == 0

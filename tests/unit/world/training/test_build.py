@@ -1,0 +1,35 @@
+"""What is built on which rank, and where a run may go on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from dsreason.errors import ConfigError
+from dsreason.world.schema import WorldConfig
+from dsreason.world.training import build
+from dsreason.world.training.clips import Share
+
+
+def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's reward has processes of its own; of ranks that compute a clip together one needs them."""
+    opened = []
+    monkeypatch.setattr(build, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(build, "open_scorer", lambda reward: opened.append(reward) or nullcontext("scorer"))
+    config = WorldConfig.model_validate({"train": {"context_parallel_size": 4}, "reward": {"functions": {"red": 1.0}}})
+    shares = [build.share_of(config, SimpleNamespace(rank=rank, size=8)) for rank in range(8)]  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        scorers = [build.open_rewards(config, share, stack) for share in shares]
+    assert scorers == ["scorer", None, None, None] * 2
+    assert len(opened) == 2
+    with ExitStack() as stack:
+        assert build.open_rewards(WorldConfig(), Share(0, 1), stack) is None
+
+
+@pytest.mark.parametrize(("algorithm", "step", "fits"), [("nft", 3, False), ("nft", 4, True), ("sft", 3, True)])
+def test_a_run_does_not_go_on_inside_of_a_rollout(algorithm: str, step: int, fits: bool) -> None:
+    config = WorldConfig.model_validate({"world": {"algorithm": algorithm, "optimizer_steps_per_rollout": 2}})
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"rollout \(2\): the checkpoint is of step 3"):
+        build.check_start(config, step)

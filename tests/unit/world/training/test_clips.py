@@ -1,0 +1,85 @@
+"""Which clips a rank computes, and that everything about a clip follows from its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsreason.world.schema import WorldConfig
+from dsreason.world.training.clips import (
+    Place,
+    Share,
+    clip_noise,
+    conditioning_of,
+    given_frames,
+    halved,
+    share_out,
+    start_noise,
+)
+
+PLACES = [Place(prompt, clip) for prompt in range(3) for clip in range(2)]
+SHAPE = (2, 3, 4, 4)
+
+
+def config(**world: object) -> WorldConfig:
+    return WorldConfig.model_validate({"world": {"prompts_per_step": 3, "num_generations": 2, **world}})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_every_clip_counts_once_and_all_ranks_run_as_many_forwards(num_ranks: int, size: int, count: int) -> None:
+    ranks = [share_out(PLACES[:count], Share(rank, num_ranks), size) for rank in range(num_ranks)]
+    counted = [place for groups in ranks for group, counts in groups if counts for place in group]
+    assert counted == PLACES[:count]
+    assert len({len(groups) for groups in ranks}) == 1
+    assert all(0 < len(group) <= size for groups in ranks for group, _ in groups)
+
+
+def test_a_rank_without_clips_runs_a_stand_in() -> None:
+    assert share_out(PLACES[:1], Share(0, 2), 4) == [((Place(0, 0),), False)]
+    assert share_out(PLACES[:1], Share(1, 2), 4) == [((Place(0, 0),), True)]
+
+
+def test_noise_follows_from_seed_step_place_and_purpose() -> None:
+    whole = clip_noise(PLACES, SHAPE, 1, 5, "start")
+    assert whole.dtype == torch.float32
+    for begin, end in ((0, 2), (1, 6), (4, 5)):
+        assert clip_noise(PLACES[begin:end], SHAPE, 1, 5, "start").equal(whole[begin:end])
+    others = [clip_noise(PLACES, SHAPE, *key) for key in ((2, 5, "start"), (1, 6, "start"), (1, 5, "step 0"))]
+    clips = [*whole, *(clip for other in others for clip in other)]
+    assert all(not a.equal(b) for i, a in enumerate(clips) for b in clips[:i])
+
+
+def test_same_noise_is_that_of_a_group() -> None:
+    noise = start_noise(PLACES, SHAPE, config(same_noise=True), 4)
+    assert noise[0].equal(noise[1])
+    assert not noise[0].equal(noise[2])
+    assert noise[::2].equal(start_noise(PLACES, SHAPE, config(), 4)[::2])
+
+
+def test_how_many_frames_are_given_is_drawn_once_a_group() -> None:
+    clean = {place: torch.full(SHAPE, float(place.prompt + 1)) for place in PLACES}
+    settings = config(conditional_frames=(0, 2))
+    drawn = {given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
+    assert drawn == {0, 1, 2}
+    given = conditioning_of(PLACES, clean.__getitem__, settings, 7)
+    assert given is not None
+    assert given.mask.shape == (6, 1, 3, 1, 1)
+    for row, place in enumerate(PLACES):
+        count = given_frames(settings, 7, place.prompt)
+        assert given.mask[row].flatten().tolist() == [1.0] * count + [0.0] * (3 - count)
+        assert given.latents[row, :, :count].eq(place.prompt + 1).all()
+        assert given.latents[row, :, count:].eq(0).all()
+
+
+def test_without_given_frames_no_clip_is_read() -> None:
+    assert conditioning_of(PLACES, {}.__getitem__, config(), 7) is None
+
+
+def test_velocities_are_kept_in_half_the_memory_where_nothing_is_lost() -> None:
+    exact = torch.randn(2, 3).bfloat16().float()
+    assert halved(exact).dtype == torch.bfloat16
+    assert halved(exact).float().equal(exact)
+    guided = exact + 0.001
+    assert halved(guided) is guided

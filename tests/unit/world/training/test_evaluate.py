@@ -1,0 +1,158 @@
+"""What an evaluation of a world model loads, and which settings tell two of them apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dsreason.errors import CheckpointError, ConfigError
+from dsreason.world.base import FILE, base_note
+from dsreason.world.evaluation.results import MODEL_KEYS, differing, open_results
+from dsreason.world.families import FAMILIES
+from dsreason.world.lora import add_lora, lora_metadata, save_lora
+from dsreason.world.models import load_transformer
+from dsreason.world.schema import (
+    LoRAConfig,
+    WorldConfig,
+    WorldModelConfig,
+    WorldRewardConfig,
+    WorldTrainConfig,
+    WorldValidationConfig,
+)
+from dsreason.world.training.evaluate import (
+    check,
+    cut,
+    find_evaluated,
+    for_evaluation,
+    load_model,
+    settings_of,
+    weights_of,
+)
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "model"
+    FAMILIES["cosmos_predict2_5"].build_tiny(folder)
+    return folder
+
+
+def velocity(transformer: nn.Module) -> Tensor:
+    x = torch.randn(1, 16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    text = torch.randn(1, 8, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text)
+
+
+def test_an_adapter_is_evaluated_on_the_model_that_it_belongs_to(base: Path, tmp_path: Path) -> None:
+    trained = load_transformer(base, torch.float32)
+    add_lora(trained, rank=2, alpha=6.0, targets=["to_q", "to_v"], seed=0)
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+    adapter = {name: p.detach() for name, p in trained.named_parameters() if "lora_" in name}
+    export = tmp_path / "export"
+    export.mkdir()
+    save_lora(adapter, export, lora_metadata(trained))
+    (export / FILE).write_text(base_note({"path": str(base)}, base))
+
+    found = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+    assert found == (base, export)
+    loaded = load_model(*found, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(velocity(loaded), velocity(trained), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(velocity(loaded), velocity(load_transformer(base, torch.float32)), atol=1e-3)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+    (export / FILE).unlink()
+    with pytest.raises(CheckpointError, match=rf"is an adapter without {FILE}"):
+        find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+
+
+def test_every_clip_is_kept_and_the_weights_are_taken_as_they_are() -> None:
+    config = WorldConfig(
+        validation=WorldValidationConfig(max_samples=7, show=1),
+        train=WorldTrainConfig(context_parallel_size=4),
+        lora=LoRAConfig(rank=8),
+    )
+    found = for_evaluation(config)
+    assert (found.validation.show, found.train.context_parallel_size, found.lora.rank) == (7, 1, 0)
+
+
+def test_what_changes_speed_only_does_not_tell_evaluations_apart() -> None:
+    config = WorldConfig()
+    faster = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 8})})
+    assert settings_of(faster, "w") == settings_of(config, "w")
+    other = config.model_copy(update={"train": config.train.model_copy(update={"seed": 8})})
+    assert settings_of(other, "w") != settings_of(config, "w")
+
+
+@pytest.mark.parametrize("change", [{"time_limit": 700.0}, {"enqueue_url": "https://b"}, {"fetch_url": "https://b"}])
+def test_an_evaluation_goes_on_with_another_patience_or_address(change: dict[str, object]) -> None:
+    config = WorldConfig()
+    other = config.model_copy(update={"reward": config.reward.model_copy(update=change)})
+    assert settings_of(other, "w") == settings_of(config, "w")
+
+
+def test_an_evaluation_with_other_settings_is_refused_before_ranks_start(base: Path, tmp_path: Path) -> None:
+    config = WorldConfig(model=WorldModelConfig(path=str(base)))
+    open_results(tmp_path, settings_of(for_evaluation(config), weights_of(base, None)), overwrite=False)
+    check(config, tmp_path, overwrite=False)
+    other = config.model_copy(update={"world": config.world.model_copy(update={"guidance_scale": 3.0})})
+    with pytest.raises(ConfigError, match=r"another world\.guidance_scale \(1\.0, now 3\.0\)"):
+        check(other, tmp_path, overwrite=False)
+    check(other, tmp_path, overwrite=True)
+
+
+def halve(weights: Path) -> None:
+    tensors = {name: tensor * 0.5 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+def test_an_evaluation_of_weights_that_were_replaced_is_refused(base: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(base, model)
+    config, results = WorldConfig(model=WorldModelConfig(path=str(model))), tmp_path / "results"
+    open_results(results, settings_of(for_evaluation(config), weights_of(model, None)), overwrite=False)
+    halve(next((model / "transformer").glob("*.safetensors")))
+    with pytest.raises(
+        ConfigError, match=r"another model\.weights \('\w{16}', now '\w{16}'\); choose another --results"
+    ):
+        check(config, results, overwrite=False)
+
+
+def test_adapters_of_one_model_are_told_apart(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "pytorch_lora_weights.safetensors")
+    (tmp_path / "README.md").write_text("")
+    before = weights_of(tmp_path, tmp_path)
+    (tmp_path / "README.md").write_text("of another day")
+    assert weights_of(tmp_path, tmp_path) == before
+    halve(tmp_path / "pytorch_lora_weights.safetensors")
+    assert weights_of(tmp_path, tmp_path) != before
+
+
+@pytest.mark.parametrize("name", ["judge.py:score", "judge:score", "package.judge:score"])
+def test_the_code_of_a_reward_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / ("package/judge.py" if "package" in name else "judge.py")
+    file.parent.mkdir(exist_ok=True)
+    config = WorldConfig(reward=WorldRewardConfig(functions={name: 1.0, "red": 1.0}))
+    found = []
+    for text in ("one", "another"):
+        file.write_text(text)  # it is not imported: this is no Python
+        found.append(settings_of(config, "w"))
+    assert [*differing(*found)] == [f"reward.code.{name}"]
+
+
+def test_weights_are_what_a_comparison_is_about() -> None:
+    assert {*differing(settings_of(WorldConfig(), "a"), settings_of(WorldConfig(), "b"))} <= {*MODEL_KEYS}
+
+
+def test_rows_are_cut_into_parts_of_which_the_last_may_be_short() -> None:
+    assert cut([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]

@@ -1,0 +1,63 @@
+"""Exports of checkpoints of world models."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from dsreason.cli import export as command
+from dsreason.cli.main import app
+from dsreason.world.training import export
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of two ranks: parameters a, b and c, of which c is frozen."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def tensors(checkpoint: Path, saved: Any, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b", "c"):
+            tensor = torch.zeros(3)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    monkeypatch.setattr(export, "checkpoint_tensors", tensors)
+    shape = [3]
+    parameters = {name: SimpleNamespace(shape=shape, trained=name != "c") for name in ("a", "b", "c")}
+    return SimpleNamespace(parameters=parameters, world_size=2, alive=alive)
+
+
+def test_the_average_takes_the_place_of_what_is_trained_and_one_tensor_is_held_at_a_time(
+    tmp_path: Path, saved: Any
+) -> None:
+    for rank, part in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]):  # of 3 values, padded
+        save_file({"a": part, "b": part + 10}, tmp_path / f"average_ema_rank_{rank}.safetensors")
+    found = {}
+    for name, tensor in export.saved_tensors(tmp_path, saved, with_frozen=True):
+        found[name] = tensor.tolist()
+        del tensor
+        assert sum(one() is not None for one in saved.alive) <= 1
+    assert found == {"a": [1, 2, 3], "b": [11, 12, 13], "c": [0, 0, 0]}
+
+
+def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any) -> None:
+    found = dict(export.saved_tensors(tmp_path, saved, with_frozen=True))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == dict.fromkeys("abc", [0, 0, 0])
+
+
+def test_scores_that_no_card_would_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "is_of_world_model", lambda checkpoint: True)
+    options = ["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out"), "--results-dir", str(tmp_path)]
+    ended = CliRunner().invoke(app, ["export", *options])
+    assert ended.exit_code == 2
+    assert "whose card has no scores" in " ".join(ended.output.split())

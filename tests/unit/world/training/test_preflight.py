@@ -1,0 +1,162 @@
+"""What is wrong with a run of world models is told before a model is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
+from dsreason.world.schema import WorldConfig
+from dsreason.world.training.preflight import check, find_model, step_order, total_steps
+
+TINY = {"frames": 9, "height": 32, "width": 32, "limit": 64}
+
+
+def made(**sections: Any) -> WorldConfig:
+    document: dict[str, Any] = {
+        "model": {"max_prompt_length": 64},
+        "data": TINY,
+        "world": {"prompts_per_step": 4, "num_generations": 2, "sampling_steps": 4},
+        "reward": {"functions": {"brightness": 1.0}},
+        "train": {"precision": "fp32"},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}
+    return WorldConfig.model_validate(document)
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("DSREASON_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "flow_grpo", "ddrl", "nft"])
+def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
+    check(made(world={"algorithm": algorithm}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "text"),
+    [
+        ({"reward": {"functions": {}}}, ConfigError, "world.algorithm .flow_grpo. needs a reward"),
+        ({"reward": {"functions": {"brightnes": 1.0}}}, DsReasonError, "brightnes"),
+        ({"world": {"algorithm": "sft"}, "reward": {"functions": {}}}, ConfigError, "checkpoint.best_metric"),
+        ({"world": {"algorithm": "nft", "same_noise": True}}, ConfigError, "world.same_noise"),
+        (
+            {"world": {"prompts_per_step": 2, "optimizer_steps_per_rollout": 3}},
+            ConfigError,
+            "is more than world.prompts",
+        ),
+        (
+            {"world": {"algorithm": "ddrl"}, "data": {**TINY, "on_bad_row": "skip"}},
+            ConfigError,
+            r"data.on_bad_row .* in sft only, and world.algorithm \(ddrl\) needs",
+        ),
+        (
+            {"world": {"conditional_frames": (0, 1)}, "data": {**TINY, "on_bad_row": "skip"}},
+            ConfigError,
+            r"data.on_bad_row .* in sft only, and world.conditional_frames \(0, 1\) needs",
+        ),
+        ({"world": {"noise_level": 0.0}}, ConfigError, "world.noise_level .0. adds no noise"),
+        ({"world": {"sde": "cps", "noise_level": 0.8, "trained_steps": (3,)}}, ConfigError, "names step 3"),
+        ({"world": {"conditional_frames": (0, 3)}}, ConfigError, "can be given at most 2"),
+        ({"world": {"conditional_frames": (1, 0)}}, ConfigError, "fewest first"),
+        ({"model": {"path": "tiny:wan"}, "world": {"conditional_frames": (0, 1)}}, ConfigError, "none, only text"),
+        ({"world": {"conditional_frames": (1, 1)}, "data": {**TINY, "frames": 1}}, ConfigError, "leaves none of the 1"),
+        ({"train": {"context_parallel_size": 3}}, ConfigError, "does not divide the model's 4 attention heads"),
+        (
+            {"world": {"prompts_per_step": 100}, "data": TINY},
+            DataError,
+            "fewer than one global batch .100: world.prompts_per_step.",
+        ),
+        ({"lora": {"rank": 4, "targets": ("to_q", "to_kk")}}, ConfigError, "called 'to_kk'; did you mean to_k"),
+        ({"model": {"path": "tiny:flux"}}, DsReasonError, "tiny:flux"),
+        ({"model": {"path": "tiny:wan", "freeze_text_projection": True}}, ConfigError, "Wan 2.1 has no such layer"),
+        ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
+    ],
+)
+def test_what_is_wrong_is_told(sections: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        check(made(**sections))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "scheduler/scheduler_config.json",
+        "vae/config.json",
+        "text_encoder/config.json",
+        "tokenizer/tokenizer_config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "model_index.json",
+    ],
+)
+def test_a_component_that_is_missing_is_told_before_ranks_start(file: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(find_model(made()), tmp_path / "model")
+    (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=Path(file).stem):
+        check(made(model={"path": str(folder)}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"world": {"algorithm": "nft", "kl": "mean", "window": 2}}, "world.window, world.kl"),
+        ({"world": {"data_coef": 0.1}, "train": {"global_batch_size": 3}}, "world.data_coef, train.global_batch_size"),
+    ],
+)
+def test_what_the_algorithm_does_not_read_is_said(
+    sections: dict[str, Any], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(made(**sections))
+    assert f"does not use {names}" in caplog.text
+
+
+def test_what_is_usual_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    for algorithm in ("sft", "flow_grpo", "ddrl", "nft"):
+        check(made(world={"algorithm": algorithm}))
+    assert "does not use" not in caplog.text
+
+
+@pytest.mark.parametrize("sde", ["cps", "ddim"])
+def test_a_share_of_the_noise_is_at_most_one(sde: str) -> None:
+    with pytest.raises(ValidationError, match=rf"noise_level \(1.5\) of sde '{sde}'"):
+        made(world={"sde": sde, "noise_level": 1.5})
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "ddrl"])
+def test_prompts_alone_do_not_do_where_clips_are_needed(algorithm: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red square\n" * 40)
+    data = {**TINY, "format": "prompts", "path": str(file)}
+    with pytest.raises(DataError, match=rf"world.algorithm \({algorithm}\) needs clips"):
+        check(made(world={"algorithm": algorithm}, data=data))
+    check(made(data=data))
+
+
+def test_rounded_weights_cannot_be_exchanged(tmp_path: Path) -> None:
+    file = tmp_path / "quantized.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}')
+    config = made(world={"kl_coef": 0.1}).model_copy(update={"deepspeed": str(file)})
+    with pytest.raises(
+        ConfigError, match="zero_quantized_weights rounds the weights, which world.kl_coef must exchange"
+    ):
+        check(config)
+    check(made().model_copy(update={"deepspeed": str(file)}))
+
+
+def test_steps_count_optimizer_steps() -> None:
+    config = made(world={"prompts_per_step": 4, "optimizer_steps_per_rollout": 2}, train={"max_steps": 6})
+    order = step_order(config, 64)
+    assert (order.num_steps, total_steps(config, order)) == (3, 6)
+    with pytest.raises(
+        ValueError, match=r"max_steps \(3\) must be a multiple of world.optimizer_steps_per_rollout \(2\)"
+    ):
+        made(world={"optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
+    made(world={"algorithm": "sft", "optimizer_steps_per_rollout": 2}, train={"max_steps": 3})
+    sft = made(world={"algorithm": "sft"}, train={"global_batch_size": 16, "epochs": 2})
+    assert total_steps(sft, step_order(sft, 64)) == 8

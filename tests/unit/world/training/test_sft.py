@@ -1,0 +1,112 @@
+"""Steps on real clips, some of which cannot be used: what one rank finds, every rank hears of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsreason.errors import DataError, DsReasonError, StorageError
+from dsreason.world.schema import WorldConfig
+from dsreason.world.training import sft
+from dsreason.world.training.clips import Share
+
+BAD = DataError("clip.mp4: is no video")
+CLIP = torch.zeros(3, 5, 16, 16, dtype=torch.uint8)
+
+
+def failing(*given: Any) -> Any:
+    raise StorageError("no room")
+
+
+def made_run(clips: Iterator[Any], **functions: Callable[..., Any]) -> Any:
+    """The second of two ranks; of one row it is the one that has it."""
+    config = {"world": {"algorithm": "sft"}, "data": {"on_bad_row": "skip"}, "train": {"global_batch_size": 1}}
+    encode = functions.get("encode", lambda clip: torch.zeros(1, 4, 2, 2, 2))
+    return SimpleNamespace(
+        config=WorldConfig.model_validate(config),
+        share=Share(1, 2),
+        state=SimpleNamespace(step=6),
+        order=SimpleNamespace(indices=lambda step: [0]),
+        clips=clips,
+        training=None,
+        validation=[None],
+        size=None,
+        inputs=SimpleNamespace(
+            latents=SimpleNamespace(encode=encode),
+            real_batch=functions.get("real_batch", lambda places, counted, *rest: (places, counted)),
+        ),
+        skipped={},
+    )
+
+
+@pytest.fixture(autouse=True)
+def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
+    """The errors that other ranks heard of."""
+    errors: list[DsReasonError] = []
+
+    @contextmanager
+    def errors_on_all_ranks() -> Iterator[None]:
+        try:
+            yield
+        except DsReasonError as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(sft, "errors_on_all_ranks", errors_on_all_ranks)
+    monkeypatch.setattr(sft, "gather_objects", lambda value: [(0, []), value])
+    monkeypatch.setattr(sft, "count_skipped", lambda run, rows: run.skipped.update(dict.fromkeys(rows, 1)))
+    return errors
+
+
+def test_a_step_without_a_clip_is_an_error_that_names_one() -> None:
+    """The rank that has the bad clip is not the first one."""
+    with pytest.raises(DataError, match="none of the 1 clips of step 7 can be used; the first: clip.mp4: is no video"):
+        sft.next_batches(made_run(iter([[BAD]])))
+
+
+def test_validation_without_a_clip_has_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sft, "read_clips", lambda *given: [BAD])
+    assert sft.held_out_loss(made_run(iter([]))) is None
+    assert "none of the 1 held-out clips can be used: clip.mp4: is no video" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        made_run(failing() for _ in range(1)),
+        made_run(iter([[CLIP]]), encode=failing),
+        made_run(iter([[CLIP]]), real_batch=failing),
+    ],
+    ids=["a dead worker", "a full disk", "a cleared cache"],
+)
+def test_an_error_of_one_rank_is_told_to_all(run: Any, told: list[DsReasonError]) -> None:
+    with pytest.raises(StorageError, match="no room"):
+        sft.next_batches(run)
+    assert [str(error) for error in told] == ["no room"]
+
+
+def test_an_error_in_validation_is_told_to_all(monkeypatch: pytest.MonkeyPatch, told: list[DsReasonError]) -> None:
+    monkeypatch.setattr(sft, "read_clips", failing)
+    with pytest.raises(StorageError, match="no room"):
+        sft.held_out_loss(made_run(iter([])))
+    assert [str(error) for error in told] == ["no room"]
+
+
+def test_a_bad_clip_is_left_out_or_ends_the_run(told: list[DsReasonError], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(iter([[BAD, CLIP]]))
+    run.order.indices = lambda step: [0, 1, 2, 3]
+    (((place,), counted),) = sft.next_batches(run)[1:]
+    assert (place.prompt, counted) == (3, True)
+    assert run.skipped == {str(BAD): 1}
+    run.clips = iter([[BAD, CLIP]])
+    run.config = WorldConfig.model_validate({"world": {"algorithm": "sft"}})
+    with pytest.raises(DataError, match="clip.mp4: is no video"):
+        sft.next_batches(run)
+    assert told == [BAD]
