@@ -82,6 +82,16 @@ def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
     return exchanged
 
 
+def attend_over_group(query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
+    """Attend over the tokens of all ranks, with this rank's share of the heads.
+
+    `[B, heads, own tokens, head size]` each → `[B, own tokens, heads x head size]`.
+    """
+    query, key, value = (exchange(part, 1, 2, group) for part in (query, key, value))
+    attended = nn.functional.scaled_dot_product_attention(query, key, value)
+    return exchange(attended, 2, 1, group).transpose(1, 2).flatten(2)
+
+
 class _Gather(torch.autograd.Function):
     """The whole on every rank. The loss is the same on all of them, so each keeps the gradient of its own part."""
 

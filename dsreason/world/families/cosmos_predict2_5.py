@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsreason.models.weights import find_weights
-from dsreason.world.context_parallel import Group, exchange, gather_tokens, own_part
+from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
 from dsreason.world.families.components import WEIGHTS, free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
 from dsreason.world.families.tiny import tiny_vae
@@ -171,9 +171,7 @@ class SharedAttention:
             apply_rotary_emb(norm(part), image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
             for norm, part in ((attn.norm_q, query), (attn.norm_k, key))
         )
-        query, key, value = (exchange(part, 1, 2, self.group) for part in (query, key, value))
-        attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        attended = exchange(attended, 2, 1, self.group).transpose(1, 2).flatten(2).type_as(hidden_states)
+        attended = attend_over_group(query, key, value, self.group).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](attended))  # type: ignore[no-any-return]
 
 

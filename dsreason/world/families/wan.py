@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsreason.world.context_parallel import Group, exchange, gather_tokens, own_part
+from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
 from dsreason.world.families.components import free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
 from dsreason.world.families.tiny import tiny_vae
@@ -102,9 +102,8 @@ class SharedAttention:
         key, value = attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
         query, key, value = (part.unflatten(2, (attn.heads, -1)) for part in (query, key, value))
         query, key = (rotate(part, *rotary_emb) for part in (query, key))  # [B, own tokens, heads, head size]
-        query, key, value = (exchange(part, 2, 1, self.group).transpose(1, 2) for part in (query, key, value))
-        attended = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-        attended = exchange(attended, 1, 2, self.group).flatten(2).type_as(hidden_states)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        attended = attend_over_group(query, key, value, self.group).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](attended))  # type: ignore[no-any-return]
 
 
