@@ -25,11 +25,15 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 )
+BESIDE_THE_CORE = ("dsreason.world", "dsreason.tools", "dsreason.cli")
 COMMANDS = sorted(typer.main.get_command(app).commands)
 IMPORT_ALL = """
 import importlib, sys, traceback
+hidden, *names = sys.argv[1:]
+for name in filter(None, hidden.split(",")):
+    sys.modules[name] = None
 failed = []
-for name in sys.argv[1:]:
+for name in names:
     try:
         importlib.import_module(name)
     except Exception:
@@ -46,8 +50,13 @@ def run(folder: Path, *arguments: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def test_every_module_can_be_imported() -> None:
-    command = [sys.executable, "-c", IMPORT_ALL, *MODULES]
+CORE = [name for name in MODULES if not name.startswith(BESIDE_THE_CORE)]
+
+
+@pytest.mark.parametrize(("hidden", "modules"), [("", MODULES), (",".join(BESIDE_THE_CORE), CORE)], ids=["all", "core"])
+def test_every_module_can_be_imported(hidden: str, modules: list[str]) -> None:
+    """The core also if world models, tools and commands are hidden."""
+    command = [sys.executable, "-c", IMPORT_ALL, hidden, *modules]
     ended = subprocess.run(command, cwd=Path(dsreason.__file__).parents[1], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
