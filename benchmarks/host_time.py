@@ -48,8 +48,8 @@ def prepare_rows(arguments: argparse.Namespace) -> None:
     """Write rows with short answers; each has a rejected answer as well."""
     path = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
     rows = [json.loads(line) | {"rejected": "I see nothing."} for line in path.read_text().splitlines()]
-    chosen = [row for row in rows if "image" in row or not arguments.one_kind]
-    path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    kept_rows = [row for row in rows if "image" in row or not arguments.one_kind]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept_rows))
 
 
 def build_model(family: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a run's numbers, texts and pictures are given to: every sink gets all of them, under the same names."""
+"""Metrics of a run: every sink gets all numbers, texts and pictures, under the same names."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics(AbstractContextManager["Metrics"]):
-    """What the training loop sees on every rank; those above 0 have no sinks, and keep nothing."""
+    """Writer that the training loop uses on every rank; ranks above 0 have no sinks and keep nothing."""
 
     sinks: Sequence[Sink] = ()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`; several calls for one step share a line. Steps must not go backwards."""
         for sink in self.sinks:
-            sink.scalars(step, values)
+            sink.log_scalars(step, values)
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def log_text(self, step: int, name: str, text: str) -> None:
         for sink in self.sinks:
-            sink.text(step, name, text)
+            sink.log_text(step, name, text)
 
-    def images(self, step: int, name: str, images: Sequence[Image]) -> None:
+    def log_images(self, step: int, name: str, images: Sequence[Image]) -> None:
         for sink in self.sinks:
-            sink.images(step, name, images)
+            sink.log_images(step, name, images)
 
-    def video(self, step: int, name: str, gif: bytes) -> None:
+    def log_video(self, step: int, name: str, gif: bytes) -> None:
         for sink in self.sinks:
-            sink.video(step, name, gif)
+            sink.log_video(step, name, gif)
 
-    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
+    def log_histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
         for sink in self.sinks:
-            sink.histogram(step, name, values)
+            sink.log_histogram(step, name, values)
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -19,8 +19,8 @@ from dsreason.monitor.metrics import open_metrics
 folder, resume_step, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
 config = MonitorConfig(wandb=True, wandb_project="test")
 with open_metrics(folder, rank=0, resume_step=resume_step or None, config=config, run_config={"a": 1}) as metrics:
-    metrics.scalars(step, {"train/loss": 2.5})
-    metrics.text(step, "val/answers", "left")
+    metrics.log_scalars(step, {"train/loss": 2.5})
+    metrics.log_text(step, "val/answers", "left")
 """
 
 

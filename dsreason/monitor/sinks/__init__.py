@@ -1,1 +1,1 @@
-"""Where metrics go, one file each."""
+"""Sinks of metrics: trackers and files, one module each."""

@@ -34,7 +34,7 @@ class JSONLines(Sink):
         if entries:
             self.offset -= len(encode_line(self.current))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if step < self.current["step"]:
             raise ValueError(f"metrics of step {step} come after those of step {self.current['step']}")
         if step > self.current["step"]:
@@ -65,7 +65,7 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
     """The entries up to `last_step`. A line that is none, as a crash leaves it, is left out with a warning.
 
     Raises:
-        CheckpointError: what is there is no file.
+        CheckpointError: the path is not a file.
     """
     if not path.exists():
         return []

@@ -40,24 +40,24 @@ class TensorBoard(Sink):
                 "goes on"
             ) from error
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         with self._folder_errors():
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def log_text(self, step: int, name: str, text: str) -> None:
         with self._folder_errors():
             self.writer.add_text(name, as_code(text), step)
 
-    def images(self, step: int, name: str, images: Sequence[Image]) -> None:
+    def log_images(self, step: int, name: str, images: Sequence[Image]) -> None:
         import numpy as np
 
         with self._folder_errors():
             for i, image in enumerate(images):
                 self.writer.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    def video(self, step: int, name: str, gif: bytes) -> None:
+    def log_video(self, step: int, name: str, gif: bytes) -> None:
         """Write what `add_video` would write; that one needs another package to make the GIF."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -67,7 +67,7 @@ class TensorBoard(Sink):
             self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
             self.writer.flush()
 
-    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
+    def log_histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
         with self._folder_errors():
             self.writer.add_histogram(name, values, step)
 

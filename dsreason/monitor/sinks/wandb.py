@@ -33,25 +33,25 @@ class WeightsAndBiases(Sink):
     ) -> None:
         self.run = open_wandb(output_dir, config, run_config, resumed=resume_step is not None)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({"step": step, **values})
 
-    def text(self, step: int, name: str, text: str) -> None:
+    def log_text(self, step: int, name: str, text: str) -> None:
         import wandb
 
         self.run.log({"step": step, name: wandb.Table(columns=["step", "text"], data=[[step, text]])})
 
-    def images(self, step: int, name: str, images: Sequence[Image]) -> None:
+    def log_images(self, step: int, name: str, images: Sequence[Image]) -> None:
         import wandb
 
         self.run.log({"step": step, name: [wandb.Image(image) for image in images]})
 
-    def video(self, step: int, name: str, gif: bytes) -> None:
+    def log_video(self, step: int, name: str, gif: bytes) -> None:
         import wandb
 
         self.run.log({"step": step, name: wandb.Video(io.BytesIO(gif), format="gif")})
 
-    def histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
+    def log_histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
         import wandb
 
         self.run.log({"step": step, name: wandb.Histogram(values)})  # type: ignore[arg-type]  # it takes arrays, too

@@ -72,12 +72,12 @@ class ValidationResult:
         write_rows(output_dir / "validation" / f"{step_name(step)}.jsonl", map(vars, self.answers))
         shown = [answer for answer in self.answers if answer.row in self.sheets]
         if shown:
-            metrics.text(
+            metrics.log_text(
                 step,
                 "val/answers",
                 "\n\n".join(describe(a.prompt, a.completion, a.reference, a.correct) for a in shown),
             )
-            metrics.images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
+            metrics.log_images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
 
 
 def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
-    """What a person should know about the steps; one text each, none of them an error."""
+    """List what a person should know about the steps; none of it is an error."""
     notes = []
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
@@ -84,7 +84,14 @@ def show_batches(
         seconds: of training, without the wait for the batches.
     """
     count_skipped(run, batches.skipped)
-    whole = seconds + batches.data_seconds
+    step_seconds = seconds + batches.data_seconds
     metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
-    metrics |= arithmetic.metrics(batches.work, batches.micro_batches, whole)
-    show_step(run, metrics, shown, num_samples=batches.num_samples, num_tokens=batches.num_input_tokens, seconds=whole)
+    metrics |= arithmetic.metrics(batches.work, batches.micro_batches, step_seconds)
+    show_step(
+        run,
+        metrics,
+        shown,
+        num_samples=batches.num_samples,
+        num_tokens=batches.num_input_tokens,
+        seconds=step_seconds,
+    )

@@ -43,7 +43,7 @@ def save(run: JobRun[J], *, last: bool, checkpoint: bool = True) -> None:
             after_checkpoint(run, run.writer.wait())
     if config.export == "all" or (last and config.export == "final"):
         export(run, run.output_dir / "export" / ("final" if last else step_name(step)), last=last)
-    run.metrics.scalars(step, {"time/save": time.perf_counter() - started})
+    run.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
 
 def export_resumed(run: JobRun[J]) -> None:
@@ -78,7 +78,7 @@ def after_checkpoint(run: JobRun[J], written: Path | None) -> None:
     if written is None or not run.world.is_first_of_folder:
         return
     config = run.config.checkpoint
-    run.metrics.scalars(run.state.step, {"time/save_complete": run.writer.completing})
+    run.metrics.log_scalars(run.state.step, {"time/save_complete": run.writer.completing})
     run.uploads.add(written, last=written.name == step_name(run.total_steps))
     # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
     bests = {run.state.best_step, read_state(written).state.best_step} if config.keep_best else set()

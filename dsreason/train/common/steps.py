@@ -95,7 +95,7 @@ def show_step(
         "perf/tokens_per_second": num_tokens / seconds,
     }
     if step % run.config.monitor.log_every == 0 or step == run.total_steps:
-        run.metrics.scalars(step, found)
+        run.metrics.log_scalars(step, found)
 
 
 def run_validation(run: R, validate: Validate[R]) -> bool:
@@ -105,7 +105,7 @@ def run_validation(run: R, validate: Validate[R]) -> bool:
         result = validate(run)
     if result is None:
         return False
-    run.metrics.scalars(step, result.metrics)
+    run.metrics.log_scalars(step, result.metrics)
     run.progress.say(result.summary(step))
     result.write(run.output_dir, step, run.metrics, run.world)
     value, best = result.metrics.get(config.checkpoint.best_metric), run.state.best_metric

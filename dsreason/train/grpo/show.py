@@ -33,12 +33,12 @@ def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
     if is_due and rows:
         advantages = np.array([row["advantage"] for row in rows if row["trained"]])
         if len(advantages):
-            grpo.metrics.histogram(step, "rollout/advantage", advantages)
+            grpo.metrics.log_histogram(step, "rollout/advantage", advantages)
         for name in rows[0]["rewards"]:
-            grpo.metrics.histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
+            grpo.metrics.log_histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
         examples = [one for _, found, _ in parts for one in found]
-        grpo.metrics.text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
-        grpo.metrics.images(step, "rollout/completions", [sheet for _, sheet in examples])
+        grpo.metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
+        grpo.metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
 
 
 def describe(grpo: GRPORun, rollout: Rollout) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class WorldResult:
         """A clip as it is, a small one for the page, and an animated picture for TensorBoard."""
         write_mp4(pixels, folder / f"{number}.mp4", self.fps)
         write_mp4(small(pixels), small_video(folder, number), self.fps)
-        metrics.video(step, f"clips/{number}", gif(small(pixels), self.fps))
+        metrics.log_video(step, f"clips/{number}", gif(small(pixels), self.fps))
 
 
 def validate(world: WorldRun) -> WorldResult | None:

@@ -37,7 +37,7 @@ def own_handlers() -> Iterator[None]:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "rows": lambda file: write_rows(file, [{"a": 1}]),
-    "metrics": lambda file: JSONLines(file, resume_step=None).scalars(1, {"a": 1.0}),
+    "metrics": lambda file: JSONLines(file, resume_step=None).log_scalars(1, {"a": 1.0}),
 }
 
 

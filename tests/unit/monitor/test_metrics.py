@@ -34,17 +34,17 @@ def board(folder: Path) -> EventAccumulator:
 
 def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(1, {"train/loss": 2.5})
-        metrics.scalars(1, {"val/loss": 2.25})
-        metrics.scalars(2, {"train/loss": 2.0})
+        metrics.log_scalars(1, {"train/loss": 2.5})
+        metrics.log_scalars(1, {"val/loss": 2.25})
+        metrics.log_scalars(2, {"train/loss": 2.0})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5, "val/loss": 2.25}, {"step": 2, "train/loss": 2.0}]
 
 
 def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
     metrics = open_in(tmp_path)
-    metrics.scalars(1, {"train/loss": 2.125})
+    metrics.log_scalars(1, {"train/loss": 2.125})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.125}]
-    metrics.scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
+    metrics.log_scalars(1, {"train/loss": 2})  # a shorter line leaves nothing of the longer one
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.0}]
     metrics.close()
 
@@ -52,7 +52,7 @@ def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "name"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
 def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: float, name: str) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(3, {"train/loss": value, "train/epoch": 0.5})
+        metrics.log_scalars(3, {"train/loss": value, "train/epoch": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text()
     entry = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     assert entry == {"step": 3, "train/loss": None, "train/epoch": 0.5, "nonfinite": {"train/loss": name}}
@@ -60,8 +60,8 @@ def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: fl
 
 def test_a_value_that_is_given_again_as_a_number_is_no_longer_named(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(3, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
-        metrics.scalars(3, {"train/loss": 2.0})
+        metrics.log_scalars(3, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
+        metrics.log_scalars(3, {"train/loss": 2.0})
     assert lines(tmp_path) == [
         {"step": 3, "train/loss": 2.0, "train/grad_norm": None, "nonfinite": {"train/grad_norm": "inf"}}
     ]
@@ -70,53 +70,53 @@ def test_a_value_that_is_given_again_as_a_number_is_no_longer_named(tmp_path: Pa
 def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         for step in (1, 2, 3, 4):
-            metrics.scalars(step, {"train/loss": step})
+            metrics.log_scalars(step, {"train/loss": step})
     with open_in(tmp_path, resume_step=2) as metrics:
-        metrics.scalars(3, {"train/loss": 30})
+        metrics.log_scalars(3, {"train/loss": 30})
     assert [(entry["step"], entry["train/loss"]) for entry in lines(tmp_path)] == [(1, 1), (2, 2), (3, 30)]
     assert [(event.step, event.value) for event in board(tmp_path).Scalars("train/loss")] == [(1, 1), (2, 2), (3, 30)]
 
 
 def test_resume_goes_on_with_the_line_of_the_resumed_step(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(1, {"train/loss": 1})
-        metrics.scalars(2, {"train/loss": 2})
+        metrics.log_scalars(1, {"train/loss": 1})
+        metrics.log_scalars(2, {"train/loss": 2})
     with open_in(tmp_path, resume_step=2) as metrics:
-        metrics.scalars(2, {"val/loss": 5})
+        metrics.log_scalars(2, {"val/loss": 5})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 1}, {"step": 2, "train/loss": 2, "val/loss": 5}]
 
 
 def test_resume_survives_a_line_cut_short_by_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n{"step": 2, "trai')
     with open_in(tmp_path, resume_step=2) as metrics:
-        metrics.scalars(3, {"train/loss": 3})
+        metrics.log_scalars(3, {"train/loss": 3})
     assert [entry["step"] for entry in lines(tmp_path)] == [1, 3]
     assert "metrics.jsonl:2" in caplog.text
 
 
 def test_a_fresh_start_forgets_a_run_that_never_reached_a_checkpoint(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(0, {"val/loss": 9})
-        metrics.scalars(1, {"train/loss": 9})
+        metrics.log_scalars(0, {"val/loss": 9})
+        metrics.log_scalars(1, {"train/loss": 9})
     with open_in(tmp_path) as metrics:
-        metrics.scalars(1, {"train/loss": 1})
+        metrics.log_scalars(1, {"train/loss": 1})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 1}]
     assert [event.value for event in board(tmp_path).Scalars("train/loss")] == [1]
 
 
 def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(2, {"train/loss": 1})
+        metrics.log_scalars(2, {"train/loss": 1})
         with pytest.raises(ValueError, match="step 1 come after those of step 2"):
-            metrics.scalars(1, {"train/loss": 1})
+            metrics.log_scalars(1, {"train/loss": 1})
 
 
 def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
-        metrics.scalars(1, {"train/loss": 2.5})
-        metrics.text(1, "val/answers", "Q: <video> which way?\nA: left")
-        metrics.images(1, "val/frames", [Image.new("L", (8, 6))])
-        metrics.histogram(1, "train/lengths", np.array([1, 2, 3]))
+        metrics.log_scalars(1, {"train/loss": 2.5})
+        metrics.log_text(1, "val/answers", "Q: <video> which way?\nA: left")
+        metrics.log_images(1, "val/frames", [Image.new("L", (8, 6))])
+        metrics.log_histogram(1, "train/lengths", np.array([1, 2, 3]))
     shown = board(tmp_path).Tags()
     assert shown["scalars"] == ["train/loss"]
     assert shown["images"] == ["val/frames/0"]
@@ -131,7 +131,7 @@ def test_tensorboard_shows_a_clip_as_it_shows_its_own_videos(tmp_path: Path) -> 
     clip = np.random.default_rng(0).integers(0, 255, (3, 5, 16, 24), dtype=np.uint8)
     made = gif(clip, 8.0)
     with open_in(tmp_path) as metrics:
-        metrics.video(3, "clips/0", made)
+        metrics.log_video(3, "clips/0", made)
     (event,) = board(tmp_path).Images("clips/0")
     assert (event.step, event.width, event.height, event.encoded_image_string) == (3, 24, 16, made)
     assert Image.open(BytesIO(event.encoded_image_string)).n_frames == 5
@@ -141,11 +141,11 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     metrics = open_metrics(tmp_path, rank=1, resume_step=None, config=MonitorConfig(), run_config={})
     assert type(metrics) is Metrics
     with metrics:
-        metrics.scalars(1, {"train/loss": 1})
-        metrics.text(1, "a", "b")
-        metrics.images(1, "a", [])
-        metrics.histogram(1, "a", np.zeros(1))
-        metrics.video(1, "a", b"")
+        metrics.log_scalars(1, {"train/loss": 1})
+        metrics.log_text(1, "a", "b")
+        metrics.log_images(1, "a", [])
+        metrics.log_histogram(1, "a", np.zeros(1))
+        metrics.log_video(1, "a", b"")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,5 +172,5 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match=said), open_in(tmp_path / "run") as writer:
         shutil.rmtree(tmp_path / "run")
         for step in range(1, 1000):
-            writer.scalars(step, {"train/loss": 1.0})
+            writer.log_scalars(step, {"train/loss": 1.0})
             time.sleep(0.01)

@@ -26,7 +26,7 @@ def made_run(state: TrainerState, **sections: Any) -> Any:
         state=state,
         total_steps=10,
         watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
-        metrics=SimpleNamespace(scalars=lambda step, values: None),
+        metrics=SimpleNamespace(log_scalars=lambda step, values: None),
         progress=SimpleNamespace(say=lambda text: None),
         profiler=SimpleNamespace(begin=lambda step: None, end=lambda: None),
         world=SimpleNamespace(is_main=False, is_first_of_folder=True),
