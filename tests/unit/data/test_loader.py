@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -236,6 +238,24 @@ def test_a_worker_that_dies_is_told() -> None:
 
     with pytest.raises(DsReasonError, match="a data worker died"):
         next(in_workers(deadly, [0], workers=1))
+
+
+def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a fork that another thread's lock has stopped: not even a signal ends the process."""
+
+    def never_start(started: Any, number: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+
+    monkeypatch.setattr(loader, "start_worker", never_start)
+    monkeypatch.setattr(loader, "START_SECONDS", 0.5)
+    with pytest.raises(DsReasonError, match="a data worker has not started within 0.5 s|a data worker died"):
+        next(in_workers(str, [0], workers=2))
+    for _ in range(100):
+        if not multiprocessing.active_children():
+            break
+        time.sleep(0.05)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_signal_to_the_process_group_of_a_trainer_spares_its_workers() -> None:

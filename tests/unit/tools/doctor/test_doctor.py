@@ -66,6 +66,12 @@ def test_versions_are_compared_with_those_that_are_claimed(
     assert found.get(name, "pass") == verdict
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("3.11.7", "warn"), ("3.11.8", "pass"), ("3.12.0", "pass")])
+def test_a_python_whose_forks_may_hang_is_named(version: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.platform, "python_version", lambda: version)
+    assert next(finding for finding in versions.check_python()).verdict == verdict
+
+
 def test_the_bounds_are_those_of_the_package() -> None:
     found = next(finding for finding in versions.check_python())
     assert metadata.metadata("dsreason")["Requires-Python"] in found.what
