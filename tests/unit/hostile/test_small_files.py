@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.builtin_task import clips as builtin_clips
 from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, check_sizes, complete_checkpoints, read_state
 from dsreason.config.output import check_output_dir, read_run_config, run_record
 from dsreason.config.schema import SFTConfig
@@ -20,7 +21,7 @@ from dsreason.files.disk import json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
 from dsreason.models.folder import find_folder
 from dsreason.monitor.sinks.json_lines import JSONLines, read_lines
-from dsreason.tools.datasets import builtin, remote_tar
+from dsreason.tools.datasets import remote_tar
 from dsreason.train.dpo import reference
 from dsreason.world.evaluation import results as world_results
 from dsreason.world.evaluation.history import read_rows
@@ -185,7 +186,7 @@ def test_lines_of_others_are_left_out_of_a_page_and_refused_as_a_reference(line:
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[1]", b'{"version": 3}'])
 def test_what_the_cache_remembers_may_be_damaged(content: bytes, here: Path) -> None:
     (here / "task.json").write_bytes(content)
-    refused(lambda: builtin.write_builtin(here, num_train=64), DataError, "holds ", "not the built-in task")
+    refused(lambda: builtin_clips.write_builtin(here, num_train=64), DataError, "holds ", "not the built-in task")
     assert remote_tar.read_index(here / "task.json", (9, "etag")) == remote_tar.Index((9, "etag"))
 
 

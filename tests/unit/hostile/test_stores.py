@@ -11,6 +11,7 @@ import pytest
 from dsreason.errors import DataError, StorageError
 from dsreason.files import deadline, retries, s3
 from dsreason.files.address import S3Address
+from dsreason.files.hub import dataset_errors
 from dsreason.files.s3 import S3Object
 from dsreason.storage import storage_hub
 from dsreason.storage.storage_hub import HubAddress, HubStorage
@@ -82,7 +83,7 @@ def hub_list(url: str, folder: Path) -> None:
 
 def hub_download(url: str, folder: Path) -> None:
     file = RemoteFile("clips.tar", 9, "0" * 40)
-    with hub.hub_errors("owner/name", None):
+    with dataset_errors("owner/name", None):
         hub.download("owner/name", "0" * 40, file, folder / "partial", lambda count: None)
 
 
@@ -91,12 +92,12 @@ def hub_check(url: str, folder: Path) -> None:
 
 
 def whole(url: str, folder: Path) -> None:
-    with hub.hub_errors(url, None):
+    with dataset_errors(url, None):
         Source(f"{url}/info.json").read()
 
 
 def part(url: str, folder: Path) -> None:
-    with hub.hub_errors(url, None):
+    with dataset_errors(url, None):
         fetch_part(Source(f"{url}/a.tar", on_hub=True), 0, 9, folder / "partial", lambda count: None)
 
 
@@ -190,12 +191,12 @@ def test_a_download_that_drips_is_given_up(client: str, here: Path, monkeypatch:
 
 
 def fetch(url: str, folder: Path) -> None:
-    with hub.hub_errors(url, None):
+    with dataset_errors(url, None):
         fetch_part(Source(f"{url}/a.tar"), 0, 100_000, folder / "partial", lambda count: None)
 
 
 def fetch_hub(file: RemoteFile, folder: Path) -> None:
-    with hub.hub_errors("owner/name", None):
+    with dataset_errors("owner/name", None):
         hub.download("owner/name", "0" * 40, file, folder / "partial", lambda count: None)
 
 
