@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from mmap import ACCESS_READ, mmap
@@ -33,7 +32,7 @@ from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.files.address import is_s3
 from dsreason.files.remote import local_copy
 from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, size_on_disk, time_limit
-from dsreason.media.vision import MAX_IMAGE_PIXELS
+from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
@@ -67,17 +66,6 @@ MAX_REORDERING = 32
 BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
 
 EXIF_ORIENTATION = 0x0112
-
-
-@dataclass(frozen=True)
-class VideoInfo:
-    """`height` and `width` in pixels after rotation, `duration` in seconds, `fps` averaged over the whole stream."""
-
-    num_frames: int
-    fps: float
-    height: int
-    width: int
-    duration: float
 
 
 def local_path(path: str | Path) -> Path:

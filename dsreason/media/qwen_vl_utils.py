@@ -10,13 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsreason.errors import DataError
-from dsreason.media.vision import MAX_ASPECT_RATIO, evenly_spaced
-
-if TYPE_CHECKING:
-    from dsreason.media.media import VideoInfo
+from dsreason.media.vision import MAX_ASPECT_RATIO, VideoInfo, evenly_spaced
 
 IMAGE_TOKENS = 4, 16_384
 FRAME_TOKENS = 128, 768

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dsreason.errors import DataError
 from dsreason.families.family import Vision
-
-if TYPE_CHECKING:
-    from dsreason.media.media import VideoInfo
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
@@ -38,6 +35,17 @@ PART_SETTINGS = frozenset(
         "video_end",
     )
 )
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """`height` and `width` in pixels after rotation, `duration` in seconds, `fps` averaged over the whole stream."""
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    duration: float
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,9 @@ def room_of(module: str) -> str:
     return rest.partition(".")[0] or first if first == "dsreason" else first
 
 
-def imported(source: str, package: str, *, for_types: bool = True) -> Iterator[tuple[int, str]]:
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, full name) of every import in the source, wherever it stands; `from a import b` gives `a.b`."""
     tree = ast.parse(source)
-    if not for_types:
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
@@ -126,7 +122,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def reached(module: str, file: Path) -> set[str]:
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    names = (name for _, name in imported(file.read_text(), package, for_types=False))
+    names = (name for _, name in imported(file.read_text(), package))
     found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return {name for name in found if name in MODULES} - {module}
 

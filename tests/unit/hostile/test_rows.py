@@ -193,8 +193,7 @@ def to_sample(row):
 @pytest.mark.parametrize("fps", ["NaN", "Infinity", "-1", "1e999", '"2"', "[2]", "true"])
 def test_a_rate_that_is_none_is_refused_before_decoding(here: Path, fps: str) -> None:
     from dsreason.families import FAMILIES
-    from dsreason.media.media import VideoInfo
-    from dsreason.media.vision import sample_frames
+    from dsreason.media.vision import VideoInfo, sample_frames
 
     (here / "own.py").write_text(SETTINGS)
     (here / "rows.jsonl").write_text(f'{{"fps": {fps}}}')

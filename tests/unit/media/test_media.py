@@ -7,7 +7,8 @@ from PIL import Image, ImageFile
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.media import media
-from dsreason.media.media import VideoInfo, load_image, load_video, probe_image, probe_video
+from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from dsreason.media.vision import VideoInfo
 from tests.unit.media.videos import read_number, write_video
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -16,7 +16,7 @@ QWEN3 = PixelLimits(factor=32, min_pixels=4 * 1024, max_pixels=24576 * 1024)
 
 
 def video(num_frames: int, rate: float) -> SimpleNamespace:
-    """Stands for a `VideoInfo`, whose module imports torch."""
+    """Stands for a `VideoInfo`."""
     return SimpleNamespace(num_frames=num_frames, fps=rate, duration=num_frames / rate)
 
 

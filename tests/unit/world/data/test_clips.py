@@ -20,7 +20,7 @@ from dsreason.errors import DataError, StorageError
 from dsreason.files import remote
 from dsreason.files.address import S3Address
 from dsreason.files.s3 import S3Object
-from dsreason.media.media import VideoInfo
+from dsreason.media.vision import VideoInfo
 from dsreason.world.data import open_world_data, shards
 from dsreason.world.data.clips import covering_size, frame_indices
 from dsreason.world.schema import WorldDataConfig
