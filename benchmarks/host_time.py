@@ -219,12 +219,12 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    prepare_rows(arguments)
     if arguments.task == "world":
         from dsreason.world.families import FAMILIES
 
         FAMILIES[arguments.family].build_tiny(arguments.scratch / "model", num_layers=28)
     else:
+        prepare_rows(arguments)
         build_model(arguments.family, arguments.scratch / "model")
 
 
@@ -234,8 +234,15 @@ def start_side(arguments: argparse.Namespace, file: str, scratch: Path) -> subpr
     command += ["--file", file, "--scratch", str(scratch)]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     log = (scratch / f"{file}.log").open("w")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-    return subprocess.Popen(command, env=os.environ | environment, text=True, bufsize=1, **pipes)  # type: ignore[call-overload, no-any-return]  # pipes
+    return subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        text=True,
+        bufsize=1,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+    )
 
 
 def run_step(side: subprocess.Popen[str], log: Path) -> float:

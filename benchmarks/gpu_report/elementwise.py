@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.timing import seconds_of
+from benchmarks.gpu_report.timing import Function, forward_and_backward, seconds_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Function = Callable[..., tuple["Tensor", ...]]
 EPSILON = 1e-6
 
 
@@ -46,16 +45,6 @@ def compare(
         run = partial(forward_and_backward, function, own_inputs)
         seconds = seconds_of(run, times=10)
         yield f"{operation}, {library}: forward and backward, ms", 1e3 * seconds
-
-
-def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return what it computes, and the gradients of its inputs."""
-    import torch
-
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    outputs = function(*leaves)
-    torch.autograd.backward(outputs, [output.detach() for output in outputs])
-    return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:

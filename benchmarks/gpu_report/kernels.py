@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.timing import peak_gib, seconds_of
+from benchmarks.gpu_report.timing import forward_and_backward, peak_gib, seconds_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -81,23 +81,15 @@ def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
 
         def ours(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
             attended = partial(text_attention, torch.nn.Identity(), attention_mask=None, layout=layout)
-            return forward_and_backward(lambda *tensors: attended(*tensors)[0], inputs)
+            return forward_and_backward(lambda *tensors: attended(*tensors)[:1], inputs)
 
         def by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
-            return forward_and_backward(lambda *tensors: by_segment(*tensors, segments, None), inputs)
+            return forward_and_backward(lambda *tensors: (by_segment(*tensors, segments, None),), inputs)
 
         pairs = [(one.float(), other.float()) for one, other in zip(ours(), by_parts(), strict=True)]
         yield f"packed {name}: difference", max(float((one - other).norm() / other.norm()) for one, other in pairs)
         yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(ours)
         yield f"packed {name}, part by part, ms", 1e3 * seconds_of(by_parts)
-
-
-def forward_and_backward(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What it gives, and the gradients of the inputs."""
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    found = attend(*leaves)
-    found.backward(found.detach())
-    return [found.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,9 +1,26 @@
-"""Seconds of work on a device, queued kernels included."""
+"""Work on a device, and its seconds, queued kernels included."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Function = Callable[..., tuple["Tensor", ...]]
+
+
+def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a function computes, and the gradients of its inputs."""
+    import torch
+
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    outputs = function(*leaves)
+    # A fused backward pass may write into the gradients that it is given.
+    torch.autograd.backward(outputs, [output.detach().clone() for output in outputs])
+    return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def seconds_of(work: Callable[[], object], *, times: int = 3, warm_up: bool = True) -> float:

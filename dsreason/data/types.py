@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -147,10 +148,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy on the device, but for the grids and token types, from which the host computes the media's layout."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return copy_to_device(tensor, device)
-
+        move = partial(copy_to_device, device=device)
         return replace(
             self,
             input_ids=move(self.input_ids),

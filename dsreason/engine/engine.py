@@ -29,8 +29,8 @@ def build_engine(
 
     `blocks`: class names of the modules that ZeRO-3 gathers as a whole, such as decoder layers.
 
-    The caller marks the boundary of each step itself, so the number of micro-batches may change from step to step:
-    `set_gradient_accumulation_boundary(is_last)`, `backward(loss, scale_wrt_gas=False)`, `step()` for each.
+    The caller marks the boundary of each step itself, see `add_gradient`, so the number of micro-batches may change from step
+    to step.
     """
     groups = parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -10,7 +10,7 @@ from dsreason.config.schema_toy import ToyConfig
 from dsreason.train.toy.preflight import check
 
 from dsreason.data.micro_batches import align_micro_batches
-from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
@@ -54,7 +54,7 @@ def toy_step(toy: Run[ToyConfig]) -> tuple[dict[str, float], int]:
     num_tokens = int(all_sum(sum(map(len, samples))))
     set_learning_rate(engine, lr)
     loss = toy.config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
-    engine.backward(loss * world.size, scale_wrt_gas=False)
+    add_gradient(engine, loss, world.size, last=True)
     engine.step()
     metrics = {
         "train/loss": all_sum(loss.item()),
