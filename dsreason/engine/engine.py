@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import nvtx, safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from dsreason.config.schema import OptimConfig
@@ -37,6 +37,7 @@ def build_engine(
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     if partitioned:
         gather_whole_blocks(model, blocks)
+    nvtx.enable_nvtx = False  # thousands of ranges per step, which only Nsight shows, for 3 % of the host's time
     # DeepSpeed looks whether the optimizer is its Muon, and the import of that would compile it: seconds for nothing.
     with environment({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)

@@ -131,7 +131,7 @@ class Modules:
     merger: str = ""
     """In the vision tower: what works on merged patches."""
     blocks: tuple[str, ...] = ()
-    """Class names of the decoder layer and of the vision tower's block: ZeRO-3 gathers each as a whole."""
+    """Class names of the decoder layer and of the vision tower's block and merger: ZeRO-3 gathers each as a whole."""
 
 
 @dataclass(frozen=True)

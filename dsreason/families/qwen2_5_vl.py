@@ -92,7 +92,7 @@ QWEN2_5_VL = Family(
     tokens=TOKENS,
     vision=vision_defaults(bounds_are_per_video=False),
     grids=grids,
-    modules=replace(MODULES, blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")),
+    modules=replace(MODULES, blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock", "Qwen2_5_VLPatchMerger")),
     tower_layout=tower_layout,
     vision_windows=vision_windows,
     renames=(

@@ -79,7 +79,7 @@ QWEN3_VL = Family(
     tokens=TOKENS,
     vision=vision_defaults(bounds_are_per_video=True),
     grids=grids,
-    modules=replace(MODULES, blocks=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")),
+    modules=replace(MODULES, blocks=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Qwen3VLVisionPatchMerger")),
     tower_layout=tower_layout,
     tiny=Tiny(patch_size=16, default_system=None, config=tiny_config, processor=tiny_processor),
 )

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "frozen before the first layer": {"model": {"freeze": ["visual", "embed_tokens"]}},
     "frozen patches": {"model": {"freeze": ["patch_embed", "pos_embed"], "gradient_checkpointing": True}},
     "frozen first layer": {"model": {"freeze": [r"visual\.blocks\.0\.", r"language_model\.layers\.0\."]}},
+    "merger alone in the tower": {"model": {"freeze": [r"visual\.(?!merger|deepstack_merger_list)"]}},
     "offload": {"deepspeed": "zero3_offload.json", "model": {"gradient_checkpointing": True}},
     "adapters": {"lora": LORA},
     "adapters on text": {"lora": TEXT_LORA, "model": {"gradient_checkpointing": True}},

@@ -24,7 +24,7 @@ from dsreason.tools.planning.architecture import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BLOCK = re.compile(r".*\.(?:layers|blocks)\.\d+\.")
+BLOCK = re.compile(r".*\.(?:(?:layers|blocks|deepstack_merger_list)\.\d+|merger)\.")
 """Beginning of a parameter's name that says which block it is in."""
 Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
