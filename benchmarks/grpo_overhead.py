@@ -31,7 +31,7 @@ from sides import add_size, write_rows
 from dsreason.job import launch
 
 if TYPE_CHECKING:
-    from dsreason.train.grpo.build import GRPORun
+    from dsreason.train.grpo.build import GRPOTrainer
 
 GOAL = 0.1
 WORK = ("generate", "forward", "backward")
@@ -80,16 +80,16 @@ def moment() -> Seconds:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def watch(run: GRPORun) -> Clock:
+def watch(trainer: GRPOTrainer) -> Clock:
     """Clocks around what the loop calls."""
     from dsreason.train.grpo import loop as grpo
 
     clock = Clock()
-    clock.wrap(run.engine, forward="forward", backward="backward", step="optimizer step")
-    clock.wrap(run.sampler.rollout, generate="generate", sync="sync")
-    clock.wrap(run.scorer, score="scoring")
-    clock.wrap(grpo, cut="collation", show="recording", finish_step="recording")
-    run.prompts = Waiting(run.prompts, clock)
+    clock.wrap(trainer.engine, forward="forward", backward="backward", step="optimizer step")
+    clock.wrap(trainer.sampler.rollout, generate="generate", sync="sync")
+    clock.wrap(trainer.scorer, score="scoring")
+    clock.wrap(grpo, cut="collation", show_rollouts="recording", finish_step="recording")
+    trainer.rollouts.loader = Waiting(trainer.rollouts.loader, clock)
     grpo.finish_step = clock.ends_step(grpo.finish_step)
     return clock
 
@@ -114,14 +114,15 @@ def rank(arguments: argparse.Namespace) -> None:
 
     folder = arguments.folder
     config = GRPOConfig.model_validate(json.loads((folder / "run.json").read_text()))
-    with build_grpo(config, folder / "run", None) as run:
-        clock, profiler = watch(run), cProfile.Profile()
+    with build_grpo(config, folder / "run", None) as trainer:
+        clock, profiler = watch(trainer), cProfile.Profile()
         if arguments.profile:
-            profiler.runcall(train, run)
+            profiler.runcall(train, trainer)
         else:
-            train(run)
-        if run.world.is_main:
-            report(clock.steps[arguments.warmup :], run.world.size)
+            train(trainer)
+        world = trainer.job.world
+        if world.is_main:
+            report(clock.steps[arguments.warmup :], world.size)
             if arguments.profile:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(arguments.profile)
 

@@ -86,11 +86,11 @@ def open_sft(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.train.sft.loop import sft_step
 
     config = SFTConfig.model_validate(settings_of(arguments))
-    run = stack.enter_context(build_sft(config, arguments.scratch / f"sft-{arguments.file}", None))
-    for batches in run.loader:
+    sft = stack.enter_context(build_sft(config, arguments.scratch / f"sft-{arguments.file}", None))
+    for batches in sft.loader:
 
         def step(batches: Any = batches) -> int:
-            sft_step(run.engine, batches, lr=1e-5, world=run.world)
+            sft_step(sft.engine, batches, lr=1e-5, world=sft.world)
             return len(batches.micro_batches)
 
         yield step
@@ -104,11 +104,12 @@ def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     settings = settings_of(arguments)
     del settings["validation"]["generate"]
     config = DPOConfig.model_validate(settings | {"dpo": {"reference": "model"}})
-    run = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None))
-    for batches in run.loader:
+    dpo = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None))
+    for batches in dpo.loader:
 
         def step(batches: Any = batches) -> int:
-            dpo_step(run, batches)
+            world = dpo.job.world
+            dpo_step(dpo.engine, batches, dpo.reference, dpo.baseline, lr=1e-5, config=config.dpo, world=world)
             return len(batches.micro_batches)
 
         yield step
@@ -158,14 +159,14 @@ def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
     """Four completions of made-up tokens for each prompt."""
     import numpy as np
 
-    from dsreason.rollout.protocol import Completion
+    from dsreason.rollout.protocol import single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     random, rollouts = np.random.default_rng(seed), []
     for group, prompt in enumerate(prompts):
         for _ in range(4):
             ids = tuple(random.integers(5, 60, random.integers(10, 60)).tolist())
-            completion = Completion(ids, "", tuple(random.normal(-5, 1, len(ids)).tolist()), "stop", 0)
+            completion = single_turn(ids, "", tuple(random.normal(-5, 1, len(ids)).tolist()), "stop", 0)
             rollouts.append(Rollout(prompt, completion, 0.0, {}, float(random.normal()), group))
     return rollouts
 
@@ -173,7 +174,7 @@ def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
 def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.world.schema import WorldConfig
     from dsreason.world.training.build import build_world
-    from dsreason.world.training.loop import next_parts, world_step
+    from dsreason.world.training.loop import prepare_parts, train_on_part
 
     settings = {
         "deepspeed": arguments.file,
@@ -187,12 +188,12 @@ def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step
     }
     config = WorldConfig.model_validate(settings)
     output = arguments.scratch / f"world-{arguments.file}"
-    run = stack.enter_context(build_world(config, output, None))
+    trainer = stack.enter_context(build_world(config, output, None))
     for number in range(1, 10_000):
-        (part,) = next_parts(run)
+        (part,), _ = prepare_parts(trainer)
 
         def step(part: Any = part, number: int = number) -> int:
-            world_step(run, part, number)
+            train_on_part(trainer, part, number)
             return len(part)
 
         yield step

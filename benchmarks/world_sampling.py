@@ -28,7 +28,7 @@ from dsreason.job import launch
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
     import torch
 
-    from dsreason.world.training.build import WorldRun
+    from dsreason.world.training.build import WorldTrainer
     from dsreason.world.training.clips import MicroBatch
 
 GOAL = 1.0
@@ -73,7 +73,7 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, float, Any]:
     return time.perf_counter() - wall, time.process_time() - cpu, result
 
 
-def open_pipeline(world: WorldRun) -> Any:
+def open_pipeline(folder: Path) -> Any:
     import torch
     from diffusers import Cosmos2_5_PredictBasePipeline
 
@@ -86,7 +86,7 @@ def open_pipeline(world: WorldRun) -> Any:
         def check_video_safety(self, frames: Any) -> Any:
             return frames
 
-    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(world.model_path, safety_checker=NoSafety())
+    pipeline = Cosmos2_5_PredictBasePipeline.from_pretrained(folder, safety_checker=NoSafety())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -109,28 +109,29 @@ def by_pipeline(
     return found.frames.transpose(1, 2)
 
 
-def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
+def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     import torch
 
     from dsreason.world.training.clips import Place
-    from dsreason.world.training.rollout import Plan, plan_steps, sample
+    from dsreason.world.training.rollout import PendingBatch, plan_steps, sample_batch
     from dsreason.world.training.validate import solve_ode
 
-    pipeline = open_pipeline(world)
+    maker = trainer.clip_maker
+    pipeline = open_pipeline(maker.model_path)
     places = tuple(Place(number, 0) for number in range(arguments.batch))
     rows = range(arguments.batch)
-    [batch] = world.inputs.micro_batches([(places, True)], world.training, rows, 1, with_clean=False)
-    negative = world.inputs.negative(arguments.batch)
-    plan: Plan = plan_steps(world, 1)
+    [batch] = maker.inputs.micro_batches([(places, True)], trainer.training, rows, 1, with_clean=False)
+    negative = maker.inputs.negative(arguments.batch)
+    plan = plan_steps(maker.config, maker.sigmas, 1)
 
     def rollout() -> torch.Tensor:
-        pending: list[Any] = []
-        return sample(world, batch, plan, 1, pending).latents
+        pending: list[PendingBatch] = []
+        return sample_batch(maker, batch, plan, 1, pending).latents
 
     with torch.no_grad():
         sides: dict[str, Callable[[], Any]] = {
             "pipeline": lambda: by_pipeline(pipeline, batch, negative, arguments),
-            "solver": lambda: world.codec.decode(solve_ode(world, batch)),
+            "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": rollout,
         }
         pixels = {name: side() for name, side in sides.items()}  # warms up, too
@@ -149,7 +150,7 @@ def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
         print(f"{name:10}{wall:8.3f} s a clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
 
 
-def rank(arguments: argparse.Namespace, measure: Callable[[WorldRun, argparse.Namespace], None]) -> None:
+def rank(arguments: argparse.Namespace, measure: Callable[[WorldTrainer, argparse.Namespace], None]) -> None:
     import torch
 
     from dsreason.world.schema import WorldConfig
@@ -157,14 +158,14 @@ def rank(arguments: argparse.Namespace, measure: Callable[[WorldRun, argparse.Na
 
     torch.set_num_threads(arguments.threads)
     config = WorldConfig.model_validate(json.loads((arguments.folder / "run.json").read_text()))
-    with build_world(config, arguments.folder / "run", None) as world:
-        measure(world, arguments)
+    with build_world(config, arguments.folder / "run", None) as trainer:
+        measure(trainer, arguments)
 
 
 def on_one_rank(
     file: str,
     arguments: argparse.Namespace,
-    measure: Callable[[WorldRun, argparse.Namespace], None],
+    measure: Callable[[WorldTrainer, argparse.Namespace], None],
     **sections: dict[str, Any],
 ) -> None:
     """Start `file` again as the only rank of a run whose configuration has these sections, and measure there."""

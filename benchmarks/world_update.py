@@ -13,39 +13,40 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from world_sampling import on_one_rank, seconds_of
 
 if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environment`
-    from dsreason.world.training.build import WorldRun
+    from dsreason.world.training.build import WorldTrainer
 
 GOAL = 0.25
 SIDES = ("window", "all steps")
 PARTS = ("rollout", "update", "step")
 
 
-def measure(world: WorldRun, arguments: argparse.Namespace) -> None:
-    from dsreason.world.training.loop import next_parts, world_step
+def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
+    from dsreason.world.training.loop import prepare_parts, train_on_part
 
-    windowed = world.config
+    maker, step = trainer.clip_maker, trainer.run.state.step + 1
+    windowed = maker.config
     every = windowed.model_copy(update={"world": windowed.world.model_copy(update={"window": 0})})
-    found: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in SIDES}
+    rounds: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in SIDES}
     trained = dict(zip(SIDES, (arguments.window, arguments.steps), strict=True))
     for number in range(arguments.rounds + 1):
         for side, config in zip(SIDES, (windowed, every), strict=True):
-            world.config = config
-            wall, cpu, parts = seconds_of(lambda: next_parts(world))
-            (part,) = parts
-            assert {len(one.trajectory) for one in part} == {trained[side]}
-            update_wall, update_cpu, _ = seconds_of(lambda part=part: world_step(world, part, world.state.step + 1))
+            trainer.clip_maker = replace(maker, config=config)
+            wall, cpu, ((part,), _) = seconds_of(lambda: prepare_parts(trainer))
+            assert {len(sample.trajectory) for sample in part} == {trained[side]}
+            update_wall, update_cpu, _ = seconds_of(lambda part=part: train_on_part(trainer, part, step))
             if number:  # the first round warms up
                 times = [(wall, cpu), (update_wall, update_cpu), (wall + update_wall, cpu + update_cpu)]
-                found[side].append(times)
+                rounds[side].append(times)
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.rounds} rounds")
-    cpu = {side: [statistics.median(row[i][1] for row in rows) for i in range(3)] for side, rows in found.items()}
-    wall = {side: [statistics.median(row[i][0] for row in rows) for i in range(3)] for side, rows in found.items()}
+    cpu = {side: [statistics.median(row[i][1] for row in rows) for i in range(3)] for side, rows in rounds.items()}
+    wall = {side: [statistics.median(row[i][0] for row in rows) for i in range(3)] for side, rows in rounds.items()}
     print(f"{'':10}" + "".join(f"{side:>20}" for side in SIDES) + f"{'ratio (CPU time)':>20}")
     for i, part in enumerate(PARTS):
         seconds = "".join(f"{wall[side][i]:10.2f} s{cpu[side][i]:7.2f}c" for side in SIDES)

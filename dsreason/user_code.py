@@ -24,8 +24,6 @@ from dsreason.problems import instead_of_file, nearest
 
 FILE_MODULE = "dsreason_file_"
 """How the names of modules begin that were imported by path."""
-RAISED_BY_USER_CODE = (Exception, SystemExit)
-"""What somebody else's code may raise: a script that is imported may end "the program", which would be ours."""
 
 
 class UserCodeFinder(MetaPathFinder):
@@ -116,9 +114,9 @@ def import_file(path: Path, what: str) -> ModuleType:
     FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)
-    except RAISED_BY_USER_CODE as error:
+    except Exception as error:
         del sys.modules[module_name]
-        raise ConfigError(f"{what}: {path} does not import: {_why(error)}") from error
+        raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -135,15 +133,8 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
         near = nearest(target, known)
         hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
-    except RAISED_BY_USER_CODE as error:
-        raise ConfigError(f"{what}: {target} does not import: {_why(error)}") from error
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        said = f" ({error})" if isinstance(error.code, str) else ""
-        return f'it ends the program{said}; leave that to `if __name__ == "__main__":`'
-    return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error
 
 
 def restore_script_folders() -> None:

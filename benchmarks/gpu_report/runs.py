@@ -84,17 +84,16 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
     """The start and the first steps of `dsreason grpo`, without the checkpoint at its end. Every rank of a job calls it."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
-    from dsreason.train.grpo.engine_check import check_engine
-    from dsreason.train.grpo.loop import train_on_rollout
+    from dsreason.train.grpo.loop import check_rollout_engine, train_on_rollout
 
     started = time.perf_counter()
-    with build_grpo(GRPOConfig.model_validate(settings), output, None) as run:
+    with build_grpo(GRPOConfig.model_validate(settings), output, None) as trainer:
         yield "policy and engine built, s", time.perf_counter() - started
         started = time.perf_counter()
-        check_engine(run)
+        check_rollout_engine(trainer)
         yield "self-test, s", time.perf_counter() - started
         for number in range(steps):
-            train_on_rollout(run)
+            train_on_rollout(trainer)
             yield "steps", number + 1
 
 

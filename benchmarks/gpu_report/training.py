@@ -121,16 +121,13 @@ def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tu
     """The first steps of `dsreason sft`, without the checkpoint at its end. Every rank of a job calls it."""
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft.build import build_sft
-    from dsreason.train.sft.loop import finish_step, sft_step
+    from dsreason.train.sft.loop import train_on_batches
 
     config = SFTConfig.model_validate(settings)
-    with build_sft(config, output, None) as run:
-        yield "parameters, billions", count_parameters(run.engine) / 1e9
-        for number, batches in enumerate(islice(run.loader, steps)):
-            started = time.perf_counter()
-            with run.memory.phase("train"):
-                metrics = sft_step(run.engine, batches, lr=config.optim.lr, world=run.world)
-            finish_step(run, batches, metrics, seconds=time.perf_counter() - started)
+    with build_sft(config, output, None) as trainer:
+        yield "parameters, billions", count_parameters(trainer.engine) / 1e9
+        for number, batches in enumerate(islice(trainer.loader, steps)):
+            train_on_batches(trainer, batches)
             yield "steps", number + 1
             if number == 0:
                 yield "micro-batches a step", len(batches.micro_batches)

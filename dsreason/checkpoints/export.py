@@ -24,7 +24,7 @@ from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
 from dsreason.engine.merged import unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from dsreason.families import family_of
-from dsreason.files.disk import check_utf8, remove
+from dsreason.files.disk import remove
 from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
 from dsreason.models.load import model_config
 
@@ -119,7 +119,6 @@ def check_target(source: Path, output: Path) -> None:
 
 
 def check_target_empty(output: Path) -> None:
-    check_utf8(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: exists and is not empty; choose another output folder or remove it")
 

@@ -43,9 +43,7 @@ OutputOption = Annotated[Path | None, typer.Option("--output-dir", help="Folder 
 ResumeOption = Annotated[
     str | None, typer.Option("--resume", metavar="auto|PATH", help="Continue the newest, or this, checkpoint.")
 ]
-NprocOption = Annotated[
-    int | None, typer.Option("--nproc", min=1, max=launch.MOST_RANKS, help="Ranks to start; default: one per GPU.")
-]
+NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start; default: one per GPU.")]
 RestartsOption = Annotated[
     int, typer.Option("--max-restarts", min=0, help="How often to restart from the last checkpoint after a crash.")
 ]

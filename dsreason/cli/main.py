@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import logging
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -18,7 +16,7 @@ from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push,
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
-from dsreason.errors import ConfigError, Stopped
+from dsreason.errors import Stopped
 from dsreason.job import launch
 from dsreason.job.failures import crash_text
 from dsreason.screen import outlive_terminal, say, write
@@ -46,11 +44,6 @@ app.command()(doctor.doctor)
 app.command("import")(import_.import_)
 app.command("reward-serve")(reward_serve.reward_serve)
 
-MAY_BE_EMPTY = ("--media-path", "--system")
-"""Options that have no value by default."""
-TEXTS = ("--prompt", "--system")
-"""Options whose value may begin as an option does."""
-
 
 def show_version(wanted: bool) -> None:
     if wanted:
@@ -69,17 +62,6 @@ def root(
     pass
 
 
-def check_arguments(given: Sequence[str]) -> None:
-    """ConfigError for an option without a value, as a variable of a script that is not set leaves it: an empty path would be
-    the current folder."""
-    for before, argument in itertools.pairwise(given):
-        name, equals, value = argument.partition("=")
-        is_option = argument.startswith("--") and before not in TEXTS
-        empty = before if not argument else name if is_option and equals and not value else ""
-        if empty.startswith("-") and empty not in MAY_BE_EMPTY:
-            raise ConfigError(f"{empty}: its value is empty; give one, or leave the option out")
-
-
 def main() -> None:
     outlive_terminal()
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
@@ -89,8 +71,7 @@ def main() -> None:
     threading.excepthook = lambda raised: write(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
-        check_arguments(sys.argv)
-        launch.check_surroundings()
+        launch.check_rank_variables()
         if launch.is_rank():
             launch.enter_rank()
         else:

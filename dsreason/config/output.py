@@ -14,7 +14,7 @@ from dsreason.config.load import dump_config
 from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import check_utf8, check_writable, read_small
+from dsreason.files.disk import check_writable, read_small
 from dsreason.files.lock import check_not_in_use
 from dsreason.secrets import hidden
 
@@ -65,7 +65,7 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
     Raises:
         ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
     """
-    check_writable(check_utf8(folder), "--output-dir")
+    check_writable(folder, "--output-dir")
     check_not_in_use(folder)
     for inside in (folder / name for name in FOLDERS):
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():

@@ -147,9 +147,19 @@ class DataConfig(SourceConfig):
     """Steps that are decoded ahead."""
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
+    video_decoder: Literal["pyav", "torchcodec"] = "pyav"
+    """Library that decodes videos. torchcodec is a package of its own, and needs the libraries of FFmpeg on this machine; it
+    decodes without the limits that docs/security.md names."""
     balance: str | None = None
     """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
     one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def check_counted(cls, validation: object) -> object:
+        if isinstance(validation, bool):  # pydantic takes it for 0 or 1
+            raise ValueError(f"{validation} is not a number of rows; set a share or a number, such as 0.1")
+        return validation
 
     @field_validator("balance", mode="before")
     @classmethod

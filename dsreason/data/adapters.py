@@ -19,7 +19,7 @@ from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import ListRows, Rows, SelectedRows, read_rows
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.user_code import RAISED_BY_USER_CODE, find_code
+from dsreason.user_code import find_code
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Adapter:
             rows = self.read(data)
         except DsReasonError:
             raise
-        except RAISED_BY_USER_CODE as error:
+        except Exception as error:
             raise DataError(
                 f"adapter {self.name}: rows(data) of {data.path} failed: {type(error).__name__}: {error}"
             ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -85,6 +85,7 @@ class Encoder:
     """Which setting `max_length` comes from, for messages."""
     needs_reply: bool = True
     """Whether a sample without an assistant turn is an error; else it is encoded as a prompt, of which nothing is trained."""
+    video_decoder: Literal["pyav", "torchcodec"] = "pyav"
 
     @property
     def sees(self) -> bool:
@@ -321,7 +322,7 @@ class Encoder:
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
         """Each file decoded and resized once."""
         try:
-            return [_load_medium(medium) for medium in planned]
+            return [_load_medium(medium, self.video_decoder) for medium in planned]
         except DataError as error:
             raise DataError(f"sample {sample.id!r}: {error}") from error
 
@@ -393,9 +394,10 @@ def prompt_messages(sample: Sample) -> list[Message]:
     return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages
 
 
-def _load_medium(medium: PlannedMedium) -> Medium:
+def _load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
     if medium.kind == "video":
-        return media.load_video(medium.path, medium.indices, size=medium.size), dict(medium.metadata)
+        frames = media.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
+        return frames, dict(medium.metadata)
     image = media.load_image(medium.path)
     height, width = medium.size
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)

@@ -109,7 +109,7 @@ def joined(sample: S) -> S:
         loss_mask=torch.cat([torch.zeros_like(parent.loss_mask), sample.loss_mask]),
         position_ids=torch.cat([parent.position_ids, sample.position_ids], dim=1),
         mm_token_type_ids=torch.cat([parent.mm_token_type_ids, sample.mm_token_type_ids]),
-        mm_kwargs=parent.mm_kwargs,
+        mm_kwargs=join_media([parent.mm_kwargs, sample.mm_kwargs]),
         parent=None,
     )
 
@@ -125,7 +125,7 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
     mm_kwargs, numbers = _join([dummy.mm_kwargs for dummy in dummies])
     for kind, own in batch.media_numbers.items():
         numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
-    batch = replace(batch, mm_kwargs=_cat([batch.mm_kwargs, mm_kwargs]), media_numbers=numbers)
+    batch = replace(batch, mm_kwargs=join_media([batch.mm_kwargs, mm_kwargs]), media_numbers=numbers)
     return append_segments(batch, dummies) if batch.segments else _append_to_last_row(batch, dummies, pad_id)
 
 
@@ -231,12 +231,13 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
                 totals[kind] += count
             numbers[kind] = numbers.get(kind, ()) + tuple(range(firsts[pixels], firsts[pixels] + count))
         distinct.append({key: value for key, value in part.items() if key not in again})
-    return _cat(distinct), numbers
+    return join_media(distinct), numbers
 
 
-def _cat(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    found: dict[str, list[Tensor]] = {}
+def join_media(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenate `mm_kwargs` by key; a tensor that stands alone stays the same object."""
+    by_key: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
-            found.setdefault(key, []).append(value)
-    return {key: values[0] if len(values) == 1 else torch.cat(values) for key, values in found.items()}
+            by_key.setdefault(key, []).append(value)
+    return {key: values[0] if len(values) == 1 else torch.cat(values) for key, values in by_key.items()}

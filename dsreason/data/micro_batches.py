@@ -106,7 +106,7 @@ def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work
     found = Work()
     for group in groups:
         parents = {id(sample.parent): sample.parent for sample in group if sample.parent is not None}
-        shown = {id(sample): sample for sample in group if sample.parent is None} | parents
+        shown = {id(sample): sample for sample in group} | parents
         if packing:
             found.spans += [(len(parent), 0) for parent in parents.values()]
         for sample in group:

@@ -30,7 +30,6 @@ from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
 from dsreason.problems import MOST_LEVELS, is_nested_deeper, nearest
 from dsreason.secrets import without_credentials
-from dsreason.user_code import RAISED_BY_USER_CODE
 
 HELD_OUT_SEED = 0
 """Not `train.seed`: runs that differ in their seed are measured on the same rows."""
@@ -93,7 +92,7 @@ class Source:
             raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
         except StorageError:  # not the row's fault
             raise
-        except RAISED_BY_USER_CODE as error:  # the cause has its traceback
+        except Exception as error:  # the cause has its traceback
             raise DataError(
                 f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error

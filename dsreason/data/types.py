@@ -47,7 +47,8 @@ class EncodedSample:
     `second_per_grid_ts` `[videos]`.
 
     A sample may go on where another one ends, its `parent`: it sees the parent's tokens and its own. The completions of
-    one prompt are such samples; the first token of each is predicted by the parent's last. Its media are the parent's.
+    one prompt are such samples; the first token of each is predicted by the parent's last. It sees the parent's media, and
+    may have more of its own.
     """
 
     id: str

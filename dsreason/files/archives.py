@@ -133,25 +133,12 @@ def extract_zip(archive: Path, folder: Path, budget: Budget) -> None:
 
 
 def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
-    def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
-        """tarfile's filter for data. Beyond it the target of a hard link must be there, as tarfile would search the whole
-        archive for it, and its size counts, as tarfile makes a copy where it cannot link."""
-        member = tarfile.data_filter(member, path)
-        if member.islnk():
-            target = os.path.join(path, member.linkname)
-            if not os.path.isfile(target):
-                raise tarfile.TarError(
-                    f"it is a hard link to {member.linkname!r:.200}, which is not a file before it in the archive"
-                )
-            budget.spend(os.path.getsize(target))
-        return member
-
     with unpack_errors(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
         for member in tar:
             budget.spend(BLOCK_BYTES + member.size)
             with unpack_errors(archive, member.name):
-                check_member(member.name, is_link=member.issym())
-                tar.extract(member, folder, filter=checked)
+                check_member(member.name, is_link=member.issym() or member.islnk())
+                tar.extract(member, folder, filter="data")
         while rest := tar.fileobj.read(BLOCK_BYTES):  # to the end of the file, where its checksum is
             budget.spend(len(rest))
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.disk import as_os_error, check_utf8
+from dsreason.files.disk import as_os_error
 
 
 def cache_dir() -> Path:
@@ -16,8 +16,8 @@ def cache_dir() -> Path:
     own = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     try:
         if own:
-            return check_utf8(Path(own).expanduser())
-        return check_utf8(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason")
+            return Path(own).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
     except RuntimeError as error:
         raise ConfigError(f"the cache: {error}; set HOME, or DSREASON_CACHE to a folder") from None
 

@@ -76,19 +76,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_utf8(folder: Path) -> Path:
-    """The folder; ConfigError where its name holds a NUL, or is other bytes, which libraries that write tokenizers and weights
-    refuse late."""
-    name = os.fspath(folder)
-    if "\0" in name:
-        raise ConfigError(f"{name!r}: no name can hold a NUL character; choose another folder")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{folder}: the name is not UTF-8; choose another folder") from None
-    return folder
-
-
 def make_folder(folder: Path, option: str) -> None:
     """ConfigError that names the option where there can be none."""
     try:

@@ -52,8 +52,6 @@ AGENT_PATIENCE = 30
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
 """Of the end of a log, to find its last line in."""
-UNQUOTED = ("TORCH_LOGS",)
-"""Variables that are shown without quotation marks where a library cannot read them."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
 """Docker gives a container 64 MiB of it."""
 
@@ -147,15 +145,6 @@ def dead_worker_as_error(error: E) -> E | DsReasonError:
     return DsReasonError(f"{dead_worker()} ({text.strip()})")
 
 
-def name_error_as_config_error(error: E) -> E | ConfigError:
-    """A name that no file can have is a mistake of whoever gave it, wherever it is first looked for."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-        return error
-    name = in_one_line(str(error.filename or "a name"))
-    shown = f"{name[:40]}…{name[-20:]}" if len(name) > 80 else name
-    return ConfigError(f"{shown}: {str(error.strerror).lower()}; give another one")
-
-
 def limit_as_config_error(error: E) -> E | ConfigError:
     """Where the shell limits memory, processes or open files, or no folder takes temporary ones, that is nobody's bug."""
     if isinstance(error, DsReasonError):
@@ -192,33 +181,9 @@ def limit_as_config_error(error: E) -> E | ConfigError:
     return error
 
 
-def variable_as_config_error(error: E) -> E | ConfigError:
-    """A library that reads a variable while it is imported, and cannot take its value, quotes the value alone."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, ValueError) or all(frame.name != "<module>" for frame in frames):
-        return error
-    said = str(error).strip()
-    given = {name: value for name, value in os.environ.items() if value}
-    named = [name for name, value in given.items() if is_quoted(value, said) or (name in UNQUOTED and value in said)]
-    if not named:
-        return error
-    shown = in_one_line(hide_secrets(said))
-    library = "/".join(Path(frames[-1].filename).parts[-2:])
-    return ConfigError(
-        f"environment: {' or '.join(sorted(named)[:3])}: {library} cannot read that ({shown:.200}); correct or unset it"
-    )
-
-
-def is_quoted(value: str, text: str) -> bool:
-    """As Python quotes what is no number. Digits alone are one, and stand in other errors as well."""
-    return not value.isdigit() and repr(value) in text
-
-
 def error_for_people(error: E) -> E | DsReasonError:
-    """The machine's and the shell's limits, names that no file can have, variables that a library cannot read, and dead data
-    workers, as sentences."""
-    told = name_error_as_config_error(disk_error_as_save_error(error))
-    return dead_worker_as_error(variable_as_config_error(limit_as_config_error(told)))
+    """Turn the limits of the machine and the shell, and dead data workers, into sentences."""
+    return dead_worker_as_error(limit_as_config_error(disk_error_as_save_error(error)))
 
 
 def failure_of(error: BaseException) -> Failure:

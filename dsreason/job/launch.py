@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
-import itertools
 import json
 import logging
 import os
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -60,11 +58,6 @@ DEEPSPEED_NODE = "CROSS_RANK"
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *LOCAL_SIZES, "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
 """Variables of launchers that hold whole numbers."""
-MOST_RANKS = 10**6
-RANKS_PER_CORE, ALWAYS_ALLOWED_RANKS = 4, 64
-"""Ranks that a machine without a GPU may be asked for: more are a slip of the pen, and would fill its memory."""
-ACCELERATORS = ("cpu", "cuda")
-
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
 
@@ -74,14 +67,6 @@ ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 PR_SET_PDEATHSIG = 1
-
-LIBRARIES = {
-    "libcuda.so.1": "a library of NVIDIA's, which comes with torch, would run",
-    "libgcc_s.so.1": "the linker that DeepSpeed tries would read",
-}
-"""What is looked for in the current folder before the system's folders."""
-LOADER_FOLDERS = (".", "glibc-hwcaps/*", "tls", "tls/*", "tls/*/*", "x86_64", "x86_64/*", "aarch64", "aarch64/*")
-"""Where the system's loader looks for a shared library in a folder."""
 
 STOPPED_BY: list[str] = []
 """The signal that asked this command to end: a library may catch `Interrupted` on its way and raise an error of its own."""
@@ -128,63 +113,13 @@ def prepare_environment() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def check_surroundings() -> None:
-    """What every command takes for granted: a current folder, and numbers that fit where a launcher writes numbers.
-
-    Raises:
-        ConfigError: the folder is gone or has a library that would run, or a variable cannot be true.
-    """
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise ConfigError(f"the current folder cannot be used ({error.strerror}); change to another one") from None
-    for folder, (library, use) in itertools.product(LOADER_FOLDERS, LIBRARIES.items()):
-        for planted in Path().glob(f"{folder}/{library}"):
-            raise ConfigError(f"the current folder has {planted}, which {use}; remove it, or change to another one")
-    if is_rank() and (wrong := wrong_numbers(os.environ)):
-        raise ConfigError(f"environment: {'; '.join(wrong)}; start with torchrun or deepspeed, or unset them")
-    if wrong := wrong_words(os.environ):
-        raise ConfigError(f"environment: {'; '.join(wrong)}; correct or unset that")
-
-
-def wrong_words(given: Mapping[str, str]) -> list[str]:
-    """Which variables, that libraries read when they are imported or connect, have values that end those in a traceback."""
-    found = []
-    if (text := given.get("DS_ACCELERATOR", "cpu")) not in ACCELERATORS:
-        found.append(f"DS_ACCELERATOR={text!r:.60}: must be {' or '.join(ACCELERATORS)}")
-    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        if (text := given.get(name, "1")) and not is_number(text):
-            found.append(f"{name}={text!r:.60}: must be a whole number of seconds")
-    if wanted := given.get("GLOO_SOCKET_IFNAME"):
-        devices = {name for _, name in socket.if_nameindex()}
-        if missing := [name for name in wanted.split(",") if name and name not in devices]:
-            found.append(
-                f"GLOO_SOCKET_IFNAME: this machine has no {missing[0]!r:.60}, only {', '.join(sorted(devices))}"
-            )
-    return found
-
-
-def wrong_numbers(given: Mapping[str, str]) -> list[str]:
-    """Which variables of a launcher cannot be true, and what they have to be."""
-    texts = {name: given[name] for name in NUMBERS if name in given}
-    if odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]:
-        return [f"{', '.join(odd)}: must be whole numbers"]
-    found = {name: int(text) for name, text in texts.items()}
-    size = found["WORLD_SIZE"]
-    if not 1 <= size <= MOST_RANKS:
-        return [f"WORLD_SIZE={size}: must be 1 to {MOST_RANKS}"]
-    local = next((found[name] for name in LOCAL_SIZES if name in found), size)
-    ranges = {
-        "RANK": (0, size - 1),
-        "LOCAL_RANK": (0, local - 1),
-        "MASTER_PORT": (1, 65535),
-    }
-    ranges |= dict.fromkeys(LOCAL_SIZES, (1, size))
-    return [
-        f"{name}={found[name]}: must be {lowest} to {highest}"
-        for name, (lowest, highest) in ranges.items()
-        if name in found and not lowest <= found[name] <= highest
-    ]
+def check_rank_variables() -> None:
+    """Raise ConfigError if a variable in which a launcher writes a number holds none."""
+    texts = {name: os.environ[name] for name in NUMBERS if name in os.environ}
+    if is_rank() and (odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]):
+        raise ConfigError(
+            f"environment: {', '.join(odd)}: must be whole numbers; start with torchrun or deepspeed, or unset them"
+        )
 
 
 def is_number(text: str) -> bool:
@@ -334,10 +269,7 @@ def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
     """Ranks to start on this machine: one per GPU, or `nproc`; without a GPU `nproc`, else `on_cpu`."""
     if gpus and nproc is not None and nproc > gpus:
         raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
-    ranks, most = nproc or gpus or on_cpu, max(ALWAYS_ALLOWED_RANKS, RANKS_PER_CORE * (os.cpu_count() or 1))
-    if not gpus and ranks > most:
-        raise ConfigError(f"{ranks} ranks are more than this machine can have (at most {most}); ask for fewer")
-    return ranks
+    return nproc or gpus or on_cpu
 
 
 def device_kind(gpus: int) -> Literal["cpu", "cuda"]:

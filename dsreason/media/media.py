@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 import os
 import re
@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import av
@@ -63,7 +63,6 @@ SEEK_FROM_FRAME = 128
 """When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
 MAX_REORDERING = 32
 """No codec shows a frame more than 16 packets after it was read; twice that, to be safe."""
-BACKEND_VARIABLE = "DSREASON_VIDEO_BACKEND"
 
 EXIF_ORIENTATION = 0x0112
 
@@ -227,29 +226,31 @@ def _probed(file: Path, modified: int, size: int) -> VideoInfo:
         return VideoInfo(num_frames, fps, height, width, num_frames / fps)
 
 
-def load_video(path: str | Path, indices: Sequence[int], *, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
+def load_video(
+    path: str | Path,
+    indices: Sequence[int],
+    *,
+    size: tuple[int, int] | None = None,
+    decoder: Literal["pyav", "torchcodec"] = "pyav",
+) -> NDArray[np.uint8]:
     """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
     `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
-    do), so that the full-size frames are never held together. The environment variable DSREASON_VIDEO_BACKEND chooses
-    `pyav` (the default) or `torchcodec`.
+    do), so that the full-size frames are never held together.
     """
     file = local_path(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
     wanted = sorted(set(indices))
-    backend = os.environ.get(BACKEND_VARIABLE, "pyav")
-    if backend == "torchcodec":
+    if decoder == "torchcodec":
         with _video_time(file):
             frames = _torchcodec_frames(file, wanted, size)
-    elif backend == "pyav":
+    else:
         with _video_time(file), ffmpeg_errors(file):  # also of the conversion to RGB
             try:
                 frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
             except UnusableTimes:
                 frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted)]
-    else:
-        raise ConfigError(f"video backend {backend!r} is unknown; use pyav or torchcodec")
     row_of = {index: row for row, index in enumerate(wanted)}
     stacked = np.stack(frames)
     return stacked if len(wanted) == len(indices) else stacked[[row_of[index] for index in indices]]
@@ -455,18 +456,23 @@ def _quarter_turns(frame: VideoFrame) -> int:
     return round(frame.rotation / 90) % 4
 
 
-def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    if importlib.util.find_spec("torchcodec") is None:
-        raise ConfigError(f"video backend torchcodec is not installed; install it or unset {BACKEND_VARIABLE}")
+def check_torchcodec() -> None:
+    """Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
     try:
-        from torchcodec.decoders import VideoDecoder
-    except (ImportError, RuntimeError, OSError) as error:  # its shared library needs FFmpeg's
-        raise ConfigError(f"video backend torchcodec cannot be loaded ({str(error).splitlines()[0]})") from error
+        importlib.import_module("torchcodec.decoders")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f'data.video_decoder ("torchcodec"): it cannot be imported ({str(error).splitlines()[0]}); install torchcodec and '
+            'FFmpeg, or set "pyav"'
+        ) from error
+
+
+def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+    from torchcodec.decoders import VideoDecoder
+
     try:
         decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
         frames = decoder.get_frames_at(indices=wanted).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
-        if "libtorchcodec" in str(error):  # found only now that FFmpeg's libraries are missing
-            raise ConfigError(f"video backend torchcodec needs FFmpeg's libraries; unset {BACKEND_VARIABLE}") from error
         raise DataError(f"{file}: not a usable video: {error}") from error
     return list(frames if size is None else resize_frames(frames, size))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dsreason.data.chat import EncodedPrompt
+    from dsreason.data.types import EncodedSample
     from dsreason.families import Family
 
 
@@ -68,21 +69,56 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One generated answer.
+class CompletionSegment:
+    """Tokens of a completion that the policy sampled in one go, or that it was given: the answer of a tool, a further turn.
 
-    `ids` ends with the stop token when there is one; `text` has no special tokens. `logprobs` are those of the drawn
-    tokens under the distribution they were drawn from (temperature, top_p, top_k, penalties and the banned media tokens
-    applied; greedy: temperature 1), in float32. `version` is that of the weights.
-
-    Example: `Completion(ids=(1190, 151645), text="left", logprobs=(-0.02, -0.0004), finish_reason="stop", version=12)`.
+    Sampled tokens are trained. Given ones are only read, and may bring media.
     """
 
     ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    """Of sampled tokens, under the distribution they were drawn from (temperature, top_p, top_k, penalties and the banned
+    media tokens applied; greedy: temperature 1), in float32. None: the tokens were given."""
+    encoded: EncodedSample | None = None
+    """Given tokens as the model reads them, with positions that begin at 0; None: text."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt, of one segment or, if tools or an environment took part, of several.
+
+    The ids end with the stop token if there is one; `text` has no special tokens. `version` is that of the weights.
+    """
+
+    segments: tuple[CompletionSegment, ...]
     text: str
-    logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
     version: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens, sampled and given."""
+        return tuple(token for segment in self.segments for token in segment.ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of the sampled tokens of all segments."""
+        return tuple(logprob for segment in self.segments for logprob in segment.logprobs or ())
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """For each of `ids`, whether the policy sampled it."""
+        return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
+
+
+def single_turn(
+    ids: Sequence[int], text: str, logprobs: Sequence[float], finish_reason: Literal["stop", "length"], version: int
+) -> Completion:
+    """Make a completion that was sampled as a whole.
+
+    Example: `single_turn((1190, 151645), "left", (-0.02, -0.0004), "stop", version=12)`.
+    """
+    return Completion((CompletionSegment(tuple(ids), tuple(logprobs)),), text, finish_reason, version)
 
 
 class TensorFingerprints(NamedTuple):

@@ -32,6 +32,7 @@ from dsreason.rollout.protocol import (
     check_version,
     media_token_ids,
     random_streams,
+    single_turn,
 )
 from dsreason.rollout.weight_sync import WeightStream, fingerprints
 
@@ -172,7 +173,7 @@ class TransformersEngine(RolloutEngine):
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
         check_no_media_tokens(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
-        return Completion(
+        return single_turn(
             ids=tuple(ids),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             logprobs=tuple(logprobs),

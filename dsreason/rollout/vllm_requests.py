@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.data.chat import Medium
-from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens, single_turn
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -90,7 +90,7 @@ def check_output(
 def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedTokenizerBase) -> Completion:
     drawn = output.outputs[0]
     ids = tuple(drawn.token_ids)
-    return Completion(
+    return single_turn(
         ids=ids,
         text=tokenizer.decode(ids, skip_special_tokens=True),
         logprobs=tuple(at[token].logprob for token, at in zip(ids, drawn.logprobs, strict=True)),

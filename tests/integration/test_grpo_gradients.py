@@ -78,7 +78,7 @@ def write_rows(folder: Path) -> str:
 def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
     """Completions of made-up ids, log-probabilities and advantages; a rank has every `size`-th prompt's."""
     from dsreason.data.sources import open_datasets
-    from dsreason.rollout.protocol import Completion
+    from dsreason.rollout.protocol import single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
@@ -88,7 +88,7 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
         for length in lengths:
             ids = tuple(random.integers(5, 60, length).tolist())
             logprobs = tuple(random.normal(-5, 1.0, length).tolist())
-            rollout = Rollout(prompt, Completion(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
+            rollout = Rollout(prompt, single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
             if number % size == rank:
                 found.append(rollout)
     return found

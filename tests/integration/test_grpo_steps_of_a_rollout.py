@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,8 +57,8 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
     from dsreason.rollout.protocol import media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.loop import optimizer_steps
-    from dsreason.train.grpo.update import accumulate_gradients
+    from dsreason.train.grpo.loop import cut_into_steps
+    from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs
     from tests.engines import full_gradients
 
     world, engine, found = init_world(), None, []
@@ -73,20 +72,18 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
             set_learning_rate(engine, 0.0)
             reference = ReferencePolicy(engine)
             reference.load(Path(other))
-        run: Any = SimpleNamespace(
-            engine=engine, reference=reference, teacher=None, config=config, encoder=encoder, world=world, num_untrained=0,
-            objective=objective_of(config.grpo), state=SimpleNamespace(step=0), total_steps=9,
-            banned_ids=torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family)),
-        )  # fmt: skip
+        banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+        rollouts = trained_rollouts(config, encoder, world.rank, world.size)
+        cut_steps = cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)
         steps: list[Step] = []
-        for micro_batches in optimizer_steps(run, trained_rollouts(config, encoder, world.rank, world.size)):
+        for micro_batches in add_fixed_logprobs(cut_steps, engine, reference, None, config, banned_ids):
             own: dict[Key, np.ndarray] = {}
             for one in micro_batches:
                 fixed = torch.stack([one.old_logprobs, one.ref_logprobs])
                 lengths = [len(rollout.completion.ids) for rollout in one.rollouts]
                 for rollout, values in zip(one.rollouts, fixed.split(lengths, dim=1), strict=True):
                     own[rollout.prompt.sample.id, rollout.completion.ids] = values.numpy()
-            accumulate_gradients(engine, micro_batches, config, world, run.banned_ids)
+            accumulate_gradients(engine, micro_batches, config, world, banned_ids)
             gradients = {name: gradient.numpy() for name, gradient in full_gradients(engine).items()}
             everyone = {key: value for part in gather_objects(own) for key, value in part.items()}
             steps.append((everyone, gradients))

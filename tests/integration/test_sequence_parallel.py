@@ -174,7 +174,7 @@ def test_any_number_of_key_heads_is_shared_among_ranks(query_heads: int, key_hea
 def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
     """Two completions, of made-up ids, log-probabilities and advantages, for each of four prompts."""
     from dsreason.data.sources import open_datasets
-    from dsreason.rollout.protocol import Completion
+    from dsreason.rollout.protocol import single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     training, _ = open_datasets(config.data)
@@ -183,7 +183,7 @@ def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
     for i, length in enumerate(length for lengths in grpo.LENGTHS[:4] for length in lengths[:2]):
         ids = tuple(random.integers(5, 60, length).tolist())
         logprobs = tuple(random.normal(-5, 1.0, length).tolist())
-        completion = Completion(ids, "", logprobs, "stop", 0)
+        completion = single_turn(ids, "", logprobs, "stop", 0)
         found.append(Rollout(prompts[i // 2], completion, 0.0, {}, float(random.normal())))
     return found
 

@@ -33,8 +33,9 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
 from dsreason.models.load import load_model, open_encoder
-from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.protocol import Sampling, single_turn
 from dsreason.rollout.transformers_engine import TransformersEngine
+from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.teacher_server import Client, check_server
 from tests.unit.media.videos import write_video
 
@@ -192,8 +193,8 @@ def test_a_teacher_says_what_the_model_s_own_forward_gives(server: Server, tiny_
     check_server(config, encoder.processor.tokenizer)
     prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
     ids = (17, 301, 44, 9, 120)
-    rollout: Any = SimpleNamespace(prompt=prompt, completion=SimpleNamespace(ids=ids))
-    found = Client(config).ask(rollout)
+    completion = single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
+    found = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
 
     model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")
     whole = torch.tensor([[*prompt.prompt_ids, *ids]])

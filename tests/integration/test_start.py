@@ -22,13 +22,13 @@ def started_run(folder: Path, *, by_us: bool) -> tuple[int, list[str]]:
     """How often the checks ran in a rank, and what its engine made it import or left in its environment."""
     if by_us:
         os.environ[ERROR_DIR] = str(folder)
-    from dsreason.train.common.opening import build_policy_engine, open_run
+    from dsreason.train.common.opening import build_policy_engine, open_policy_job
 
     checks: list[SFTConfig] = []
     config = load_config(SFTConfig, None, [], default_recipe="builtin_sft.toml")
     with ExitStack() as stack:
-        run = open_run(config, folder / "run", None, command="sft", check=checks.append, stack=stack)
-        build_policy_engine(run.config, run.deepspeed, run.model_path)
+        job, _ = open_policy_job(config, folder / "run", None, command="sft", check=checks.append, stack=stack)
+        build_policy_engine(job.config, job.deepspeed, job.model_path)
     unwanted = ("torch._inductor.compile_fx", "TORCHDYNAMO_DISABLE")
     return len(checks), [name for name in unwanted if name in {*sys.modules, *os.environ}]
 

@@ -227,7 +227,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     from dsreason.data.sources import open_datasets
     from dsreason.engine.engine import engine_grad_norm, set_learning_rate
     from dsreason.engine.reference import ReferencePolicy
-    from dsreason.rollout.protocol import Completion, media_token_ids
+    from dsreason.rollout.protocol import media_token_ids, single_turn
     from dsreason.train.grpo.rollouts import Rollout
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
@@ -238,7 +238,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     training, _ = open_datasets(data)
     prompts = [encoder.encode_prompt(training[i]) for i in range(3)]
     rollouts = [
-        Rollout(prompt, Completion(ids, "", (-6.0,) * len(ids), "stop", 0), 0.0, {}, advantage)
+        Rollout(prompt, single_turn(ids, "", (-6.0,) * len(ids), "stop", 0), 0.0, {}, advantage)
         for prompt in prompts
         for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
     ]

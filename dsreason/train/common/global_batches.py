@@ -16,8 +16,8 @@ from dsreason.engine.schedule import warmup_note
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.arithmetic import Arithmetic
-from dsreason.train.common.job import J, JobRun
-from dsreason.train.common.steps import count_skipped, show_step
+from dsreason.train.common.job import J
+from dsreason.train.common.run import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
 
 
 def show_batches(
-    run: JobRun[J],
+    run: TrainingRun[J],
     arithmetic: Arithmetic,
     batches: StepBatches,
     metrics: dict[str, float],
@@ -83,12 +83,11 @@ def show_batches(
         shown: values for the progress bar.
         seconds: of training, without the wait for the batches.
     """
-    count_skipped(run, batches.skipped)
+    run.count_skipped(batches.skipped)
     step_seconds = seconds + batches.data_seconds
     metrics |= {"train/tokens": batches.num_tokens, "time/data": batches.data_seconds, "time/train": seconds}
     metrics |= arithmetic.metrics(batches.work, batches.micro_batches, step_seconds)
-    show_step(
-        run,
+    run.show_step(
         metrics,
         shown,
         num_samples=batches.num_samples,

@@ -1,24 +1,18 @@
-"""The parts of a run that every trainer has, whatever it trains, and what opens them: first without a model, then around it."""
+"""The job that every trainer starts with, before a model is loaded: ranks, output folder, watchdog, uploads."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Literal, Protocol, TypeVar
-
-from deepspeed import DeepSpeedEngine
+from typing import Any, Generic, TypeVar
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState
-from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
 from dsreason.config.output import default_output_dir, write_run_config
 from dsreason.config.schema import JobConfig
-from dsreason.engine.average import WeightAverage
 from dsreason.files.lock import FolderLock
 from dsreason.job.launch import report_and_exit, started_by_us
 from dsreason.job.logs import setup_logs
@@ -34,13 +28,8 @@ from dsreason.job.ranks import (
 from dsreason.job.record import run_facts
 from dsreason.job.stop import StopRequest
 from dsreason.job.watchdog import Watchdog
-from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics, open_metrics
-from dsreason.monitor.profile import FOLDER as PROFILE_FOLDER
-from dsreason.monitor.profile import StepProfiler
-from dsreason.monitor.progress import Progress, open_progress
 from dsreason.storage.uploads import Uploads, uploading
-from dsreason.train.common.nonfinite import FiniteCheck, finite_check
 from dsreason.train.common.preflight import check_upload
 from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
@@ -50,65 +39,19 @@ D = TypeVar("D")
 
 
 @dataclass(kw_only=True)
-class OpenedJob(Generic[J]):
-    """A run on one rank before its model is loaded."""
+class TrainingJob(Generic[J]):
+    """What a run has before its model is loaded, on one rank."""
 
     config: J
     world: World
     output_dir: Path
     checkpoint: Path | None
-    """To continue from."""
+    """The checkpoint to continue from."""
     model_path: Path
     deepspeed: dict[str, Any]
     watchdog: Watchdog
     uploads: Uploads
     stop: StopRequest
-
-
-class Measured(Protocol):
-    """What a validation found, equal on all ranks."""
-
-    @property
-    def metrics(self) -> dict[str, float]: ...
-
-    def summary(self, step: int) -> str:
-        """One line for a person."""
-
-    def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """What is shown beside the metrics."""
-
-
-@dataclass(kw_only=True)
-class JobRun(OpenedJob[J]):
-    """The parts of a run on one rank; `state` says how far it is.
-
-    A trainer's own run is this with more, and says how it is exported.
-    """
-
-    engine: DeepSpeedEngine
-    metrics: Metrics
-    progress: Progress
-    memory: MemoryLedger
-    profiler: StepProfiler
-    writer: CheckpointWriter
-    finite: FiniteCheck
-    total_steps: int
-    state: TrainerState
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Rows that training has left out since this process started, one text each, and how often."""
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.output_dir / "checkpoints"
-
-    @property
-    def export_file(self) -> str:
-        """In every export; how new it is says how new the export is."""
-        return "config.json"
-
-    def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
-        """Write the policy into a folder that is not there yet. Collective."""
-        raise NotImplementedError
 
 
 def open_job(
@@ -120,7 +63,7 @@ def open_job(
     check: Callable[[J], object],
     find_model: Callable[[J], Path],
     stack: ExitStack,
-) -> OpenedJob[J]:
+) -> TrainingJob[J]:
     """Join the job, and open all that needs no model, until `stack` closes. Every rank calls it.
 
     Args:
@@ -152,7 +95,7 @@ def open_job(
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
     if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
         deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
-    return OpenedJob(
+    return TrainingJob(
         config=config,
         world=world,
         output_dir=output_dir,
@@ -166,7 +109,7 @@ def open_job(
 
 
 def open_curves(
-    opened: OpenedJob[J],
+    job: TrainingJob[J],
     state: TrainerState,
     stack: ExitStack,
     *,
@@ -179,75 +122,21 @@ def open_curves(
     Args:
         digest: of one of the two, see `rows_digest`.
     """
-    config, output_dir, world = opened.config, opened.output_dir, opened.world
-    facts = run_facts(world.size) | {"deepspeed": opened.deepspeed, "model_path": str(opened.model_path.resolve())}
+    config, output_dir, world = job.config, job.output_dir, job.world
+    facts = run_facts(world.size) | {"deepspeed": job.deepspeed, "model_path": str(job.model_path.resolve())}
 
     def write_record() -> None:
         now = {"training": digest(training), "held-out": digest(validation)}
-        remembered = compare_rows(opened.checkpoint, now)
+        remembered = compare_rows(job.checkpoint, now)
         write_run_config(output_dir, config, facts | {"rows": remembered})
 
     on_rank_zero(write_record)
-    opened.uploads.add_not_uploaded(output_dir)
+    job.uploads.add_not_uploaded(output_dir)
     metrics = open_metrics(
         output_dir,
         rank=world.rank,
-        resume_step=state.step if opened.checkpoint is not None else None,
+        resume_step=state.step if job.checkpoint is not None else None,
         config=config.monitor,
         run_config=dump_config(config),
     )
     return stack.enter_context(metrics)
-
-
-def start_job(
-    opened: OpenedJob[J],
-    stack: ExitStack,
-    *,
-    engine: DeepSpeedEngine,
-    metrics: Metrics,
-    memory: MemoryLedger,
-    state: TrainerState,
-    total_steps: int,
-    averages: Mapping[str, WeightAverage] | None = None,
-    with_frozen: bool = True,
-) -> JobRun[J]:
-    """The run around `engine`: its progress and checkpoints, until `stack` closes. Every rank calls it.
-
-    Args:
-        averages: other weights that checkpoints hold, by name.
-        with_frozen: whether they hold the weights that are not trained.
-    """
-    config, world = opened.config, opened.world
-    folder, background = opened.output_dir / "checkpoints", config.checkpoint.background
-    writer = CheckpointWriter(engine, folder, world, background=background, averages=averages, with_frozen=with_frozen)
-    progress = stack.enter_context(open_progress(rank=world.rank, total_steps=total_steps, first_step=state.step))
-    profiled_steps = config.monitor.profile if world.is_main else ()
-    profiler = StepProfiler(profiled_steps, opened.output_dir / PROFILE_FOLDER, world.device, progress)
-    return JobRun(
-        **{name: vars(opened)[name] for name in OpenedJob.__dataclass_fields__},
-        engine=engine,
-        metrics=metrics,
-        progress=progress,
-        memory=memory,
-        profiler=stack.enter_context(profiler),
-        writer=closing_writer(writer, opened, stack),
-        finite=finite_check(config, opened.output_dir, world, state),
-        total_steps=total_steps,
-        state=state,
-    )
-
-
-def closing_writer(writer: CheckpointWriter, opened: OpenedJob[J], stack: ExitStack) -> CheckpointWriter:
-    """The writer, which is closed with `stack`, and completes what it can where a run ends by an error."""
-    stack.callback(writer.close)
-    stack.push(opened.watchdog.close_in_time)
-
-    def complete_pending(
-        kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            with opened.watchdog.phase("checkpoint"):
-                writer.complete_pending()
-
-    stack.push(complete_pending)
-    return writer

@@ -28,32 +28,30 @@ from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
 from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters, check_alike, trained_share
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
-from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.digest import samples_digest
-from dsreason.train.common.job import JobRun, OpenedJob, open_curves, open_job, start_job
+from dsreason.train.common.job import TrainingJob, open_curves, open_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
+from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
 from dsreason.train.common.sampler import BUCKET_MB, Sampler, open_sampler
-from dsreason.train.common.validate import HeldOut, validate
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=RunConfig)
 
 
-@dataclass(kw_only=True)
-class OpenedRun(OpenedJob[C]):
-    """A run on one rank before its model is loaded."""
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a run, and what encodes them."""
 
     encoder: Encoder
     training: SampleDataset
     validation: SampleDataset
 
 
-def open_run(
+def open_policy_job(
     config: C,
     output_dir: Path | None,
     resume: str | None,
@@ -61,53 +59,18 @@ def open_run(
     command: str,
     check: Callable[[C], object],
     stack: ExitStack,
-) -> OpenedRun[C]:
+) -> tuple[TrainingJob[C], TrainingRows]:
     """Join the job, and open all that needs no model, until `stack` closes. Every rank calls it.
 
     Args:
         output_dir: None: the ranks agree on one, named by `command`.
-        check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
+        check: looks at data and model, on rank 0, if a foreign launcher started the ranks.
     """
-    opened = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
-    opened.world = with_row_groups(opened.world, config.train.sequence_parallel_size)
-    with opened.watchdog.phase("open_data"), first_rank_first(opened.world):
-        training, validation = open_datasets(opened.config.data)
-    encoder = build_encoder(opened.config, opened.model_path)
-    return OpenedRun(**vars(opened), encoder=encoder, training=training, validation=validation)
-
-
-@dataclass(kw_only=True)
-class Run(JobRun[C], OpenedRun[C]):
-    """The parts of a run on one rank; `state` says how far it is.
-
-    A trainer's own run is this with more: `SFTRun(**vars(run), loader=loader)`.
-    """
-
-    sampler: Sampler
-    scorer: Scorer | None
-    """None where there are no rewards."""
-
-    def write_export(self, output: Path, dtype: Literal["bf16", "fp32"]) -> None:
-        """A Hugging Face folder."""
-        export_engine(
-            self.engine,
-            self.model_path,
-            output,
-            self.world,
-            dtype=dtype,
-            max_shard_size=self.config.checkpoint.max_shard_size,
-            run=self.output_dir,
-            step=self.state.step,
-            adapter=self.state.adapter,
-        )
-
-
-def validate_policy(run: Run[C]) -> ValidationResult | None:
-    """Measure the policy on the held-out rows; None if there are none. Collective."""
-    if len(run.validation) == 0:
-        return None
-    held_out = HeldOut(run.validation, run.encoder, run.config, run.world)
-    return validate(run.sampler, held_out, version=run.state.step, progress=run.progress, scorer=run.scorer)
+    job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
+    job.world = with_row_groups(job.world, config.train.sequence_parallel_size)
+    with job.watchdog.phase("open_data"), first_rank_first(job.world):
+        training, validation = open_datasets(job.config.data)
+    return job, TrainingRows(build_encoder(job.config, job.model_path), training, validation)
 
 
 def build_policy_engine(
@@ -141,12 +104,12 @@ def build_policy_engine(
     return build_engine(policy, config.optim, deepspeed_config, blocks)
 
 
-def start_policy(opened: OpenedRun[C], engine: DeepSpeedEngine) -> TrainerState:
-    """Where the run of a policy starts, see `start_state`; checkpoints of adapters say which model they belong to."""
-    config, model_path = opened.config, opened.model_path
+def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
+    """Load the checkpoint to continue from, see `start_state`; one of adapters says which model they belong to."""
+    config, model_path = job.config, job.model_path
     adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
     return start_state(
-        engine, opened.checkpoint, config, model_path, opened.world, with_frozen=adapter is None, adapter=adapter
+        engine, job.checkpoint, config, model_path, job.world, with_frozen=adapter is None, adapter=adapter
     )
 
 
@@ -164,34 +127,32 @@ def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Pat
     )
 
 
-def start_run(
-    opened: OpenedRun[C],
+def start_policy_run(
+    job: TrainingJob[C],
+    rows: TrainingRows,
     stack: ExitStack,
     *,
     engine: DeepSpeedEngine,
     settings: EngineSettings,
     state: TrainerState,
     total_steps: int,
-    scorer: Scorer | None = None,
     bucket_mb: float = BUCKET_MB,
     offload: OffloadMode = "always",
-) -> Run[C]:
-    """The run around the policy's `engine`: its record, rollout engine, rewards, curves and checkpoints, until `stack` closes.
+) -> tuple[TrainingRun[C], Sampler]:
+    """Start the run around the policy's `engine`: its record, curves, rollout engine and checkpoints, until `stack` closes.
 
-    Curves go on after the step of `state` where the run is resumed. Every rank calls it.
+    Curves go on after the step of `state` if the run is resumed. Every rank calls it.
 
     Args:
         settings: of the rollout engine.
         offload: whether the optimizer's state leaves the GPU during rollouts.
     """
-    config, world = opened.config, opened.world
-    metrics = open_curves(
-        opened, state, stack, training=opened.training, validation=opened.validation, digest=samples_digest
-    )
-    with opened.watchdog.phase("start_engine"):
+    config, world = job.config, job.world
+    metrics = open_curves(job, state, stack, training=rows.training, validation=rows.validation, digest=samples_digest)
+    with job.watchdog.phase("start_engine"):
         rollout_engine = open_rollout_engine(
-            opened.model_path,
-            opened.encoder.processor.tokenizer,
+            job.model_path,
+            rows.encoder.processor.tokenizer,
             world,
             settings,
             dtype=DTYPES[config.train.precision],
@@ -199,24 +160,31 @@ def start_run(
         )
         share = settings.gpu_memory_utilization if isinstance(settings, VLLMSettings) else None
         sampler = open_sampler(
-            engine, rollout_engine, opened.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
+            engine, rollout_engine, job.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
         )
-    scorer = None if scorer is None else stack.enter_context(scorer)
-    started = start_job(
-        opened,
+
+    def write_export(output: Path, dtype: Literal["bf16", "fp32"], now: TrainerState) -> None:
+        export_engine(
+            engine,
+            job.model_path,
+            output,
+            world,
+            dtype=dtype,
+            max_shard_size=config.checkpoint.max_shard_size,
+            run=job.output_dir,
+            step=now.step,
+            adapter=now.adapter,
+        )
+
+    run = start_run(
+        job,
         stack,
         engine=engine,
         metrics=metrics,
         memory=sampler.memory,
         state=state,
         total_steps=total_steps,
+        write_export=write_export,
         with_frozen=config.lora.rank == 0,
     )
-    return Run(
-        **vars(started),
-        encoder=opened.encoder,
-        training=opened.training,
-        validation=opened.validation,
-        sampler=sampler,
-        scorer=scorer,
-    )
+    return run, sampler

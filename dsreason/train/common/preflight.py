@@ -25,6 +25,7 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
+from dsreason.media.media import check_torchcodec
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import empty_model, model_config, open_encoder, parameter_names, resolve_model
 from dsreason.models.lora import adapted_layers
@@ -45,6 +46,8 @@ def check_model(config: RunConfig) -> Encoder:
     """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
     check_wandb(config.monitor)
     check_deepspeed(config)
+    if config.data.video_decoder == "torchcodec":
+        check_torchcodec()
     model_path = find_model(config)
     check_freeze(parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
@@ -189,7 +192,7 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
         max_length_key=key,
         trust_remote_code=config.model.trust_remote_code,
     )
-    return replace(encoder, needs_reply=config.rows_need_answers)
+    return replace(encoder, needs_reply=config.rows_need_answers, video_decoder=config.data.video_decoder)
 
 
 def check_dataset(

@@ -4,98 +4,139 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from dsreason.checkpoints.checkpoint_folder import (
     MARKER,
+    TrainerState,
     as_save_error,
     delete_folder,
     exported_step,
     prune_exports,
     read_state,
 )
+from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.errors import Stopped
 from dsreason.files.step_names import named_step, step_name
 from dsreason.job.ranks import on_rank_zero
-from dsreason.train.common.job import J, JobRun
+from dsreason.monitor.metrics import Metrics
+from dsreason.monitor.progress import Progress
+from dsreason.train.common.job import TrainingJob
 
 log = logging.getLogger(__name__)
 
-
-def poll_checkpoint(run: JobRun[J]) -> None:
-    """Upload and prune where a checkpoint has become complete since the last step."""
-    with run.watchdog.phase("checkpoint"):
-        after_checkpoint(run, run.writer.poll())
+WriteExport: TypeAlias = Callable[[Path, Literal["bf16", "fp32"], TrainerState], None]
+"""Writes the policy into a folder that is not there yet. Collective."""
 
 
-def save(run: JobRun[J], *, last: bool, checkpoint: bool = True) -> None:
-    """Checkpoint, which is written beside training unless it is the last, and export where the configuration asks for it.
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints and exports of a run; each method gets the run's state. Collective, but for what it says."""
 
-    Without `checkpoint` the last step is exported only.
-    """
-    config, step = run.config.checkpoint, run.state.step
-    started = time.perf_counter()
-    with run.watchdog.phase("checkpoint"), run.progress.phase("saving checkpoint"):
-        after_checkpoint(run, run.writer.wait())
-        if checkpoint:
-            run.writer.start(step, run.state)
-        if last:
-            after_checkpoint(run, run.writer.wait())
-    if config.export == "all" or (last and config.export == "final"):
-        export(run, run.output_dir / "export" / ("final" if last else step_name(step)), last=last)
-    run.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
+    job: TrainingJob[Any]
+    writer: CheckpointWriter
+    write_export: WriteExport
+    export_file: str
+    """Is in every export; how new it is says how new the export is."""
+    metrics: Metrics
+    progress: Progress
+    total_steps: int
 
+    @property
+    def folder(self) -> Path:
+        return self.job.output_dir / "checkpoints"
 
-def export_resumed(run: JobRun[J]) -> None:
-    """Write the export that belongs to the checkpoint where this run continues, if it was killed between the two."""
-    step = run.state.step
-    checkpoint, output = run.checkpoints / step_name(step), run.output_dir / "export" / step_name(step)
-    if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / run.export_file).exists()):
-        export(run, output, last=False)
+    @property
+    def exports(self) -> Path:
+        return self.job.output_dir / "export"
 
+    def poll(self, state: TrainerState) -> None:
+        """Upload and prune if a checkpoint has become complete since the last step."""
+        with self.job.watchdog.phase("checkpoint"):
+            self.after_checkpoint(self.writer.poll(), state)
 
-def stop_if_asked(run: JobRun[J]) -> None:
-    """Save and raise `Stopped` where a rank got a signal; a run that is done anyway goes on to its end."""
-    step, name = run.state.step, run.stop.asked()
-    if not name or step == run.total_steps:
-        return
-    if not run.config.checkpoint.saves:
-        raise Stopped(
-            f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last and "
-            "checkpoint.keep_best are false"
-        )
-    checkpoint = run.checkpoints / step_name(step)
-    with run.watchdog.phase("checkpoint"), run.progress.phase(f"{name}: saving checkpoint"):
-        after_checkpoint(run, run.writer.wait())
-        if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
-            run.writer.start(step, run.state)
-            after_checkpoint(run, run.writer.wait())
-    raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
+    def save(self, state: TrainerState, *, last: bool, checkpoint: bool = True) -> None:
+        """Write a checkpoint, beside training unless it is the last, and an export if the configuration asks for one.
 
+        Without `checkpoint` the last step is exported only.
+        """
+        config, step, started = self.job.config.checkpoint, state.step, time.perf_counter()
+        with self.job.watchdog.phase("checkpoint"), self.progress.phase("saving checkpoint"):
+            self.after_checkpoint(self.writer.wait(), state)
+            if checkpoint:
+                self.writer.start(step, state)
+            if last:
+                self.after_checkpoint(self.writer.wait(), state)
+        if config.export == "all" or (last and config.export == "final"):
+            self.export(self.exports / ("final" if last else step_name(step)), state, last=last)
+        self.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
-def after_checkpoint(run: JobRun[J], written: Path | None) -> None:
-    """Once a checkpoint is complete, upload it, and delete those that `checkpoint.keep` no longer covers."""
-    if written is None or not run.world.is_first_of_folder:
-        return
-    config = run.config.checkpoint
-    run.metrics.log_scalars(run.state.step, {"time/save_complete": run.writer.completing})
-    run.uploads.add(written, last=written.name == step_name(run.total_steps))
-    # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
-    bests = {run.state.best_step, read_state(written).state.best_step} if config.keep_best else set()
-    run.writer.prune(config.keep, {run.checkpoints / step_name(best) for best in bests if best} | run.uploads.in_use())
+    def export_resumed(self, state: TrainerState) -> None:
+        """Write the export that belongs to the checkpoint where this run continues, if it was killed between the two."""
+        checkpoint, output = self.folder / step_name(state.step), self.exports / step_name(state.step)
+        if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
+            self.export(output, state, last=False)
 
+    def stop_if_asked(self, state: TrainerState) -> None:
+        """Save and raise `Stopped` if a rank got a signal; a run that is done anyway goes on to its end."""
+        step, name = state.step, self.job.stop.asked()
+        if not name or step == self.total_steps:
+            return
+        if not self.job.config.checkpoint.saves:
+            raise Stopped(
+                f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last "
+                "and checkpoint.keep_best are false"
+            )
+        checkpoint = self.folder / step_name(step)
+        with self.job.watchdog.phase("checkpoint"), self.progress.phase(f"{name}: saving checkpoint"):
+            self.after_checkpoint(self.writer.wait(), state)
+            if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+                self.writer.start(step, state)
+                self.after_checkpoint(self.writer.wait(), state)
+        raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
-def finish(run: JobRun[J]) -> None:
-    """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
-    checkpoint, final = run.checkpoints / step_name(run.state.step), run.output_dir / "export" / "final"
-    if run.config.checkpoint.export != "none":
-        if on_rank_zero(lambda: is_outdated(final / run.export_file, checkpoint)):
-            export(run, final, last=True)
-        run.uploads.add(final, last=True)
-    if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
-        run.uploads.add(checkpoint, last=True)
-    run.progress.say(run.memory.report())
-    run.progress.say(f"finished at step {run.state.step}; everything is in {run.output_dir}")
+    def after_checkpoint(self, written: Path | None, state: TrainerState) -> None:
+        """Upload a checkpoint that is complete, and delete those that `checkpoint.keep` no longer covers."""
+        job = self.job
+        if written is None or not job.world.is_first_of_folder:
+            return
+        config = job.config.checkpoint
+        self.metrics.log_scalars(state.step, {"time/save_complete": self.writer.completing})
+        job.uploads.add(written, last=written.name == step_name(self.total_steps))
+        # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
+        bests = {state.best_step, read_state(written).state.best_step} if config.keep_best else set()
+        spared = {self.folder / step_name(best) for best in bests if best} | job.uploads.in_use()
+        self.writer.prune(config.keep, spared)
+
+    def finish(self, state: TrainerState) -> None:
+        """Write the export and uploads that are still missing, also of an earlier job."""
+        checkpoint, final = self.folder / step_name(state.step), self.exports / "final"
+        if self.job.config.checkpoint.export != "none":
+            if on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
+                self.export(final, state, last=True)
+            self.job.uploads.add(final, last=True)
+        if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+            self.job.uploads.add(checkpoint, last=True)
+
+    def export(self, output: Path, state: TrainerState, *, last: bool) -> None:
+        """Write the policy, in place of an older export of this run, and upload it."""
+        job, config = self.job, self.job.config.checkpoint
+        dtype = job.config.train.precision if config.export_dtype == "auto" else config.export_dtype
+        on_rank_zero(lambda: delete_old_export(output))
+        with job.watchdog.phase("export"), self.progress.phase("exporting"):
+            self.write_export(output, dtype, state)
+        job.uploads.add(output, last=last)
+        if config.export == "all" and job.world.is_main:
+            best_step = state.best_step if config.keep_best else None
+            best = set() if best_step is None else {output.parent / step_name(best_step)}
+            try:
+                spared = best | job.uploads.in_use()
+                prune_exports(output.parent, config.export_keep, state.step, spared, self.export_file)
+            except OSError as error:  # no reason to end a run
+                log.warning("old exports could not be deleted: %s", error)
 
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
@@ -104,24 +145,6 @@ def is_outdated(file: Path, checkpoint: Path) -> bool:
         return True
     marker = checkpoint / MARKER
     return marker.exists() and file.stat().st_mtime < marker.stat().st_mtime
-
-
-def export(run: JobRun[J], output: Path, *, last: bool) -> None:
-    """Write the policy, in place of an older export of this run, and upload it."""
-    config = run.config.checkpoint
-    dtype = run.config.train.precision if config.export_dtype == "auto" else config.export_dtype
-    on_rank_zero(lambda: delete_old_export(output))
-    with run.watchdog.phase("export"), run.progress.phase("exporting"):
-        run.write_export(output, dtype)
-    run.uploads.add(output, last=last)
-    if config.export == "all" and run.world.is_main:
-        best_step = run.state.best_step if config.keep_best else None
-        best = set() if best_step is None else {output.parent / step_name(best_step)}
-        try:
-            spared = best | run.uploads.in_use()
-            prune_exports(output.parent, config.export_keep, run.state.step, spared, run.export_file)
-        except OSError as error:  # no reason to end a run
-            log.warning("old exports could not be deleted: %s", error)
 
 
 def delete_old_export(output: Path) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -43,11 +43,21 @@ from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
+def validate_policy(
+    sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
+) -> ValidationResult | None:
+    """Measure the policy on the held-out rows; None if there are none. Collective."""
+    if len(held_out.dataset) == 0:
+        return None
+    return validate(sampler, held_out, version=version, progress=progress, scorer=scorer)
+
+
 def validate(
-    sampler: Sampler, held_out: HeldOut, *, version: int, progress: Progress, scorer: Scorer | None = None
+    sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
     """Measure the policy on held-out rows. Collective: every rank calls it and runs the same forwards and gathers.
 
@@ -67,7 +77,7 @@ def validate(
 
 
 def answer_rows(
-    sampler: Sampler, held_out: HeldOut, *, version: int, progress: Progress, scorer: Scorer | None = None
+    sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
     """The part of `validate` that lets the policy answer. Collective."""
     with (
@@ -87,12 +97,12 @@ def answer_rows(
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOut(Generic[C]):
     """The rows to measure, and how they are read."""
 
     dataset: SampleDataset
     encoder: Encoder
-    config: RunConfig
+    config: C
     world: World
 
     @cached_property
@@ -128,7 +138,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Advance) -> float | None:
+def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
     """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped.
 
     None where the rows have none: they are only asked.
@@ -157,7 +167,7 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut, advance: Ad
 
 
 def generate_answers(
-    rollout: RolloutEngine, version: int, held_out: HeldOut, advance: Advance, scorer: Scorer | None = None
+    rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[Answer], dict[int, Image.Image]]:
     """This rank's answers, with their rewards where there is a scorer, and the contact sheets of those shown, by row."""
     tokenizer = held_out.encoder.processor.tokenizer
@@ -191,7 +201,7 @@ def generate_answers(
 
 
 def read_prompts(
-    held_out: HeldOut, advance: Advance, *, with_pixels: bool, need_reference: bool
+    held_out: HeldOut[Any], advance: Advance, *, with_pixels: bool, need_reference: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
     """Each group's rows; where they need a reference answer, those that have none are done with."""
     encoder = held_out.encoder

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from dsreason.config.schema_dpo import DPOConfig
+from dsreason.data.chat import Encoder
 from dsreason.data.loader import Share, StepBatches, StepLoader, first_fatal, read_rows
 from dsreason.data.micro_batches import make_batch, work_of
+from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch
 from dsreason.errors import DataError
-from dsreason.train.dpo.pairs import Pair, PairEncoder, cut_pairs
+from dsreason.job.ranks import World, gather_objects
+from dsreason.train.dpo.pairs import Pair, PairEncoder, cut_pairs, pair_encoder
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,35 @@ class PairLoader(StepLoader):
         found = super()._step_batches(step, share, waited)
         missing = len(found.micro_batches) - len(share.pairs)
         return StepPairs(**vars(found), pairs=[*share.pairs, *[()] * missing])
+
+
+def pair_loader(
+    dataset: SampleDataset,
+    encoder: Encoder,
+    steps: StepOrder | Chunks,
+    config: DPOConfig,
+    world: World,
+    *,
+    start_step: int = 0,
+) -> PairLoader:
+    return PairLoader(
+        dataset,
+        pair_encoder(encoder),
+        steps,
+        config,
+        rank=world.rank,
+        world_size=world.size,
+        ranks_per_row=world.ranks_per_row,
+        exchange=gather_objects,
+        start_step=start_step,
+    )
+
+
+def pair_batches(
+    dataset: SampleDataset, encoder: Encoder, rows: Sequence[int], config: DPOConfig, world: World, *, batch_size: int
+) -> Iterator[StepPairs]:
+    """Yield these rows in their order, `batch_size` at a time. Collective."""
+    return iter(pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
 
 
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:

@@ -80,6 +80,10 @@ class PairEncoder(Encoder):
         return Pair(sample.id, chosen, rejected, fingerprint(encoded, chosen, rejected), given)
 
 
+def pair_encoder(encoder: Encoder) -> PairEncoder:
+    return PairEncoder(**vars(encoder))
+
+
 def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
     """The prompt, and with it the better and the worse conversation. All that follows their common beginning is an answer.
 

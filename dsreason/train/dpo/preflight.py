@@ -12,7 +12,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.common.global_batches import check_steps, step_order
 from dsreason.train.common.preflight import check_dataset, check_model
-from dsreason.train.dpo.pairs import PairEncoder, given_logprobs
+from dsreason.train.dpo.pairs import PairEncoder, given_logprobs, pair_encoder
 from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_given
 
 
@@ -52,10 +52,6 @@ def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, 
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
         raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
-
-
-def pair_encoder(encoder: Encoder) -> PairEncoder:
-    return PairEncoder(**vars(encoder))
 
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from deepspeed import DeepSpeedEngine
 
+from dsreason.config.schema_dpo import DPOConfig
 from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.losses.preference import Pairs, pairs_of
 from dsreason.monitor.metrics import Metrics
+from dsreason.monitor.progress import Progress
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.validate import HeldOut, answer_rows
-from dsreason.train.dpo.build import DPORun, pair_batches
-from dsreason.train.dpo.update import gather_pairs, metrics_of, reference_logprobs, settings_of
+from dsreason.train.common.validate import HeldOut
+from dsreason.train.dpo.loader import pair_batches
+from dsreason.train.dpo.reference import Reference
+from dsreason.train.dpo.update import Baseline, gather_pairs, metrics_of, reference_logprobs, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -47,38 +51,36 @@ class PreferenceResult:
             self.answered.write(output_dir, step, metrics, world)
 
 
-def validate(dpo: DPORun) -> PreferenceResult | None:
-    """Measure the policy on held-out rows; None where there are none. Collective."""
-    if len(dpo.validation) == 0:
-        return None
-    held_out = HeldOut(dpo.validation, dpo.encoder, dpo.config, dpo.world)
-    settings = settings_of(dpo.config.dpo, dpo.baseline)
-    found = metrics_of(held_out_pairs(dpo, held_out.rows), dpo.config.dpo, settings)
-    metrics = {f"val/{NAMES.get(name, name)}": value for name, value in found.items() if name != "loss"}
-    if not dpo.config.validation.generate:
-        return PreferenceResult(metrics, None)
-    answered = answer_rows(dpo.sampler, held_out, version=dpo.state.step, progress=dpo.progress)
-    return PreferenceResult(metrics | answered.metrics, answered)
+def validate_preferences(
+    engine: DeepSpeedEngine, reference: Reference, held_out: HeldOut[DPOConfig], baseline: Baseline, progress: Progress
+) -> dict[str, float]:
+    """Measure the policy on the held-out pairs: `val/loss`, margins and accuracies. Collective."""
+    config = held_out.config
+    pairs = measure_pairs(engine, reference, held_out, progress)
+    metrics = metrics_of(pairs, config.dpo, settings_of(config.dpo, baseline))
+    return {f"val/{NAMES.get(name, name)}": value for name, value in metrics.items() if name != "loss"}
 
 
 @torch.no_grad()
-def held_out_pairs(dpo: DPORun, rows: list[int]) -> Pairs:
-    """Those of all ranks. Raises DataError where none of the rows can be used."""
-    engine, found = dpo.engine, []
+def measure_pairs(
+    engine: DeepSpeedEngine, reference: Reference, held_out: HeldOut[DPOConfig], progress: Progress
+) -> Pairs:
+    """Measure the held-out pairs of all ranks. Raises DataError if none of the rows can be used."""
+    config, world, rows, pairs = held_out.config, held_out.world, held_out.rows, []
     was_training = engine.training
     engine.eval()
-    size = dpo.config.validation.micro_batch_size * dpo.world.size
-    with dpo.progress.phase("validation: preferences", len(rows), "pairs") as advance:
-        for batches in pair_batches(dpo, dpo.validation, rows, size):
+    size = config.validation.micro_batch_size * world.size
+    with progress.phase("validation: preferences", len(rows), "pairs") as advance:
+        for batches in pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
             for text in batches.skipped:
                 log.warning("validation: left out: %s", text)
-            refs = reference_logprobs(engine, dpo.reference, batches.parts, "validation")
-            for one, ref in zip(batches.parts, refs, strict=True):
-                logprobs = engine(one.batch.to(engine.device))
-                found.append(pairs_of(logprobs, one.lengths.to(engine.device), ref))
+            refs = reference_logprobs(engine, reference, batches.parts, "validation")
+            for micro_batch, ref in zip(batches.parts, refs, strict=True):
+                logprobs = engine(micro_batch.batch.to(engine.device))
+                pairs.append(pairs_of(logprobs, micro_batch.lengths.to(engine.device), ref))
             advance(batches.num_samples + len(batches.skipped))
     engine.train(was_training)
     release_gathered(engine)
-    if not any(gather_objects(any(len(pairs.chosen) for pairs in found))):
+    if not any(gather_objects(any(len(part.chosen) for part in pairs))):
         raise DataError(f"validation: none of the {len(rows)} held-out rows can be used; see the log for why")
-    return gather_pairs(found, dpo.world)
+    return gather_pairs(pairs, world)

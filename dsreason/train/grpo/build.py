@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -14,7 +15,7 @@ from torch import Tensor
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.prompts import PromptLoader, Prompts
+from dsreason.data.prompts import PromptLoader
 from dsreason.engine.reference import BaseReference, Reference, ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
@@ -24,67 +25,89 @@ from dsreason.rollout.opening import EngineSettings
 from dsreason.rollout.protocol import media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import MIN_SEQUENCES, VLLMSettings
+from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.opening import OpenedRun, Run, build_policy_engine, open_run, start_policy, start_run
+from dsreason.train.common.job import TrainingJob
+from dsreason.train.common.opening import (
+    TrainingRows,
+    build_policy_engine,
+    open_policy_job,
+    start_policy,
+    start_policy_run,
+)
+from dsreason.train.common.run import TrainingRun
+from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.validate import HeldOut, validate_policy
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
+from dsreason.train.grpo.sampling import RolloutSampler
 from dsreason.train.grpo.teacher import Teacher, open_teacher
 
 
 @dataclass(kw_only=True)
-class GRPORun(Run[GRPOConfig]):
-    """What GRPO has beside the parts of every run."""
+class GRPOTrainer:
+    """The parts of GRPO."""
 
-    scorer: Scorer
+    job: TrainingJob[GRPOConfig]
+    run: TrainingRun[GRPOConfig]
+    engine: DeepSpeedEngine
+    rows: TrainingRows
     prompt_encoder: Encoder
     """Leaves room for the longest completion."""
-    prompts: Iterator[Prompts]
+    sampler: Sampler
+    rollouts: RolloutSampler
+    scorer: Scorer
     reference: Reference | None
-    """None where no KL is asked for."""
+    """None without a KL term."""
     teacher: Teacher | None
-    """None where nothing is distilled."""
+    """None if nothing is distilled."""
     objective: Objective
     arithmetic: Arithmetic
     banned_ids: Tensor
     """Media tokens, which no completion has."""
     batches_per_epoch: float
     """Of prompts."""
-    next_batch: int
-    """Of prompts, to be sampled next."""
-    rollout_metrics: dict[str, float] = field(default_factory=dict)
-    """Of the newest rollout."""
-    reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """What this rank's reward functions measured beside their scores, see `Scores.metric_sums`; not shown yet."""
     num_untrained: int = 0
     """Rollouts in a row that had nothing to train."""
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint has beside the state of every run."""
+        teacher = {"teacher": self.teacher.fingerprint} if self.teacher else {}
+        return {"next_batch": self.rollouts.next_batch} | teacher
+
+    def validate(self, step: int) -> ValidationResult | None:
+        held_out = HeldOut(self.rows.validation, self.rows.encoder, self.job.config, self.job.world)
+        return validate_policy(self.sampler, held_out, version=step, progress=self.run.progress, scorer=self.scorer)
+
 
 @contextmanager
-def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPORun]:
+def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPOTrainer]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
-        opened = open_run(config, output_dir, resume, command="grpo", check=check, stack=stack)
-        config, world, encoder = opened.config, opened.world, opened.encoder
-        order = rollout_order(opened.training, config)
+        job, rows = open_policy_job(config, output_dir, resume, command="grpo", check=check, stack=stack)
+        config, world, encoder = job.config, job.world, rows.encoder
+        order = rollout_order(rows.training, config)
         banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
-        with opened.watchdog.phase("load_model"):
-            engine, reference, state = load_policy(opened)
+        with job.watchdog.phase("load_model"):
+            engine, reference, state = load_policy(job)
             teacher = open_teacher(config, banned_ids, world, state.extra)
-        run = start_run(
-            opened,
+        scorer = stack.enter_context(Scorer(config.reward))
+        run, sampler = start_policy_run(
+            job,
+            rows,
             stack,
             engine=engine,
             settings=engine_settings(config, world),
             state=state,
-            scorer=Scorer(config.reward),
             bucket_mb=config.rollout.sync_bucket_mb,
             offload=config.rollout.offload,
             total_steps=num_steps(order, config),
         )
         asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
         prompts = PromptLoader(
-            opened.training,
+            rows.training,
             asker,
             order,
             config,
@@ -95,36 +118,43 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             start=next_batch,
             check=row_check(config),
         )
-        yield GRPORun(
-            **vars(run),
+        objective = objective_of(config.grpo)
+        yield GRPOTrainer(
+            job=job,
+            run=run,
+            engine=engine,
+            rows=rows,
             prompt_encoder=asker,
-            prompts=iter(prompts),
+            sampler=sampler,
+            rollouts=RolloutSampler(
+                config, objective, iter(prompts), sampler, scorer, world, job.watchdog, next_batch=next_batch
+            ),
+            scorer=scorer,
             reference=reference,
             teacher=teacher,
-            objective=objective_of(config.grpo),
+            objective=objective,
             arithmetic=arithmetic_of(engine, world),
             banned_ids=banned_ids,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
-            next_batch=next_batch,
         )
 
 
-def load_policy(opened: OpenedRun[GRPOConfig]) -> tuple[DeepSpeedEngine, Reference | None, TrainerState]:
-    """The policy with its optimizer, the reference where there is a KL, and where the run starts. Every rank calls it."""
-    config, model_path = opened.config, opened.model_path
-    # A resumed run could not read the newest reference: the first host alone has it.
-    if opened.world.folder_ranks and config.grpo.reference_reset_every:
+def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, Reference | None, TrainerState]:
+    """Load the policy with its optimizer, the reference if there is a KL term, and where the run starts. Collective."""
+    config, model_path = job.config, job.model_path
+    # A resumed run could not read the newest reference: only the first host has it.
+    if job.world.folder_ranks and config.grpo.reference_reset_every:
         raise ConfigError(
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
             f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
         )
-    engine = build_policy_engine(config, opened.deepspeed, model_path, opened.world.group)
+    engine = build_policy_engine(config, job.deepspeed, model_path, job.world.group)
     reference: Reference | None = None
     if objective_of(config.grpo).kl_coef:  # before a checkpoint is loaded
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
-    state = start_policy(opened, engine)
-    if opened.checkpoint is not None and isinstance(reference, ReferencePolicy):
-        load_reference(reference, config, opened.checkpoint, opened.output_dir)
+    state = start_policy(job, engine)
+    if job.checkpoint is not None and isinstance(reference, ReferencePolicy):
+        load_reference(reference, config, job.checkpoint, job.output_dir)
     return engine, reference, state
 
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
 
 from dsreason.config.schema_grpo import GRPOConfig
+from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import work_of
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
-from dsreason.job.ranks import gather_in_group, gather_objects
+from dsreason.job.ranks import World, gather_in_group, gather_objects
+from dsreason.losses.objective import Objective
 from dsreason.phases import record_phase
-from dsreason.train.common.opening import validate_policy
-from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.train.grpo import mismatch
-from dsreason.train.grpo.build import GRPORun, build_grpo
-from dsreason.train.grpo.engine_check import check_engine
+from dsreason.train.grpo.build import GRPOTrainer, build_grpo
+from dsreason.train.grpo.engine_check import check_engine, prompt_per_modality
 from dsreason.train.grpo.reference import reset_reference
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
-from dsreason.train.grpo.sampling import sample
-from dsreason.train.grpo.show import describe, show
+from dsreason.train.grpo.show import describe, show_rollouts
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
@@ -39,108 +42,149 @@ def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None =
         train(grpo)
 
 
-def train(grpo: GRPORun) -> None:
-    if grpo.config.rollout.self_test:
-        check_engine(grpo)
-    before_steps(grpo, validate_policy)
-    while grpo.state.step < grpo.total_steps:
-        poll_checkpoint(grpo)
-        first = grpo.state.step
+def train(grpo: GRPOTrainer) -> None:
+    run = grpo.run
+    if grpo.job.config.rollout.self_test:
+        check_rollout_engine(grpo)
+    run.before_steps(grpo.validate)
+    while run.state.step < run.total_steps:
+        run.poll_checkpoint()
+        first = run.state.step
         train_on_rollout(grpo)
-        after_steps(grpo, first, validate_policy)
-    finish(grpo)
+        run.after_steps(first, grpo.validate)
+    run.finish()
 
 
-def train_on_rollout(grpo: GRPORun) -> None:
-    """Completions of the policy as it is, and the optimizer steps over them."""
+def check_rollout_engine(grpo: GRPOTrainer) -> None:
+    """Check before the first step that weights arrive in the rollout engine, and that it computes what the trainer does."""
+    job, progress = grpo.job, grpo.run.progress
+    prompts = prompt_per_modality(grpo.rows.training, grpo.prompt_encoder)
+    with job.watchdog.phase("self_test"), progress.phase("self-test of the rollout engine"):
+        step = grpo.run.state.step
+        check_engine(grpo.sampler, prompts, job.config, grpo.rows.encoder, grpo.banned_ids, step, progress)
+
+
+def train_on_rollout(grpo: GRPOTrainer) -> None:
+    """Sample completions of the policy as it is, and run the optimizer steps over them."""
+    run, job, config, world = grpo.run, grpo.job, grpo.job.config, grpo.job.world
     started = time.perf_counter()
-    with grpo.watchdog.phase("rollout"):
-        rollouts, prompts = sample(grpo)
-    sampled = time.perf_counter()
-    with grpo.watchdog.phase("prepare"):
-        show(grpo, rollouts)
-        rollouts = join_group(rollouts, prompts, lambda own: gather_in_group(own, grpo.world))
-        steps = optimizer_steps(grpo, rollouts)
+    with job.watchdog.phase("rollout"):
+        sampled = grpo.rollouts.sample(run.state.step)
+        run.count_skipped(sampled.skipped)
+    finished = time.perf_counter()
+    with job.watchdog.phase("prepare"):
+        tokenizer = grpo.rows.encoder.processor.tokenizer
+        rollout_metrics = show_rollouts(
+            sampled,
+            run.state.step,
+            config,
+            tokenizer=tokenizer,
+            world=world,
+            output_dir=job.output_dir,
+            metrics=run.metrics,
+        )
+        rollouts = join_group(sampled.rollouts, sampled.prompts, lambda own: gather_in_group(own, world))
+        steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
+        grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
+        check_trained(grpo.num_untrained, run.state.step, config)
+        steps_left = run.total_steps - run.state.step  # fewer than `steps` if earlier rollouts left some out
+        steps = steps[:steps_left]
+        steps = add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids)
     for micro_batches in steps:
-        grpo.profiler.begin(grpo.state.step + 1)
-        with grpo.watchdog.phase("step"):
-            metrics = grpo_step(grpo, micro_batches)
+        run.profiler.begin(run.state.step + 1)
+        with job.watchdog.phase("step"):
+            with run.memory.phase("train"):
+                metrics = grpo_step(
+                    grpo.engine,
+                    micro_batches,
+                    lr=run.learning_rate,
+                    config=config,
+                    world=world,
+                    banned_ids=grpo.banned_ids,
+                    step=run.state.step + 1,
+                    mismatch_folder=job.output_dir / "mismatch" if world.is_main else None,
+                )
+            batches = [micro_batch.batch for micro_batch in micro_batches]
+            metrics = run.finite.metrics(
+                metrics, batches, run.state.step + 1, partial(describe_batches, micro_batches, tokenizer)
+            )
             now = time.perf_counter()
-            times = {"time/rollout": sampled - started, "time/train": now - sampled}
-            finish_step(grpo, micro_batches, metrics | times)
-        sampled = started = now  # a rollout's further steps cost no sampling
+            times = {"time/rollout": finished - started, "time/train": now - finished}
+            finish_step(grpo, micro_batches, metrics | times, rollout_metrics)
+        finished = started = now  # a rollout's further steps cost no sampling
 
 
-def optimizer_steps(grpo: GRPORun, rollouts: list[Rollout]) -> list[list[MicroBatch]]:
-    """The micro-batches of each optimizer step over the trained rollouts; a step for which no rank has any is left out."""
+def cut_into_steps(
+    rollouts: list[Rollout], objective: Objective, config: GRPOConfig, encoder: Encoder, world: World
+) -> list[list[MicroBatch]]:
+    """Cut the trained rollouts into the micro-batches of each optimizer step; a step for which no rank has any is left out."""
     numbers = [rollout.group for rollout in rollouts if rollout.group is not None]
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
-    if grpo.objective.overlong_filter:
+    if objective.overlong_filter:
         rollouts = [rollout for rollout in rollouts if rollout.completion.finish_reason != "length"]
-    parts = split_into_steps(rollouts, num_groups, grpo.config.grpo.optimizer_steps_per_rollout)
-    row_part = grpo.world.row_part
-    steps = [cut(part, grpo.config, grpo.encoder, row_part) for part in parts if any(gather_objects(bool(part)))]
-    check_trained(grpo, steps)
-    steps = steps[
-        : grpo.total_steps - grpo.state.step
-    ]  # where empty ones were left out before, the last may be too many
-    return add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.teacher, grpo.config, grpo.banned_ids)
+    parts = split_into_steps(rollouts, num_groups, config.grpo.optimizer_steps_per_rollout)
+    return [cut(part, config, encoder, world.row_part) for part in parts if any(gather_objects(bool(part)))]
 
 
-def check_trained(grpo: GRPORun, steps: list[list[MicroBatch]]) -> None:
-    """DsReasonError where rollout after rollout has nothing to train."""
-    grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
-    if grpo.num_untrained == MAX_UNTRAINED:
+def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
+    """Raise DsReasonError if rollout after rollout has nothing to train."""
+    if num_untrained == MAX_UNTRAINED:
         raise DsReasonError(
-            f"step {grpo.state.step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were left "
+            f"step {step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were left "
             "out, or the overlong filter took all that were cut off at rollout.max_completion_length "
-            f"({grpo.config.rollout.max_completion_length}); raise it, or set grpo.overlong_filter = false"
+            f"({config.rollout.max_completion_length}); raise it, or set grpo.overlong_filter = false"
         )
 
 
-def grpo_step(grpo: GRPORun, micro_batches: list[MicroBatch]) -> dict[str, float]:
-    """One optimizer step over a part of a rollout, however it was cut into micro-batches and over ranks."""
-    engine, config, step, lr = grpo.engine, grpo.config, grpo.state.step + 1, learning_rate(grpo)
+def grpo_step(
+    engine: DeepSpeedEngine,
+    micro_batches: list[MicroBatch],
+    *,
+    lr: float,
+    config: GRPOConfig,
+    world: World,
+    banned_ids: Tensor,
+    step: int,
+    mismatch_folder: Path | None,
+) -> dict[str, float]:
+    """Run one optimizer step over a part of a rollout, however it was cut into micro-batches and over ranks.
+
+    `mismatch_folder` is where rank 0 saves completions whose log-probabilities differ between engine and trainer.
+    """
     set_learning_rate(engine, lr)
-    with grpo.memory.phase("train"):
-        metrics, mismatches = accumulate_gradients(engine, micro_batches, config, grpo.world, grpo.banned_ids)
-        folder = grpo.output_dir / "mismatch" if grpo.world.is_main else None
-        if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
-            mismatch.check(metrics, mismatches, config.rollout, step, folder)
-        with record_phase("optimizer"):
-            engine.step()
-    metrics |= {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
-    return grpo.finite.metrics(
-        metrics,
-        [one.batch for one in micro_batches],
-        step,
-        lambda: [[describe(grpo, rollout) for rollout in one.rollouts] for one in micro_batches],
-    )
+    metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
+    if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
+        mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
+    with record_phase("optimizer"):
+        engine.step()
+    return metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
 
 
-def finish_step(grpo: GRPORun, micro_batches: list[MicroBatch], metrics: dict[str, float]) -> None:
+def describe_batches(micro_batches: list[MicroBatch], tokenizer: Any) -> list[list[Any]]:
+    return [[describe(rollout, tokenizer) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
+
+
+def finish_step(
+    grpo: GRPOTrainer, micro_batches: list[MicroBatch], metrics: dict[str, float], rollout_metrics: dict[str, float]
+) -> None:
     """Count the step and show it."""
-    extra = {"next_batch": grpo.next_batch} | ({"teacher": grpo.teacher.fingerprint} if grpo.teacher else {})
-    count_step(grpo, epoch=grpo.next_batch / grpo.batches_per_epoch, extra=extra)
+    run, job, config = grpo.run, grpo.job, grpo.job.config
+    run.count_step(epoch=grpo.rollouts.next_batch / grpo.batches_per_epoch, extra=grpo.extra)
     if isinstance(grpo.reference, ReferencePolicy):
-        step, folder = grpo.state.step, grpo.output_dir
-        reset_reference(grpo.reference, grpo.config, step, folder, grpo.model_path, grpo.world)
-    work = work_of(
-        [[training_sample(rollout) for rollout in one.rollouts] for one in micro_batches],
-        packing=grpo.config.shares_prompts,
-    )
-    metrics |= grpo.arithmetic.metrics(work, [one.batch for one in micro_batches], metrics["time/train"])
-    rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
+        reset_reference(grpo.reference, config, run.state.step, job.output_dir, job.model_path, job.world)
+    samples = [[training_sample(rollout) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
+    work = work_of(samples, packing=config.shares_prompts)
+    batches = [micro_batch.batch for micro_batch in micro_batches]
+    metrics |= grpo.arithmetic.metrics(work, batches, metrics["time/train"])
+    rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
     own = sum(len(rollout.prompt.encoded) + len(rollout.completion.ids) for rollout in rollouts)
-    tokens = sum(grpo.world.of_groups(gather_objects(own)))
-    metrics |= grpo.rollout_metrics
-    names = SHOWN if grpo.config.reward.functions else SHOWN_OF_TEACHER
-    shown = {name: metrics[key] for name, key in names.items() if key in metrics}
-    show_step(
-        grpo,
+    num_tokens = sum(job.world.of_groups(gather_objects(own)))
+    metrics |= rollout_metrics
+    names = SHOWN if config.reward.functions else SHOWN_OF_TEACHER
+    run.show_step(
         metrics,
-        shown,
-        num_samples=grpo.config.samples_per_step,
-        num_tokens=tokens,
+        {name: metrics[key] for name, key in names.items() if key in metrics},
+        num_samples=config.samples_per_step,
+        num_tokens=num_tokens,
         seconds=metrics["time/rollout"] + metrics["time/train"],
     )

@@ -41,7 +41,7 @@ class Mismatch:
     kl: float
     largest: float
     at: int
-    """Token of the completion that `largest` is of."""
+    """Number of the sampled token that `largest` is of."""
 
     @property
     def mean(self) -> float:
@@ -53,20 +53,19 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     found, start = [], 0
     logprobs = logprobs.double().cpu()
     for rollout in rollouts:
-        ids = rollout.completion.ids
-        trainer = logprobs[start : start + len(ids)]
         engine = torch.tensor(rollout.completion.logprobs, dtype=torch.float64)
-        start += len(ids)
+        trainer = logprobs[start : start + len(engine)]
+        start += len(engine)
         apart = (trainer - engine).abs()
         found.append(
             Mismatch(
                 id=rollout.prompt.sample.id,
                 modality=modality_of(rollout.prompt.sample),
                 completion=rollout.completion.text,
-                num_tokens=len(ids),
+                num_tokens=len(engine),
                 kl=float(k3(engine, trainer).sum()),
-                largest=float(apart.max()) if ids else 0.0,
-                at=int(apart.argmax()) if ids else 0,
+                largest=float(apart.max()) if len(engine) else 0.0,
+                at=int(apart.argmax()) if len(engine) else 0,
             )
         )
     return found

@@ -107,7 +107,9 @@ def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
             f"({encoder.max_length}); raise that or lower it"
         )
     key = f"{encoder.max_length_key} without rollout.max_completion_length"
-    return PromptEncoder(encoder.processor, encoder.family, encoder.position_ids, room, key)
+    return PromptEncoder(
+        encoder.processor, encoder.family, encoder.position_ids, room, key, video_decoder=encoder.video_decoder
+    )
 
 
 def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:

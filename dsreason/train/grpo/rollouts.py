@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dsreason.data.chat import EncodedPrompt
+from dsreason.data.collate import join_media
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.rewards.scoring import Scores
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
 """(Batch of prompts, number of the prompt in it over all ranks): the same on any number of ranks."""
@@ -70,9 +71,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class FlatRollouts:
-    """What the loss needs beside log-probabilities, one entry for each of the `N` completion tokens of a micro-batch."""
+    """What the loss needs beside log-probabilities, one entry for each of the `N` sampled tokens of a micro-batch."""
 
-    rollout_logprobs: Tensor  # [N] float32, of the engine
+    rollout_logprobs: Tensor  # [N] float32, of the rollout engine
     advantages: Tensor  # [N] float32
     sequence: Tensor  # [N] int64, number of the token's rollout in the micro-batch
 
@@ -164,25 +165,44 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def training_sample(rollout: Rollout) -> RolloutSample:
-    """The completion, all of whose tokens are trained, as what follows its prompt."""
-    prompt, ids = rollout.prompt.encoded, torch.tensor(rollout.completion.ids, dtype=torch.int64)
-    start = prompt.position_ids.max() + 1  # text goes on after the largest of all axes
+    """The completion as what follows its prompt; its sampled tokens are trained."""
+    prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
+    positions, start = [], prompt.position_ids.max() + 1  # a segment begins after the largest position on any axis
+    for segment in segments:
+        positions.append(start + segment.position_ids)
+        start = positions[-1].max() + 1 if len(segment) else start
     return RolloutSample(
         id=prompt.id,
-        input_ids=ids,
-        loss_mask=torch.ones(len(ids), dtype=torch.bool),
-        position_ids=(start + torch.arange(len(ids))).expand(3, -1),
-        mm_token_type_ids=torch.zeros_like(ids),
-        mm_kwargs={},
+        input_ids=torch.cat([segment.input_ids for segment in segments]),
+        loss_mask=torch.tensor(rollout.completion.sampled, dtype=torch.bool),
+        position_ids=torch.cat(positions, dim=1),
+        mm_token_type_ids=torch.cat([segment.mm_token_type_ids for segment in segments]),
+        mm_kwargs=join_media([segment.mm_kwargs for segment in segments]),
         parent=prompt,
         rollout=rollout,
     )
 
 
+def encode_segment(segment: CompletionSegment) -> EncodedSample:
+    """The tokens of a segment with positions that begin at 0; tokens that were sampled are text."""
+    if segment.encoded is not None:
+        return segment.encoded
+    ids = torch.tensor(segment.ids, dtype=torch.int64)
+    return EncodedSample(
+        id="",
+        input_ids=ids,
+        loss_mask=torch.full_like(ids, segment.logprobs is not None, dtype=torch.bool),
+        position_ids=torch.arange(len(ids)).expand(3, -1),
+        mm_token_type_ids=torch.zeros_like(ids),
+        mm_kwargs={},
+    )
+
+
 def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
-    """The rollouts of a micro-batch in the order in which the policy gives tokens."""
-    lengths = torch.tensor([len(rollout.completion.ids) for rollout in rollouts], dtype=torch.int64)
-    logprobs = [logprob for rollout in rollouts for logprob in rollout.completion.logprobs]
+    """The sampled tokens of a micro-batch's rollouts, in the order in which the policy gives log-probabilities."""
+    by_rollout = [rollout.completion.logprobs for rollout in rollouts]
+    lengths = torch.tensor(list(map(len, by_rollout)), dtype=torch.int64)
+    logprobs = [logprob for part in by_rollout for logprob in part]
     advantages = torch.tensor([rollout.advantage for rollout in rollouts], dtype=torch.float32)
     return FlatRollouts(
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32).to(device),

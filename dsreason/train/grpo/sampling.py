@@ -1,81 +1,111 @@
-"""One rollout: the next prompts, completions of the present policy, and their rewards and advantages."""
+"""Sampling of a rollout: the next prompts, completions of the present policy, and their rewards and advantages."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
-from dsreason.job.ranks import all_sum, gather_objects
+from dsreason.job.ranks import World, all_sum, gather_objects
+from dsreason.job.watchdog import Watchdog
+from dsreason.losses.objective import Objective
+from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
-from dsreason.train.common.steps import count_skipped
-from dsreason.train.grpo.build import GRPORun
+from dsreason.train.common.sampler import Sampler
 from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, informative, make_rollouts, with_advantages
 
 
-def sample(grpo: GRPORun) -> tuple[list[Rollout], dict[PromptPlace, EncodedPrompt]]:
-    """Scored completions of the next prompts by the present policy; sampling dynamically, also of the prompts after.
+@dataclass
+class SampledRollouts:
+    """Scored completions of this rank, and what was measured while they were made."""
 
-    With them the prompts, by place, of all ranks that compute this rank's rows: each of these ranks samples some of them.
-    """
-    config, wanted = grpo.config.grpo, grpo.config.grpo.prompts_per_step
-    grpo.rollout_metrics = dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
-    dynamic = grpo.objective.dynamic_sampling
-    groups: list[Group] = []
-    found: dict[PromptPlace, EncodedPrompt] = {}
-    with grpo.sampler.awake(version=grpo.state.step) as engine:
-        for _ in range(1 + config.max_refills if dynamic else 1):
-            prompts = next_prompts(grpo)
-            found |= {
-                (prompts.batch, number): one for number, one in zip(prompts.numbers, prompts.prompts, strict=True)
-            }
-            groups += sample_groups(grpo, engine, prompts.part(grpo.world.row_part))
-            usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
-            if all_sum(sum(usable)) >= wanted:
-                break
-    metrics = grpo.rollout_metrics | grpo.sampler.times
-    metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
-    grpo.rollout_metrics = metrics
-    return with_advantages(groups, usable, wanted, grpo.objective.advantages, gather_objects), found
-
-
-def next_prompts(grpo: GRPORun) -> Prompts:
-    """This rank's share of the next prompts."""
-    started = time.perf_counter()
-    with grpo.watchdog.phase("data"):
-        prompts = next(grpo.prompts)
-    grpo.rollout_metrics["time/data"] += time.perf_counter() - started
-    count_skipped(grpo, prompts.skipped)
-    grpo.next_batch = prompts.batch + 1
-    return prompts
-
-
-def sample_groups(grpo: GRPORun, engine: RolloutEngine, prompts: Prompts) -> list[Group]:
-    """`num_generations` completions of each of this rank's prompts, scored."""
-    rollout, size = grpo.config.rollout, grpo.config.grpo.num_generations
-    seed = int(np.random.SeedSequence((grpo.config.train.seed, prompts.batch)).generate_state(1)[0])
-    sampling = Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_completion_length=rollout.max_completion_length,
-        seed=seed,
+    rollouts: list[Rollout] = field(default_factory=list)
+    prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
+    """By place, those of all ranks that compute this rank's rows: each of these ranks samples some of them."""
+    skipped: list[str] = field(default_factory=list)
+    """Rows that were left out, one text each."""
+    metrics: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
-    repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
-    streams = [number * size + i for number in prompts.numbers for i in range(size)]  # the same on any number of ranks
-    started = time.perf_counter()
-    completions = engine.generate(repeated, sampling, version=grpo.state.step, streams=streams)
-    grpo.rollout_metrics["time/generate"] += time.perf_counter() - started
-    grpo.rollout_metrics["rollout/tokens"] += sum(len(completion.ids) for completion in completions)
+    reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    """What this rank's reward functions measured beside their scores, see `Scores.metric_sums`."""
 
-    started = time.perf_counter()
-    with grpo.watchdog.phase("reward"):
-        scores = score_completions(grpo.scorer, repeated, completions, sampling)
-    grpo.rollout_metrics["time/reward"] += time.perf_counter() - started
-    grpo.reward_sums.append(scores.metric_sums)
-    places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
-    rollouts = make_rollouts(repeated, places, completions, scores)
-    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+
+@dataclass
+class RolloutSampler:
+    """Samples the completions of the next prompts and scores them."""
+
+    config: GRPOConfig
+    objective: Objective
+    loader: Iterator[Prompts]
+    sampler: Sampler
+    scorer: Scorer
+    world: World
+    watchdog: Watchdog
+    next_batch: int
+    """Number of the batch of prompts that is sampled next."""
+
+    def sample(self, step: int) -> SampledRollouts:
+        """Sample with the policy as it is after `step`; with dynamic sampling, until enough groups can be trained. Collective."""
+        config, wanted, dynamic = self.config.grpo, self.config.grpo.prompts_per_step, self.objective.dynamic_sampling
+        sampled, groups = SampledRollouts(), list[Group]()
+        with self.sampler.awake(version=step) as engine:
+            for _ in range(1 + config.max_refills if dynamic else 1):
+                prompts = self.next_prompts(sampled)
+                groups += self.sample_groups(engine, prompts.part(self.world.row_part), step, sampled)
+                usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
+                if all_sum(sum(usable)) >= wanted:
+                    break
+        sampled.metrics |= self.sampler.times
+        sampled.metrics["rollout/tokens_per_second"] = (
+            sampled.metrics["rollout/tokens"] / sampled.metrics["time/generate"]
+        )
+        sampled.rollouts = with_advantages(groups, usable, wanted, self.objective.advantages, gather_objects)
+        return sampled
+
+    def next_prompts(self, sampled: SampledRollouts) -> Prompts:
+        """Read this rank's share of the next prompts, and note them in `sampled`."""
+        started = time.perf_counter()
+        with self.watchdog.phase("data"):
+            prompts = next(self.loader)
+        sampled.metrics["time/data"] += time.perf_counter() - started
+        sampled.skipped += prompts.skipped
+        for number, prompt in zip(prompts.numbers, prompts.prompts, strict=True):
+            sampled.prompts[prompts.batch, number] = prompt
+        self.next_batch = prompts.batch + 1
+        return prompts
+
+    def sample_groups(
+        self, engine: RolloutEngine, prompts: Prompts, step: int, sampled: SampledRollouts
+    ) -> list[Group]:
+        """Sample and score `num_generations` completions of each prompt; what is measured goes to `sampled`."""
+        rollout, size = self.config.rollout, self.config.grpo.num_generations
+        seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
+        sampling = Sampling(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_completion_length=rollout.max_completion_length,
+            seed=seed,
+        )
+        repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
+        streams = [number * size + i for number in prompts.numbers for i in range(size)]  # equal on any number of ranks
+        started = time.perf_counter()
+        completions = engine.generate(repeated, sampling, version=step, streams=streams)
+        sampled.metrics["time/generate"] += time.perf_counter() - started
+        sampled.metrics["rollout/tokens"] += sum(len(completion.ids) for completion in completions)
+
+        started = time.perf_counter()
+        with self.watchdog.phase("reward"):
+            scores = score_completions(self.scorer, repeated, completions, sampling)
+        sampled.metrics["time/reward"] += time.perf_counter() - started
+        sampled.reward_sums.append(scores.metric_sums)
+        places = [(prompts.batch, number) for number in prompts.numbers for _ in range(size)]
+        rollouts = make_rollouts(repeated, places, completions, scores)
+        return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]

@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
 from dsreason.files.step_names import step_name
-from dsreason.job.ranks import gather_objects
+from dsreason.job.ranks import World, gather_objects
+from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import modality_of, question_of, write_rows
-from dsreason.train.grpo.build import GRPORun
 from dsreason.train.grpo.rollouts import Rollout
+from dsreason.train.grpo.sampling import SampledRollouts
 
 
-def show(grpo: GRPORun, rollouts: Sequence[Rollout]) -> None:
-    """`rollouts/step_N.jsonl`, metrics, and from time to time completions in TensorBoard. Collective; rank 0 writes."""
-    step, config = grpo.state.step, grpo.config
+def show_rollouts(
+    sampled: SampledRollouts,
+    step: int,
+    config: GRPOConfig,
+    *,
+    tokenizer: Any,
+    world: World,
+    output_dir: Path,
+    metrics: Metrics,
+) -> dict[str, float]:
+    """Write `rollouts/step_N.jsonl`, and from time to time completions to the metrics' sinks; rank 0 does it. Collective.
+
+    Returns the metrics of the rollout, of all ranks.
+    """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
-    shown = sheets(rollouts, grpo, config.rollout.show) if is_due else []
-    parts = gather_objects(([describe(grpo, rollout) for rollout in rollouts], shown, grpo.reward_sums))
-    grpo.reward_sums = []
-    rows = [row for found, *_ in parts for row in found]
-    grpo.rollout_metrics |= summarise(rows, config.grpo.num_generations)
-    grpo.rollout_metrics |= reward_means([one for *_, sums in parts for one in sums])
-    if not grpo.world.is_main:
-        return
-    write_rows(grpo.output_dir / "rollouts" / f"{step_name(step)}.jsonl", rows)
-    if is_due and rows:
-        advantages = np.array([row["advantage"] for row in rows if row["trained"]])
-        if len(advantages):
-            grpo.metrics.log_histogram(step, "rollout/advantage", advantages)
-        for name in rows[0]["rewards"]:
-            grpo.metrics.log_histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
-        examples = [one for _, found, _ in parts for one in found]
-        grpo.metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
-        grpo.metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
+    own = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
+    sheets = contact_sheets(sampled.rollouts, config, world.size) if is_due else []
+    parts = gather_objects((own, sheets, sampled.reward_sums))
+    rows = [row for part, *_ in parts for row in part]
+    means = summarise(rows, config.grpo.num_generations)
+    means |= reward_means([sums for *_, part in parts for sums in part])
+    if world.is_main:
+        write_rows(output_dir / "rollouts" / f"{step_name(step)}.jsonl", rows)
+        if is_due and rows:
+            advantages = np.array([row["advantage"] for row in rows if row["trained"]])
+            if len(advantages):
+                metrics.log_histogram(step, "rollout/advantage", advantages)
+            for name in rows[0]["rewards"]:
+                metrics.log_histogram(step, f"reward/{name}", np.array([row["rewards"][name] for row in rows]))
+            examples = [example for _, part, _ in parts for example in part]
+            metrics.log_text(step, "rollout/completions", "\n\n".join(text for text, _ in examples))
+            metrics.log_images(step, "rollout/completions", [sheet for _, sheet in examples])
+    return sampled.metrics | means
 
 
-def describe(grpo: GRPORun, rollout: Rollout) -> dict[str, Any]:
+def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     sample, completion = rollout.prompt.sample, rollout.completion
     return {
         "id": sample.id,
         "modality": modality_of(sample),
         "version": completion.version,
-        "prompt": grpo.encoder.processor.tokenizer.decode(rollout.prompt.prompt_ids),
+        "prompt": tokenizer.decode(rollout.prompt.prompt_ids),
         "completion": completion.text,
         "length": len(completion.ids),
         "finish_reason": completion.finish_reason,
@@ -89,11 +103,10 @@ def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, floa
     return {f"reward/{name}": sum(t for t, _ in pairs) / sum(n for _, n in pairs) for name, pairs in found.items()}
 
 
-def sheets(rollouts: Sequence[Rollout], grpo: GRPORun, count: int) -> list[tuple[str, Any]]:
-    """Text and picture of one completion of each of this rank's first prompts."""
-    own = -(-count // grpo.world.size)
-    found = []
-    for rollout in rollouts[:: grpo.config.grpo.num_generations][:own]:
+def contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
+    """Text and picture of one completion of each of this rank's first prompts, `rollout.show` over all ranks."""
+    num_own, sheets = -(-config.rollout.show // world_size), []
+    for rollout in rollouts[:: config.grpo.num_generations][:num_own]:
         sample = rollout.prompt.sample
         rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
         reference = "" if sample.answer is None else f"reference: {sample.answer}\n"
@@ -101,5 +114,5 @@ def sheets(rollouts: Sequence[Rollout], grpo: GRPORun, count: int) -> list[tuple
             f"{question_of(sample)}\ncompletion: {rollout.completion.text}\n{reference}"
             f"reward {rollout.reward:g} ({rewards}), advantage {rollout.advantage:+.2f}"
         )
-        found.append((text, contact_sheet(rollout.prompt.media, text)))
-    return found
+        sheets.append((text, contact_sheet(rollout.prompt.media, text)))
+    return sheets

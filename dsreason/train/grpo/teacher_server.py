@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -90,10 +91,10 @@ class Client:
         self.server = RewardServer(address, key, what="teacher", token_name=KEY)
 
     def ask(self, rollout: Rollout) -> list[float]:
-        """Of the completion's tokens."""
-        prompt, completion = rollout.prompt.prompt_ids, rollout.completion.ids
-        tokens = self.request([*prompt, *completion], f"sample {rollout.prompt.sample.id!r}")
-        return [token.logprob for token in tokens[-len(completion) :]]
+        """Ask for the log-probabilities of the completion's sampled tokens."""
+        prompt, completion = rollout.prompt.prompt_ids, rollout.completion
+        tokens = self.request([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
+        return [token.logprob for token in compress(tokens[-len(completion.ids) :], completion.sampled)]
 
     def request(self, ids: list[int], what: str) -> list[Token]:
         """What the server says of each token but the first, which follows nothing.

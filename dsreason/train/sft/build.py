@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepLoader
@@ -15,48 +16,58 @@ from dsreason.job.ranks import World, gather_objects
 from dsreason.models.load import model_config
 from dsreason.rollout.batches import tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
+from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
 from dsreason.train.common.global_batches import step_order
-from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_policy, start_run
+from dsreason.train.common.job import TrainingJob
+from dsreason.train.common.opening import build_policy_engine, open_policy_job, start_policy, start_policy_run
 from dsreason.train.common.preflight import DTYPES
+from dsreason.train.common.run import TrainingRun
+from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.validate import HeldOut, validate_policy
 from dsreason.train.sft.preflight import check
 
 
 @dataclass(kw_only=True)
-class SFTRun(Run[SFTConfig]):
-    """What SFT has beside the parts of every run."""
+class SFTTrainer:
+    """The parts of supervised fine-tuning."""
 
+    job: TrainingJob[SFTConfig]
+    run: TrainingRun[SFTConfig]
+    world: World
+    engine: DeepSpeedEngine
+    sampler: Sampler
+    """Answers the held-out rows."""
+    held_out: HeldOut[SFTConfig]
     loader: StepLoader
     arithmetic: Arithmetic
     steps_per_epoch: float
 
+    def validate(self, step: int) -> ValidationResult | None:
+        return validate_policy(self.sampler, self.held_out, version=step, progress=self.run.progress)
+
 
 @contextmanager
-def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTRun]:
+def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTTrainer]:
     """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
     with ExitStack() as stack:
-        opened = open_run(config, output_dir, resume, command="sft", check=check, stack=stack)
-        config, world, model_path, encoder = opened.config, opened.world, opened.model_path, opened.encoder
-        order = step_order(opened.training, config)
-        with opened.watchdog.phase("load_model"):
-            engine = build_policy_engine(config, opened.deepspeed, model_path, world.group)
-            state = start_policy(opened, engine)
+        job, rows = open_policy_job(config, output_dir, resume, command="sft", check=check, stack=stack)
+        config, world, model_path = job.config, job.world, job.model_path
+        order = step_order(rows.training, config)
+        with job.watchdog.phase("load_model"):
+            engine = build_policy_engine(config, job.deepspeed, model_path, world.group)
+            state = start_policy(job, engine)
         settings = TransformersSettings(
             attention=config.model.attention,
             batch_size=config.validation.micro_batch_size,
             batch_tokens=validation_tokens(config, model_path, world),
         )
-        run = start_run(
-            opened,
-            stack,
-            engine=engine,
-            settings=settings,
-            state=state,
-            total_steps=order.num_steps,
+        run, sampler = start_policy_run(
+            job, rows, stack, engine=engine, settings=settings, state=state, total_steps=order.num_steps
         )
         loader = StepLoader(
-            opened.training,
-            encoder,
+            rows.training,
+            rows.encoder,
             order,
             config,
             rank=world.rank,
@@ -65,8 +76,13 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             exchange=gather_objects,
             start_step=state.step,
         )
-        yield SFTRun(
-            **vars(run),
+        yield SFTTrainer(
+            job=job,
+            run=run,
+            world=world,
+            engine=engine,
+            sampler=sampler,
+            held_out=HeldOut(rows.validation, rows.encoder, config, world),
             loader=loader,
             arithmetic=arithmetic_of(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,

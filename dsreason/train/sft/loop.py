@@ -15,10 +15,7 @@ from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.phases import record_phase
 from dsreason.train.common.global_batches import show_batches, wait_for_batches
-from dsreason.train.common.opening import validate_policy
-from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate
-from dsreason.train.sft.build import SFTRun, build_sft
+from dsreason.train.sft.build import SFTTrainer, build_sft
 
 
 def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
@@ -27,22 +24,32 @@ def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = 
         train(sft)
 
 
-def train(sft: SFTRun) -> None:
-    before_steps(sft, validate_policy)
-    for batches in wait_for_batches(sft.loader, sft.watchdog):
-        poll_checkpoint(sft)
-        started, first = time.perf_counter(), sft.state.step
-        with sft.watchdog.phase("step"):
-            with sft.memory.phase("train"):
-                metrics = sft_step(sft.engine, batches, lr=learning_rate(sft), world=sft.world)
-                metrics = sft.finite.metrics(metrics, batches.micro_batches, sft.engine.global_steps)
-            finish_step(sft, batches, metrics, seconds=time.perf_counter() - started)
-        after_steps(sft, first, validate_policy)
-    finish(sft)
+def train(sft: SFTTrainer) -> None:
+    run = sft.run
+    run.before_steps(sft.validate)
+    for batches in wait_for_batches(sft.loader, sft.job.watchdog):
+        run.poll_checkpoint()
+        first = run.state.step
+        with sft.job.watchdog.phase("step"):
+            train_on_batches(sft, batches)
+        run.after_steps(first, sft.validate)
+    run.finish()
+
+
+def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
+    """Run the optimizer step over a global batch, count it and show it."""
+    run, engine, started = sft.run, sft.engine, time.perf_counter()
+    with run.memory.phase("train"):
+        metrics = sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
+        metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
+    seconds = time.perf_counter() - started
+    run.count_step(epoch=engine.global_steps / sft.steps_per_epoch)
+    shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
+    show_batches(run, sft.arithmetic, batches, metrics, shown, seconds=seconds)
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
-    """One optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
+    """Run one optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
     set_learning_rate(engine, lr)
     loss = accumulate_gradients(engine, batches, world)
     with record_phase("optimizer"):
@@ -60,10 +67,3 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
     return all_sum(sum(map(float, losses))) / world.ranks_per_row  # those that compute a row together all have its loss
-
-
-def finish_step(sft: SFTRun, batches: StepBatches, metrics: dict[str, float], *, seconds: float) -> None:
-    """Count the step and show it."""
-    count_step(sft, epoch=sft.engine.global_steps / sft.steps_per_epoch)
-    shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
-    show_batches(sft, sft.arithmetic, batches, metrics, shown, seconds=seconds)

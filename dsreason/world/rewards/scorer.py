@@ -18,7 +18,6 @@ from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.rewards.functions import reward_labels
 from dsreason.rewards.pool import Call, Pool
 from dsreason.rewards.worker import described
-from dsreason.user_code import RAISED_BY_USER_CODE
 from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
 from dsreason.world.rewards.service import RewardService, service_total
 from dsreason.world.schema import WorldRewardConfig
@@ -189,7 +188,7 @@ def call_here(
             result = function(*arguments)
         except DsReasonError:
             raise
-        except RAISED_BY_USER_CODE as error:
+        except Exception as error:
             raise RewardError(f"{subject} {described(error)}") from error
         try:
             scores += check_scores(result, arguments)[0]

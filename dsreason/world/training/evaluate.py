@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,9 @@ from dsreason.user_code import code_file
 from dsreason.world import lora
 from dsreason.world.base import FILE, base_of
 from dsreason.world.cache import fingerprint
-from dsreason.world.data import WorldDataset
 from dsreason.world.evaluation.history import small_video
 from dsreason.world.evaluation.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
-from dsreason.world.families import WorldFamily, family_of
-from dsreason.world.latents import LatentCodec
+from dsreason.world.families import family_of
 from dsreason.world.models import (
     check_components,
     check_installed,
@@ -35,15 +32,13 @@ from dsreason.world.models import (
     load_vae,
     resolve_world_model,
 )
-from dsreason.world.rewards import ClipScorer
 from dsreason.world.rewards.functions import BUILT_IN
 from dsreason.world.schema import LoRAConfig, WorldConfig
-from dsreason.world.training.build import open_rewards, share_of
-from dsreason.world.training.clips import Share
-from dsreason.world.training.inputs import Inputs, open_inputs, validation_rows
-from dsreason.world.training.preflight import check_conditioning, check_rewards, clip_size, open_data
-from dsreason.world.training.validate import Shown, sample_clips
-from dsreason.world.types import ClipSize
+from dsreason.world.training.build import compute_share, open_rewards
+from dsreason.world.training.inputs import open_inputs, validation_rows
+from dsreason.world.training.preflight import check_conditioning, check_rewards, open_data, sigmas_of
+from dsreason.world.training.validate import ValidationClip, build_validation_dataset, sample_clips
+from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.video import small, write_mp4
 
 SECTIONS = ("model", "data", "world", "reward", "validation")
@@ -55,22 +50,6 @@ IGNORED = {
 }
 PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
 """Of a model's folder: all that decides what its clips are."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A `ClipMaker` around a plain transformer."""
-
-    config: WorldConfig
-    family: WorldFamily
-    model_path: Path
-    engine: nn.Module
-    codec: LatentCodec
-    inputs: Inputs
-    share: Share
-    size: ClipSize
-    scorer: ClipScorer | None
-    device: torch.device
 
 
 def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
@@ -114,26 +93,26 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
         codec, dtype = load_vae(folder, world.device, DTYPES[config.train.precision]), DTYPES[config.train.precision]
         prompts = dict.fromkeys([config.data.negative_prompt, *(row.prompt for row in rows)])
         inputs = open_inputs(config, folder, list(prompts), codec, world)
-        share = share_of(config, world)
-        maker = Evaluation(
+        share = compute_share(config, world)
+        maker = ClipMaker(
             config=config,
             family=family_of(folder),
             model_path=folder,
-            engine=load_model(folder, adapter, dtype, world.device),
+            transformer=load_model(folder, adapter, dtype, world.device),
             codec=codec,
             inputs=inputs,
             share=share,
-            size=clip_size(config.data),
+            sigmas=sigmas_of(config, folder),
             scorer=open_rewards(config, share, stack),
             device=world.device,
         )
-        dataset = WorldDataset(rows, (datasets[1] if len(datasets[1]) else datasets[0]).read)
-        left = on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
-        progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(left)))
-        with progress.phase("clips", len(left), "clips") as advance:
-            for numbers in cut(left, config.train.micro_batch_size * world.size):
-                shown = sample_clips(maker, dataset, numbers, advance)
-                on_rank_zero(partial(save, shown, results, maker.size.fps))
+        dataset = build_validation_dataset(rows, datasets)
+        missing = on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
+        progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(missing)))
+        with progress.phase("clips", len(missing), "clips") as advance:
+            for numbers in cut(missing, config.train.micro_batch_size * world.size):
+                clips = sample_clips(maker, dataset, numbers, advance)
+                on_rank_zero(partial(save, clips, results, inputs.size.fps))
 
 
 def for_evaluation(config: WorldConfig) -> WorldConfig:
@@ -178,9 +157,9 @@ def cut(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
     return [numbers[i : i + size] for i in range(0, len(numbers), size)]
 
 
-def save(shown: Sequence[Shown], results: Path, fps: float) -> None:
+def save(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
     """The videos first: a clip counts as done by its JSON."""
-    for clip in shown:
+    for clip in clips:
         assert clip.pixels is not None
         write_mp4(clip.pixels, results / CLIPS / f"{clip.number}.mp4", fps)
         write_mp4(small(clip.pixels), small_video(results / CLIPS, clip.number), fps)

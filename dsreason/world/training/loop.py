@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from dsreason.data.order import StepOrder
+from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
-from dsreason.job.ranks import gather_objects
+from dsreason.job.ranks import World
 from dsreason.phases import record_phase
-from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
 from dsreason.world.losses import nft_decay
-from dsreason.world.schema import WorldConfig
+from dsreason.world.schema import WorldConfig, WorldConfigSection
 from dsreason.world.training import nft, sft, update
-from dsreason.world.training.build import WorldRun, build_world
+from dsreason.world.training.build import WorldTrainer, build_world
 from dsreason.world.training.clips import MicroBatch, Sample
-from dsreason.world.training.gradients import grad_over_eps
+from dsreason.world.training.gradients import count_clips
 from dsreason.world.training.rollout import rollout
-from dsreason.world.training.validate import validate
+from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
 """What one optimizer step trains on: micro-batches of real clips, or samples."""
@@ -26,106 +30,136 @@ Part = list[Any]
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
-    with build_world(config, output_dir, resume) as world:
-        train(world)
+    with build_world(config, output_dir, resume) as trainer:
+        train(trainer)
 
 
-def train(world: WorldRun) -> None:
-    before_steps(world, validate)
-    while world.state.step < world.total_steps:
-        poll_checkpoint(world)
-        started, first = time.perf_counter(), world.state.step
-        parts = next_parts(world)
+def train(trainer: WorldTrainer) -> None:
+    run = trainer.run
+    run.before_steps(trainer.validate)
+    while run.state.step < run.total_steps:
+        run.poll_checkpoint()
+        started, first = time.perf_counter(), run.state.step
+        parts, rollout_metrics = prepare_parts(trainer)
         prepared = time.perf_counter()
         for part in parts:
-            world.profiler.begin(world.state.step + 1)
-            with world.watchdog.phase("step"):
-                metrics = world_step(world, part, first + 1)
+            run.profiler.begin(run.state.step + 1)
+            with trainer.job.watchdog.phase("step"):
+                metrics = train_on_part(trainer, part, first + 1)
                 now = time.perf_counter()
                 times = {"time/rollout": prepared - started, "time/train": now - prepared}
-                finish_step(world, part, metrics | times)
+                finish_step(trainer, part, metrics | times | rollout_metrics)
             prepared = started = now  # a rollout's further steps cost no sampling
-        after_steps(world, first, validate)
-    finish(world)
+        run.after_steps(first, trainer.validate)
+    run.finish()
 
 
-def next_parts(world: WorldRun) -> list[Part]:
-    """What the next optimizer steps train on: one step of real clips, or all steps of one rollout."""
-    if world.config.world.algorithm == "sft":
-        with world.watchdog.phase("data"):
-            return [sft.next_batches(world)]
-    with world.watchdog.phase("rollout"):
-        samples = rollout(world)
-    with world.watchdog.phase("prepare"):
-        add_reference = nft.with_reference if world.config.world.algorithm == "nft" else update.with_reference
-        return [list(part) for part in add_reference(world, samples, world.state.step + 1)]
+def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
+    """Return what the next optimizer steps train on, and the metrics of the rollout that it comes from.
+
+    That is one step of real clips, or all steps of one rollout.
+    """
+    run, maker, watchdog = trainer.run, trainer.clip_maker, trainer.job.watchdog
+    config, step = maker.config.world, run.state.step
+    if config.algorithm == "sft":
+        with watchdog.phase("data"):
+            indices = trainer.order.indices(step)
+            batches, skipped = sft.next_batches(maker, trainer.training, indices, trainer.clips, step + 1)
+            run.count_skipped(skipped)
+        return [list(batches)], {}
+    with watchdog.phase("rollout"):
+        samples, metrics = rollout(
+            maker,
+            trainer.training,
+            trainer.order.indices(step // config.optimizer_steps_per_rollout),
+            step=step + 1,
+            old=trainer.averages.get("old"),
+            watchdog=watchdog,
+            memory=run.memory,
+        )
+    with watchdog.phase("prepare"):
+        if config.algorithm == "nft":
+            samples = nft.add_reference(maker, trainer.reference, samples, step + 1)
+        else:
+            samples = update.add_reference(maker, trainer.reference, samples)
+    return [list(part) for part in samples], metrics
 
 
-def world_step(world: WorldRun, part: Part, rollout_step: int) -> dict[str, float]:
-    """One optimizer step, however its clips are cut into micro-batches and over ranks."""
-    engine, step, lr = world.engine, world.state.step + 1, learning_rate(world)
+def train_on_part(trainer: WorldTrainer, part: Part, rollout_step: int) -> dict[str, float]:
+    """Run one optimizer step, however its clips are cut into micro-batches and over ranks. Return its metrics."""
+    run, maker = trainer.run, trainer.clip_maker
+    engine, step, lr = run.engine, run.state.step + 1, run.learning_rate
     set_learning_rate(engine, lr)
-    with world.memory.phase("train"):
-        metrics = gradients(world, part, step, rollout_step)
+    with run.memory.phase("train"):
+        metrics = accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=trainer.job.world)
+        if step == rollout_step and "policy/ratio_error" in metrics:
+            trainer.ratio_check.check(metrics["policy/ratio_error"], step)
         with record_phase("optimizer"):
             engine.step()
     norm = engine_grad_norm(engine)
-    metrics |= {"train/learning_rate": lr, "train/grad_norm": norm, "train/grad_over_eps": grad_over_eps(world, norm)}
-    metrics = world.finite.metrics(
-        metrics, [saved(one) for one in part], step, lambda: [described(one) for one in part]
+    grad_over_eps = trainer.epsilon_check.measure(engine, norm, step)
+    metrics |= {"train/learning_rate": lr, "train/grad_norm": norm, "train/grad_over_eps": grad_over_eps}
+    metrics = run.finite.metrics(
+        metrics, [list_tensors(item) for item in part], step, lambda: [describe_clips(item) for item in part]
     )
-    follow(world, step)
+    update_averages(trainer.averages, maker.config, step)
     return metrics
 
 
-def gradients(world: WorldRun, part: Part, step: int, rollout_step: int) -> dict[str, float]:
-    """Forward and backward of all clips of a step; what is shown of them."""
-    algorithm = world.config.world.algorithm
-    if algorithm == "sft":
-        return sft.accumulate(world, part, step)
+def accumulate_gradients(
+    maker: ClipMaker, engine: DeepSpeedEngine, part: Part, *, rollout_step: int, world: World
+) -> dict[str, float]:
+    """Run forward and backward of all clips of a step. Return the step's metrics."""
+    algorithm = maker.config.world.algorithm
+    if algorithm == "sft":  # its steps are rollouts of one step
+        return sft.accumulate_gradients(maker, engine, part, step=rollout_step, world=world)
     if algorithm == "nft":
-        return nft.accumulate(world, part, rollout_step)
-    return update.accumulate(world, part, step, rollout_step)
+        return nft.accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=world)
+    return update.accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=world)
 
 
-def follow(world: WorldRun, step: int) -> None:
-    """The averages after an optimizer step."""
-    train = world.config.train
-    if "old" in world.averages:
-        world.averages["old"].blend(nft_decay(world.config.world.nft_decay, step))
+def update_averages(averages: Mapping[str, WeightAverage], config: WorldConfig, step: int) -> None:
+    """Update the averages after an optimizer step."""
+    train = config.train
+    if "old" in averages:
+        averages["old"].blend(nft_decay(config.world.nft_decay, step))
     if train.ema_decay is not None and step % train.ema_every == 0:
-        world.averages["ema"].blend(train.ema_decay)
+        averages["ema"].blend(train.ema_decay)
 
 
-def saved(one: MicroBatch | Sample) -> dict[str, Any]:
-    """What is kept of a step whose loss is not finite."""
-    if isinstance(one, MicroBatch):
-        return {"noise": one.start} | ({} if one.clean is None else {"clean": one.clean})
-    return {"noise": one.batch.start, "latents": one.latents, "advantages": one.advantages}
+def list_tensors(item: MicroBatch | Sample) -> dict[str, Tensor]:
+    """Return what is saved of a step whose loss is not finite."""
+    if isinstance(item, MicroBatch):
+        return {"noise": item.start} | ({} if item.clean is None else {"clean": item.clean})
+    return {"noise": item.batch.start, "latents": item.latents, "advantages": item.advantages}
 
 
-def described(one: MicroBatch | Sample) -> list[Any]:
-    batch = one if isinstance(one, MicroBatch) else one.batch
+def describe_clips(item: MicroBatch | Sample) -> list[Any]:
+    """Return row, prompt and place of each clip, to save beside its tensors."""
+    batch = get_batch(item)
     return [
         {"id": row.id, "prompt": row.prompt, "number": [place.prompt, place.clip]}
         for place, row in zip(batch.places, batch.rows, strict=True)
     ]
 
 
-def finish_step(world: WorldRun, part: Part, metrics: dict[str, float]) -> None:
+def get_batch(item: MicroBatch | Sample) -> MicroBatch:
+    return item if isinstance(item, MicroBatch) else item.batch
+
+
+def finish_step(trainer: WorldTrainer, part: Part, metrics: dict[str, float]) -> None:
     """Count the step and show it."""
-    step = world.engine.global_steps
-    extra = {} if world.lora is None else {"lora": world.lora}  # an export of the checkpoint needs it
-    count_step(world, epoch=step * world.config.samples_per_step / rows_per_epoch(world), extra=extra)
-    batches = [one if isinstance(one, MicroBatch) else one.batch for one in part]
-    own = sum(len(batch) for batch in batches if batch.counted and world.share.leads)
-    clips = sum(gather_objects(own))
-    _, frames, height, width = world.shape
+    run, maker = trainer.run, trainer.clip_maker
+    config, step = maker.config, run.engine.global_steps
+    extra = {} if trainer.lora is None else {"lora": trainer.lora}  # an export of the checkpoint needs it
+    epoch = step * config.samples_per_step / compute_clips_per_epoch(config.world, trainer.order)
+    run.count_step(epoch=epoch, extra=extra)
+    clips = count_clips([get_batch(item) for item in part], maker.share)
+    _, frames, height, width = maker.inputs.shape
     seconds = metrics["time/rollout"] + metrics["time/train"]
-    metrics = metrics | world.rollout_metrics | {"perf/clips_per_second": clips / seconds}
+    metrics = metrics | {"perf/clips_per_second": clips / seconds}
     name, key = ("reward", "reward/mean") if "reward/mean" in metrics else ("loss", "train/loss")
-    show_step(
-        world,
+    run.show_step(
         metrics,
         {name: metrics[key]} if key in metrics else {},  # a skipped step has no loss
         num_samples=clips,
@@ -134,7 +168,6 @@ def finish_step(world: WorldRun, part: Part, metrics: dict[str, float]) -> None:
     )
 
 
-def rows_per_epoch(world: WorldRun) -> float:
-    """In clips of the run's steps: each row has a group of them, or itself."""
-    config = world.config.world
-    return world.order.rows_per_epoch * (1 if config.algorithm == "sft" else config.num_generations)
+def compute_clips_per_epoch(config: WorldConfigSection, order: StepOrder) -> float:
+    """Return how many clips an epoch has: each row has a group of them, or its own."""
+    return order.rows_per_epoch * (1 if config.algorithm == "sft" else config.num_generations)

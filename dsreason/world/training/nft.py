@@ -6,111 +6,124 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.engine.engine import add_gradient
+from dsreason.engine.reference import ReferencePolicy
+from dsreason.job.ranks import World
 from dsreason.phases import record_phase
 from dsreason.world.losses import kl_velocity, nft_loss, optimality
 from dsreason.world.noise import generator
-from dsreason.world.training.build import WorldRun
+from dsreason.world.schema import WorldConfigSection
 from dsreason.world.training.clips import Place, Sample, clip_noise, halved
-from dsreason.world.training.gradients import add, count_clips, gathered
-from dsreason.world.training.velocity import velocity_of
+from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
+from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MOST = 0.99
-"""Share of the sampler's noise levels that is trained where `nft_times` is unset."""
+"""Share of the sampler's noise levels that is trained if `nft_times` is unset."""
 
 
-def num_times(world: WorldRun) -> int:
-    steps = world.config.world.sampling_steps
-    return min(steps, world.config.world.nft_times or max(1, int(steps * MOST)))
+def count_times(config: WorldConfigSection) -> int:
+    """Return how many noise levels each clip is trained at."""
+    steps = config.sampling_steps
+    return min(steps, config.nft_times or max(1, int(steps * MOST)))
 
 
-def times_of(world: WorldRun, places: Sequence[Place], step: int) -> Tensor:
-    """`[B, times]`: noise levels of the sampler's, each clip's own, in an order drawn anew. Level 0 is none of them."""
-    levels, count = world.sigmas[:-1].float(), num_times(world)
+def draw_levels(maker: ClipMaker, places: Sequence[Place], step: int) -> Tensor:
+    """`[B, times]`: noise levels of the sampler's, in an order drawn for each clip. Level 0 is none of them."""
+    levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
-        generator(world.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[:count]
+        generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[:count]
         for place in places
     ]
     return torch.stack([levels[torch.from_numpy(order)] for order in orders])
 
 
-def noised(world: WorldRun, one: Sample, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x_s `[B, C, T, h, w]`, s `[B]` and the noise of a clip's time `number`, on the engine's device."""
-    times = times_of(world, one.batch.places, step)[:, number]
-    noise = clip_noise(one.batch.places, world.shape, world.config.train.seed, step, f"time {number}")
+def add_noise(maker: ClipMaker, sample: Sample, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x_s `[B, C, T, h, w]`, s `[B]` and the noise of a clip's time `number`, on the transformer's device."""
+    places = sample.batch.places
+    times = draw_levels(maker, places, step)[:, number]
+    noise = clip_noise(places, maker.inputs.shape, maker.config.train.seed, step, f"time {number}")
     s = times.view(-1, 1, 1, 1, 1)
-    x = (1 - s) * one.latents + s * noise
-    return x.to(world.device), times.to(world.device), noise.to(world.device)
+    x = (1 - s) * sample.latents + s * noise
+    return x.to(maker.device), times.to(maker.device), noise.to(maker.device)
 
 
 @torch.no_grad()
-def with_velocities(world: WorldRun, one: Sample, step: int, name: str) -> Sample:
-    """The sample with the velocities, at its times, of the weights that the engine holds. Collective."""
-    found = {}
-    for number in range(num_times(world)):
-        x, s, noise = noised(world, one, number, step)
-        batch = replace(one.batch.to(world.device), start=noise)
-        found[number] = halved(velocity_of(world, batch, world.config.world.guidance_scale)(x, s)).cpu()
-    return replace(one, fixed={**one.fixed, name: found})
+def add_velocities(maker: ClipMaker, sample: Sample, step: int, name: str) -> Sample:
+    """Return the sample with the velocities, at its times, of the weights that the transformer holds. Collective."""
+    velocities = {}
+    for number in range(count_times(maker.config.world)):
+        x, s, noise = add_noise(maker, sample, number, step)
+        batch = replace(sample.batch.to(maker.device), start=noise)
+        velocities[number] = halved(build_velocity(maker, batch, maker.config.world.guidance_scale)(x, s)).cpu()
+    return replace(sample, fixed={**sample.fixed, name: velocities})
 
 
-def with_old_velocities(world: WorldRun, one: Sample, step: int) -> Sample:
-    """Of the policy that sampled; the caller has put it in place."""
-    return with_velocities(world, one, step, "old")
+def add_old_velocities(maker: ClipMaker, sample: Sample, step: int) -> Sample:
+    """Return the sample with the velocities of the policy that sampled; the caller has put it in place."""
+    return add_velocities(maker, sample, step, "old")
 
 
-def with_reference(world: WorldRun, parts: Sequence[Sequence[Sample]], step: int) -> list[list[Sample]]:
-    """The samples with the reference's velocities, where there is a KL. Collective."""
-    if world.reference is None:
+def add_reference(
+    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[Sample]], step: int
+) -> list[list[Sample]]:
+    """Return the samples with the reference's velocities, if there is a KL. Collective."""
+    if reference is None:
         return [list(part) for part in parts]
-    with world.reference.in_place():
-        return [[with_velocities(world, one, step, "reference") for one in part] for part in parts]
+    with reference.in_place():
+        return [[add_velocities(maker, sample, step, "reference") for sample in part] for part in parts]
 
 
-def step_loss(world: WorldRun, one: Sample, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each clip at one of its times, `[B]`, and what is shown, `[B]`."""
-    config = world.config.world
-    x, s, noise = noised(world, one, number, step)
-    batch = replace(one.batch.to(world.device), start=noise)
-    v = velocity_of(world, batch, config.guidance_scale)(x, s)
-    old = one.fixed["old"][number].to(world.device, torch.float32)
+def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each clip at its time `number`, `[B]`, and its metrics, `[B]`."""
+    config, device = maker.config.world, maker.device
+    x, s, noise = add_noise(maker, sample, number, step)
+    batch = replace(sample.batch.to(device), start=noise)
+    v = build_velocity(maker, batch, config.guidance_scale)(x, s)
+    old = sample.fixed["old"][number].to(device, torch.float32)
     result = nft_loss(
         v,
         old,
         noisy=x,
-        clean=one.latents.to(world.device),
+        clean=sample.latents.to(device),
         times=s,
-        optimal=optimality(one.advantages.to(world.device), config.advantage_clip),
+        optimal=optimality(sample.advantages.to(device), config.advantage_clip),
         beta=config.nft_beta,
         scale=config.advantage_clip,
         free=batch.free,
     )
     loss = result.loss
-    found = {
+    metrics = {
         "policy/positive": result.positive,
         "policy/negative": result.negative,
         "policy/old_distance": kl_velocity(v.detach(), old, batch.free),
     }
-    if "reference" in one.fixed:
-        reference = one.fixed["reference"][number].to(world.device, torch.float32)
+    if "reference" in sample.fixed:
+        reference = sample.fixed["reference"][number].to(device, torch.float32)
         kl = kl_velocity(v, reference, batch.free)
         loss = loss + config.kl_coef * kl
-        found["policy/kl"] = kl.detach()
-    return loss, found
+        metrics["policy/kl"] = kl.detach()
+    return loss, metrics
 
 
-def accumulate(world: WorldRun, part: Sequence[Sample], rollout_step: int) -> dict[str, float]:
-    """Forward and backward of every clip at every of its times; the gradient is that of the whole optimizer step."""
-    count, num_clips = num_times(world), count_clips(world, part)
+def accumulate_gradients(
+    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[Sample], *, rollout_step: int, world: World
+) -> dict[str, float]:
+    """Run forward and backward of every clip at each of its times; the gradient is that of the whole optimizer step.
+
+    Returns:
+        The metrics of the step.
+    """
+    count, num_clips = count_times(maker.config.world), count_clips([sample.batch for sample in samples], maker.share)
     sums: dict[str, float] = {}
-    items = [(one, number) for one in part for number in range(count)]
-    for i, (one, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
+    items = [(sample, number) for sample in samples for number in range(count)]
+    for i, (sample, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
         with record_phase("forward"):
-            loss, found = step_loss(world, one, number, rollout_step)
-        share = float(one.batch.counted) / (num_clips * count)
+            loss, metrics = compute_loss(maker, sample, number, rollout_step)
+        share = float(sample.batch.counted) / (num_clips * count)
         total = loss.sum() * share
-        add_gradient(world.engine, total, world.world.size, last=i == len(items) - 1)
-        add(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in found.items()})
-    return gathered(world, sums)
+        add_gradient(engine, total, world.size, last=i == len(items) - 1)
+        add_values(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in metrics.items()})
+    return sum_over_ranks(sums, maker.share)

@@ -10,34 +10,49 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsreason.engine.average import WeightAverage
 from dsreason.errors import DsReasonError, RewardError
 from dsreason.job.ranks import errors_on_all_ranks, gather_objects
+from dsreason.job.watchdog import Watchdog
+from dsreason.monitor.memory import MemoryLedger
+from dsreason.world.data import WorldDataset
+from dsreason.world.latents import LatentCodec
 from dsreason.world.losses import equal_groups, exponential, group_advantages
 from dsreason.world.noise import window
 from dsreason.world.rewards import Pending, Scores
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
+from dsreason.world.schema import WorldConfig, WorldConfigSection
 from dsreason.world.steps import Step, step_of
-from dsreason.world.training.build import WorldRun
 from dsreason.world.training.clips import MicroBatch, Place, Sample, clip_noise, share_out
-from dsreason.world.training.nft import with_old_velocities
+from dsreason.world.training.nft import add_old_velocities
 from dsreason.world.training.preflight import trained_steps
 from dsreason.world.training.show import Look, look_at, looks
-from dsreason.world.training.velocity import ClipMaker, velocity_of, with_given
+from dsreason.world.training.velocity import ClipMaker, build_velocity, restore_given_frames
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in the steps of a rollout."""
+    """The steps of a rollout's sampler."""
 
     steps: tuple[Step, ...]
     trained: tuple[int, ...]
-    """Numbers of those that add noise and are trained."""
+    """Numbers of the steps that add noise and are trained."""
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A sampled micro-batch whose rewards are being made."""
+
+    batch: MicroBatch
+    result: Callable[[], Scores]
+    """Waits for the scores."""
+    looks: list[Look]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One clip's reward and what it looks like; small, so that all ranks can have those of all clips."""
+    """The reward and the look of a clip; small, so that all ranks can have those of all clips."""
 
     place: Place
     total: float
@@ -45,41 +60,54 @@ class Scored:
     look: Look
 
 
-def rollout(world: WorldRun) -> list[list[Sample]]:
-    """Sampled and scored clips of the next prompts, this rank's share: a list for each optimizer step.
+def rollout(
+    maker: ClipMaker,
+    dataset: WorldDataset,
+    indices: Sequence[int],
+    *,
+    step: int,
+    old: WeightAverage | None,
+    watchdog: Watchdog,
+    memory: MemoryLedger,
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """Sample and score clips of the prompts of these rows. Collective.
 
     The same seed, step, prompt and number in the group give the same clip on any number of ranks.
+
+    Args:
+        step: the first optimizer step of the rollout.
+        old: weights to sample with; None: those of the policy.
+
+    Returns:
+        This rank's share of the samples, a list for each optimizer step, and the metrics of the rollout.
     """
-    config, step = world.config, world.state.step + 1
-    number = world.state.step // config.world.optimizer_steps_per_rollout
-    plan, indices = plan_steps(world, step), world.order.indices(number)
+    config = maker.config
+    plan = plan_steps(config, maker.sigmas, step)
     parts = []
-    with world.watchdog.phase("data"), errors_on_all_ranks():
-        for places in split_places(world):
-            groups = share_out(places, world.share, config.train.micro_batch_size)
+    with watchdog.phase("data"), errors_on_all_ranks():
+        for places in split_places(config.world):
+            groups = share_out(places, maker.share, config.train.micro_batch_size)
             with_clean = config.world.algorithm == "ddrl"
-            parts.append(world.inputs.micro_batches(groups, world.training, indices, step, with_clean=with_clean))
+            parts.append(maker.inputs.micro_batches(groups, dataset, indices, step, with_clean=with_clean))
     started = time.perf_counter()
-    old = world.averages.get("old")
-    pending: list[tuple[MicroBatch, Callable[[], Scores], list[Look]]] = []
-    with world.memory.phase("rollout"), nullcontext() if old is None else old.in_place():
-        samples = [[sample(world, batch, plan, step, pending) for batch in part] for part in parts]
+    pending: list[PendingBatch] = []
+    with memory.phase("rollout"), nullcontext() if old is None else old.in_place():
+        samples = [[sample_batch(maker, batch, plan, step, pending) for batch in part] for part in parts]
         if old is not None:
-            samples = [[with_old_velocities(world, one, step) for one in part] for part in samples]
+            samples = [[add_old_velocities(maker, sample, step) for sample in part] for part in samples]
     sampled = time.perf_counter()
-    with world.watchdog.phase("reward"):
-        scored = fetch(pending)
-    world.rollout_metrics = {
+    with watchdog.phase("reward"):
+        scored = collect_scores(pending)
+    metrics = {
         "time/generate": sampled - started,
         "time/reward": time.perf_counter() - sampled,
-        **summarise(world, scored),
+        **summarise(config.world, scored),
     }
-    return with_advantages(world, samples, scored)
+    return add_advantages(config.world, samples, scored), metrics
 
 
-def split_places(world: WorldRun) -> list[list[Place]]:
-    """The rollout's clips by optimizer step, each with its share of the prompts."""
-    config = world.config.world
+def split_places(config: WorldConfigSection) -> list[list[Place]]:
+    """Split the rollout's clips over the optimizer steps, each with its share of the prompts."""
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
     return [
@@ -88,19 +116,23 @@ def split_places(world: WorldRun) -> list[list[Place]]:
     ]
 
 
-def plan_steps(world: WorldRun, step: int) -> Plan:
-    """The rollout's steps: noisy where they are trained, along the ODE elsewhere."""
-    config, levels = world.config.world, [float(s) for s in world.sigmas]
+def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> Plan:
+    """Plan the rollout's sampling steps: noisy if they are trained, along the ODE otherwise.
+
+    Args:
+        step: the first optimizer step of the rollout.
+    """
+    world, levels = config.world, [float(s) for s in sigmas]
     pairs = list(zip(levels, levels[1:], strict=False))
     trained: Sequence[int] = ()
-    if config.algorithm != "nft":
-        trained = trained_steps(world.config, levels)
-        if config.window:
-            trained = window(config.window, len(pairs), seed=world.config.train.seed, step=step)
-        elif config.trained_steps is not None:
-            trained = sorted(set(config.trained_steps))
+    if world.algorithm != "nft":
+        trained = trained_steps(config, levels)
+        if world.window:
+            trained = window(world.window, len(pairs), seed=config.train.seed, step=step)
+        elif world.trained_steps is not None:
+            trained = sorted(set(world.trained_steps))
     steps = [
-        step_of(config.sde, s, s_next, config.noise_level, s_cap=levels[1])
+        step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1])
         if number in trained
         else step_of("ode", s, s_next)
         for number, (s, s_next) in enumerate(pairs)
@@ -108,107 +140,103 @@ def plan_steps(world: WorldRun, step: int) -> Plan:
     return Plan(tuple(steps), tuple(trained))
 
 
-def sample(
-    world: WorldRun,
-    batch: MicroBatch,
-    plan: Plan,
-    step: int,
-    pending: list[tuple[MicroBatch, Callable[[], Scores], list[Look]]],
-) -> Sample:
-    """The clips of a micro-batch; asking for their rewards begins, and is noted in `pending`."""
-    config, here = world.config, batch.to(world.device)
+def sample_batch(maker: ClipMaker, batch: MicroBatch, plan: Plan, step: int, pending: list[PendingBatch]) -> Sample:
+    """Sample the clips of a micro-batch, start to score them, and append the pending scores to `pending`."""
+    config, on_device = maker.config, batch.to(maker.device)
 
     def noise_of(number: int) -> Tensor:
         seed, purpose = config.train.seed, f"sampling step {number}"
-        return clip_noise(batch.places, world.shape, seed, step, purpose).to(world.device)
+        return clip_noise(batch.places, maker.inputs.shape, seed, step, purpose).to(maker.device)
 
-    velocity = velocity_of(world, here, config.world.guidance_scale)
-    found = sample_latents(velocity, here.start, world.sigmas, plan.steps, noise_of, set(plan.trained), free=here.free)
-    latents = with_given(found.latents, here)
-    if batch.counted and world.share.leads:
-        pending.append((batch, *ask(world, batch, latents)))
-    kept = {number: Kept(one.x.cpu(), one.x_next.cpu(), one.log_prob.cpu()) for number, one in found.trajectory.items()}
-    return Sample(batch, latents.cpu(), kept, torch.zeros(len(batch)), {})
+    velocity = build_velocity(maker, on_device, config.world.guidance_scale)
+    sampled = sample_latents(
+        velocity, on_device.start, maker.sigmas, plan.steps, noise_of, set(plan.trained), free=on_device.free
+    )
+    latents = restore_given_frames(sampled.latents, on_device)
+    if batch.counted and maker.share.leads:
+        pending.append(start_scoring(maker, batch, latents))
+    trajectory = {
+        number: Kept(kept.x.cpu(), kept.x_next.cpu(), kept.log_prob.cpu())
+        for number, kept in sampled.trajectory.items()
+    }
+    return Sample(batch, latents.cpu(), trajectory, torch.zeros(len(batch)), {})
 
 
-def pixels_of(world: ClipMaker, latents: Tensor) -> Tensor:
-    """uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
-    return (world.codec.decode(latents) * 255).round().to(torch.uint8)
+def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
+    """Decode to uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
+    return (codec.decode(latents) * 255).round().to(torch.uint8)
 
 
-def ask(world: ClipMaker, batch: MicroBatch, latents: Tensor) -> tuple[Callable[[], Scores], list[Look]]:
-    """Begin to score the clips; returns what waits for the scores, and what the clips look like.
+def start_scoring(maker: ClipMaker, batch: MicroBatch, latents: Tensor) -> PendingBatch:
+    """Start to score the clips, and measure what they look like.
 
     An error waits, too: raised here, it would leave the other ranks waiting in the next forward.
     """
-    assert world.scorer is not None
-    clips = pixels_of(world, latents)
-    seen = look_at(clips)  # on the device: on a CPU a large clip takes seconds
+    assert maker.scorer is not None
+    clips = decode_pixels(maker.codec, latents)
+    batch_looks = look_at(clips)  # on the device: on a CPU a large clip takes seconds
     try:
-        pending: Pending = world.scorer.start(clips.cpu(), latents.cpu(), batch.rows, world.size.fps)
+        pending: Pending = maker.scorer.start(clips.cpu(), latents.cpu(), batch.rows, maker.inputs.size.fps)
     except DsReasonError as error:
-        return raising(error), seen
-    return pending.result, seen
+        return PendingBatch(batch, raise_later(error), batch_looks)
+    return PendingBatch(batch, pending.result, batch_looks)
 
 
-def raising(error: DsReasonError) -> Callable[[], Scores]:
+def raise_later(error: DsReasonError) -> Callable[[], Scores]:
     def result() -> Scores:
         raise error
 
     return result
 
 
-def fetch(pending: Sequence[tuple[MicroBatch, Callable[[], Scores], list[Look]]]) -> list[Scored]:
-    """The rewards of all ranks' clips, in the order of their places. Collective.
+def collect_scores(pending: Sequence[PendingBatch]) -> list[Scored]:
+    """Return the rewards of all ranks' clips, in the order of their places. Collective.
 
     Raises:
-        RewardError: on every rank, where one of them failed or is no number.
+        RewardError: on every rank, if one of the rewards failed or is not finite.
     """
-    own: list[Scored] = []
+    local: list[Scored] = []
     with errors_on_all_ranks():
-        for batch, result, seen in pending:
-            scores = result()
+        for item in pending:
+            scores, batch = item.result(), item.batch
             if not torch.isfinite(scores.total).all():
                 raise RewardError(f"the reward of {batch.rows[0].id} and those after it is {scores.total.tolist()}")
-            own += [
-                Scored(
-                    place, float(scores.total[i]), {name: float(v[i]) for name, v in scores.by_name.items()}, seen[i]
-                )
-                for i, place in enumerate(batch.places)
-            ]
-    return sorted((one for part in gather_objects(own) for one in part), key=lambda one: one.place)
+            for i, place in enumerate(batch.places):
+                by_name = {name: float(v[i]) for name, v in scores.by_name.items()}
+                local.append(Scored(place, float(scores.total[i]), by_name, item.looks[i]))
+    return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.place)
 
 
-def reward_table(world: WorldRun, scored: Sequence[Scored]) -> Tensor:
+def build_reward_table(config: WorldConfigSection, scored: Sequence[Scored]) -> Tensor:
     """`[P, G]`, float64."""
-    values = torch.tensor([one.total for one in scored], dtype=torch.float64)
-    return values.view(world.config.world.prompts_per_step, world.config.world.num_generations)
+    values = torch.tensor([clip.total for clip in scored], dtype=torch.float64)
+    return values.view(config.prompts_per_step, config.num_generations)
 
 
-def with_advantages(
-    world: WorldRun, samples: Sequence[Sequence[Sample]], scored: Sequence[Scored]
+def add_advantages(
+    config: WorldConfigSection, samples: Sequence[Sequence[Sample]], scored: Sequence[Scored]
 ) -> list[list[Sample]]:
-    config = world.config.world
-    table = group_advantages(reward_table(world, scored), std=config.advantage_std, clip=config.advantage_clip)
+    """Return the samples with their advantages, which follow from the rewards of all ranks' clips."""
+    table = group_advantages(build_reward_table(config, scored), std=config.advantage_std, clip=config.advantage_clip)
     if config.algorithm == "ddrl" and config.exponential_advantages:
         table = exponential(table)
 
-    def of(one: Sample) -> Sample:
-        values = [float(table[place.prompt, place.clip]) for place in one.batch.places]
-        return replace(one, advantages=torch.tensor(values, dtype=torch.float32))
+    def add(sample: Sample) -> Sample:
+        values = [float(table[place.prompt, place.clip]) for place in sample.batch.places]
+        return replace(sample, advantages=torch.tensor(values, dtype=torch.float32))
 
-    return [[of(one) for one in part] for part in samples]
+    return [[add(sample) for sample in part] for part in samples]
 
 
-def summarise(world: WorldRun, scored: Sequence[Scored]) -> dict[str, float]:
-    """Metrics of a rollout: rewards, each by its name, and what would show that they are cheated."""
-    table, size = reward_table(world, scored), world.config.world.num_generations
-    found = {
+def summarise(config: WorldConfigSection, scored: Sequence[Scored]) -> dict[str, float]:
+    """Summarise a rollout in metrics: rewards, each by its name, and what would show that they are cheated."""
+    table, size = build_reward_table(config, scored), config.num_generations
+    metrics = {
         "reward/mean": float(table.mean()),
         "reward/std": float(table.std(dim=1).mean()),
         "reward/zero_std_fraction": float(equal_groups(table).double().mean()),
     }
     for name in scored[0].by_name:
-        found[f"reward/{name}/mean"] = sum(one.by_name[name] for one in scored) / len(scored)
-    groups = [[one.look for one in scored[i : i + size]] for i in range(0, len(scored), size)]
-    return found | looks(groups, "clips")
+        metrics[f"reward/{name}/mean"] = sum(clip.by_name[name] for clip in scored) / len(scored)
+    groups = [[clip.look for clip in scored[i : i + size]] for i in range(0, len(scored), size)]
+    return metrics | looks(groups, "clips")

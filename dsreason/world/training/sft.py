@@ -3,71 +3,77 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.engine.engine import add_gradient
 from dsreason.errors import DataError
-from dsreason.job.ranks import errors_on_all_ranks, gather_objects
+from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.phases import record_phase
-from dsreason.train.common.steps import count_skipped
 from dsreason.world.data import WorldDataset
 from dsreason.world.losses import flow_matching_loss
 from dsreason.world.noise import generator
-from dsreason.world.training.build import WorldRun
 from dsreason.world.training.clips import MicroBatch, Place, own_places, share_out
-from dsreason.world.training.gradients import add, gathered
+from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.inputs import Clip, loss_rows, read_clips
-from dsreason.world.training.velocity import velocity_of
+from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 log = logging.getLogger(__name__)
 
 
-def next_batches(world: WorldRun) -> list[MicroBatch]:
-    """This rank's clips of the next step; with `data.on_bad_row = "skip"` those that cannot be read are left out."""
-    step, indices = world.state.step, world.order.indices(world.state.step)
+def next_batches(
+    maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Iterator[list[Clip]], step: int
+) -> tuple[list[MicroBatch], list[str]]:
+    """Return this rank's clips of the next step, and the rows, of all ranks, that are left out. Collective.
+
+    Args:
+        indices: the step's rows.
+        clips: this rank's clips of each step.
+
+    Raises:
+        DataError: a clip cannot be used and `data.on_bad_row` is "error", or no clip of the step can be used.
+    """
     with errors_on_all_ranks():
-        clips = next(world.clips)
-    batches, skipped = make_batches(world, world.training, indices, clips, step + 1)
+        step_clips = next(clips)
+    batches, skipped = make_batches(maker, dataset, indices, step_clips, step)
     if not batches:
-        raise DataError(f"none of the {len(indices)} clips of step {step + 1} can be used; the first: {skipped[0]}")
-    count_skipped(world, skipped)
-    return batches
+        raise DataError(f"none of the {len(indices)} clips of step {step} can be used; the first: {skipped[0]}")
+    return batches, skipped
 
 
 def make_batches(
-    world: WorldRun, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
+    maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
 ) -> tuple[list[MicroBatch], list[str]]:
-    """The clips of this rank's share of the rows, as many micro-batches on every rank; and the rows, of all ranks, that are
-    left out. There are no batches where no rank has a clip that can be used. Collective.
+    """Return the clips of this rank's share of the rows, in the same number of micro-batches on every rank, and the rows, of
+    all ranks, that are left out. There are no batches if no rank has a clip that can be used. Collective.
 
     Args:
         clips: of this rank's places, see `own_places`.
     """
+    config, share = maker.config, maker.share
     clean: dict[Place, Tensor] = {}
     bad: list[str] = []
     with errors_on_all_ranks():
-        for place, clip in zip(own_places(len(indices), world.share), clips, strict=True):
+        for place, clip in zip(own_places(len(indices), share), clips, strict=True):
             if not isinstance(clip, DataError):
-                clean[place] = world.inputs.latents.encode(clip[None])[0]
-            elif world.config.data.on_bad_row == "error":
+                clean[place] = maker.inputs.latents.encode(clip[None])[0]
+            elif config.data.on_bad_row == "error":
                 raise clip
             else:
                 bad.append(str(clip))
-    found = gather_objects((len(clean), bad) if world.share.leads else (0, []))
-    skipped = [text for _, texts in found for text in texts]
-    if sum(count for count, _ in found) == 0:
+    reports = gather_objects((len(clean), bad) if share.leads else (0, []))
+    skipped = [text for _, texts in reports for text in texts]
+    if sum(count for count, _ in reports) == 0:
         return [], skipped
-    groups = share_out(
-        [Place(number, 0) for number in range(len(indices))], world.share, world.config.train.micro_batch_size
-    )
+    groups = share_out([Place(number, 0) for number in range(len(indices))], share, config.train.micro_batch_size)
     batches = []
     with errors_on_all_ranks():
         for group, counted in groups:
             places = tuple(place for place in group if place in clean) if counted else ()
-            batches.append(world.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
+            batches.append(maker.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
     return batches, skipped
 
 
@@ -78,45 +84,46 @@ def draw_times(places: Sequence[Place], shift: float, seed: int, step: int) -> T
     return (shift * u / (1 + (shift - 1) * u)).float()
 
 
-def clip_losses(world: WorldRun, batch: MicroBatch, step: int) -> Tensor:
-    """The velocity's error on each clip, at a noise level drawn for it: `[B]`."""
-    config, here = world.config, batch.to(world.device)
-    times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(world.device)
+def compute_clip_losses(maker: ClipMaker, batch: MicroBatch, step: int) -> Tensor:
+    """Return the velocity's error on each clip, at a noise level drawn for it: `[B]`."""
+    config, batch = maker.config, batch.to(maker.device)
+    times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(maker.device)
     s = times.view(-1, 1, 1, 1, 1)
-    assert here.clean is not None
-    v = velocity_of(world, here, 1.0)((1 - s) * here.clean + s * here.start, times)
-    return flow_matching_loss(v, here.clean, here.start, here.free)
+    assert batch.clean is not None
+    v = build_velocity(maker, batch, 1.0)((1 - s) * batch.clean + s * batch.start, times)
+    return flow_matching_loss(v, batch.clean, batch.start, batch.free)
 
 
-def accumulate(world: WorldRun, batches: Sequence[MicroBatch], step: int) -> dict[str, float]:
-    """Forward and backward of every clip; the gradient is that of the whole optimizer step."""
-    own = sum(len(batch) for batch in batches if batch.counted and world.share.leads)
-    num_clips = sum(gather_objects(own))
+def accumulate_gradients(
+    maker: ClipMaker, engine: DeepSpeedEngine, batches: Sequence[MicroBatch], *, step: int, world: World
+) -> dict[str, float]:
+    """Run forward and backward of every clip; the gradient is that of the whole optimizer step. Return the metrics."""
+    num_clips = count_clips(batches, maker.share)
     sums: dict[str, float] = {}
     for i, batch in enumerate(batches):  # every rank runs the same number: forwards are collectives
         with record_phase("forward"):
-            loss = clip_losses(world, batch, step).sum() * (float(batch.counted) / num_clips)
-        add_gradient(world.engine, loss, world.world.size, last=i == len(batches) - 1)
-        add(sums, {"train/loss": loss.item()})
-    return gathered(world, sums)
+            loss = compute_clip_losses(maker, batch, step).sum() * (float(batch.counted) / num_clips)
+        add_gradient(engine, loss, world.size, last=i == len(batches) - 1)
+        add_values(sums, {"train/loss": loss.item()})
+    return sum_over_ranks(sums, maker.share)
 
 
 @torch.no_grad()
-def held_out_loss(world: WorldRun) -> float | None:
-    """The mean loss on the held-out clips, with noise and noise levels that never change; None where none of them can be
+def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float | None:
+    """Return the mean loss on the held-out clips, with noise and noise levels that never change; None if none of them can be
     used. Collective."""
-    rows = loss_rows(world.config, world.validation)
-    own = [rows[place.prompt] for place in own_places(len(rows), world.share)]
+    rows = loss_rows(maker.config, validation)
+    local_rows = [rows[place.prompt] for place in own_places(len(rows), maker.share)]
     with errors_on_all_ranks():
-        clips = read_clips(world.validation, world.size, own)
-    batches, skipped = make_batches(world, world.validation, rows, clips, step=0)
+        clips = read_clips(validation, maker.inputs.size, local_rows)
+    batches, skipped = make_batches(maker, validation, rows, clips, step=0)
     if not batches:
         log.warning("there is no validation loss: none of the %d held-out clips can be used: %s", len(rows), skipped[0])
         return None
     sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
     for batch in batches:
-        losses = clip_losses(world, batch, step=0)
+        losses = compute_clip_losses(maker, batch, step=0)
         if batch.counted:
-            add(sums, {"loss": float(losses.double().sum()), "clips": float(len(batch))})
-    total = gathered(world, sums)
+            add_values(sums, {"loss": float(losses.double().sum()), "clips": float(len(batch))})
+    total = sum_over_ranks(sums, maker.share)
     return total["loss"] / total["clips"]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.engine.engine import add_gradient
+from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
-from dsreason.job.ranks import gather_objects
+from dsreason.job.ranks import World, gather_objects
 from dsreason.phases import record_phase
 from dsreason.world.losses import flow_matching_loss, kl_mean, kl_velocity, policy_loss
 from dsreason.world.sampler import Velocity
 from dsreason.world.schema import WorldConfigSection
 from dsreason.world.steps import Step, log_prob, mean
-from dsreason.world.training.build import WorldRun
 from dsreason.world.training.clips import MicroBatch, Sample, clip_noise, halved
-from dsreason.world.training.gradients import add, count_clips, gathered
+from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.rollout import Plan, plan_steps
-from dsreason.world.training.velocity import velocity_of
+from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
 """How far from 1 a ratio of the first update may be: sampling and training with the same weights are one function."""
@@ -28,115 +29,129 @@ DATA_COEF = 0.01
 
 
 @torch.no_grad()
-def with_reference(world: WorldRun, parts: Sequence[Sequence[Sample]], step: int) -> list[list[Sample]]:
-    """The samples with the reference's velocities of their trained steps, where there is a KL. Collective."""
-    if world.reference is None:
+def add_reference(
+    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[Sample]]
+) -> list[list[Sample]]:
+    """Return the samples with the reference's velocities of their trained steps, if there is a KL. Collective."""
+    if reference is None:
         return [list(part) for part in parts]
-    plan = plan_steps(world, step)
-    with world.reference.in_place():
-        return [[with_reference_of(world, one, plan) for one in part] for part in parts]
+    with reference.in_place():
+        return [[add_reference_velocities(maker, sample) for sample in part] for part in parts]
 
 
-def with_reference_of(world: WorldRun, one: Sample, plan: Plan) -> Sample:
-    velocity = velocity_of(world, one.batch.to(world.device), world.config.world.guidance_scale)
-    found = {
-        number: halved(at(velocity, kept.x.to(world.device), world, number)).cpu()
-        for number, kept in one.trajectory.items()
+def add_reference_velocities(maker: ClipMaker, sample: Sample) -> Sample:
+    """Return the sample with the reference's velocities; the caller has put it in place."""
+    velocity = build_velocity(maker, sample.batch.to(maker.device), maker.config.world.guidance_scale)
+    velocities = {
+        number: halved(evaluate_velocity(velocity, kept.x.to(maker.device), maker.sigmas[number])).cpu()
+        for number, kept in sample.trajectory.items()
     }
-    return replace(one, fixed={**one.fixed, "reference": found})
+    return replace(sample, fixed={**sample.fixed, "reference": velocities})
 
 
-def at(velocity: Velocity, x: Tensor, world: WorldRun, number: int) -> Tensor:
-    """The velocity at the beginning of a step, as sampling asked for it."""
-    return velocity(x, x.new_full((len(x),), float(world.sigmas[number])))
+def evaluate_velocity(velocity: Velocity, x: Tensor, level: Tensor) -> Tensor:
+    """Return the velocity at the beginning of a step, as sampling computed it; `level` is the scalar noise level there."""
+    return velocity(x, x.new_full((len(x),), float(level)))
 
 
-def accumulate(world: WorldRun, part: Sequence[Sample], step: int, rollout_step: int) -> dict[str, float]:
-    """Forward and backward of every clip at every trained step; the gradient is that of the whole optimizer step.
+def accumulate_gradients(
+    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[Sample], *, rollout_step: int, world: World
+) -> dict[str, float]:
+    """Run forward and backward of every clip at every trained step; the gradient is that of the whole optimizer step.
 
     Args:
-        step: the optimizer step, which the rollout began at or before.
+        rollout_step: the first optimizer step of the rollout.
 
-    Raises:
-        DsReasonError: the first update of this process finds other log-probabilities than sampling did.
+    Returns:
+        The metrics of the step.
     """
-    config = world.config.world
-    plan = plan_steps(world, rollout_step)
-    num_clips = count_clips(world, part)
+    config = maker.config.world
+    plan = plan_steps(maker.config, maker.sigmas, rollout_step)
+    num_clips = count_clips([sample.batch for sample in samples], maker.share)
     coefficient = DATA_COEF if config.data_coef is None else config.data_coef
-    data_steps = [number for number in plan.trained if with_data(config, plan, number)]
+    data_steps = [number for number in plan.trained if has_data_term(config, plan, number)]
     sums: dict[str, float] = {}
     worst = 0.0
-    items = [(one, number) for one in part for number in plan.trained]
-    for i, (one, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
-        last, counted = i == len(items) - 1, float(one.batch.counted) / num_clips
+    items = [(sample, number) for sample in samples for number in plan.trained]
+    for i, (sample, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
+        last, counted = i == len(items) - 1, float(sample.batch.counted) / num_clips
         with record_phase("forward"):
-            loss, found, error = step_loss(world, one, number, plan.steps[number])
+            loss, metrics, error = compute_loss(maker, sample, number, plan.steps[number])
         share = counted / len(plan.trained)
         total = loss.sum() * share
-        add_gradient(world.engine, total, world.world.size, last=last and number not in data_steps)
-        add(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in found.items()})
-        worst = max(worst, error if one.batch.counted else 0.0)
+        add_gradient(engine, total, world.size, last=last and number not in data_steps)
+        add_values(sums, {"train/loss": total.item()} | {name: float(v.sum()) * share for name, v in metrics.items()})
+        worst = max(worst, error if sample.batch.counted else 0.0)
         if number in data_steps:
             with record_phase("forward"):
-                data = data_loss(world, one.batch, number, rollout_step).sum() * (counted / len(data_steps))
-            add_gradient(world.engine, coefficient * data, world.world.size, last=last)
-            add(sums, {"train/loss": coefficient * data.item(), "policy/data_loss": data.item()})
-    metrics = gathered(world, sums)
-    metrics["policy/ratio_error"] = max(gather_objects(worst))
-    if step == rollout_step:
-        check_ratio(world, metrics["policy/ratio_error"])
-    return metrics
+                data = compute_data_loss(maker, sample.batch, number, rollout_step).sum() * (counted / len(data_steps))
+            add_gradient(engine, coefficient * data, world.size, last=last)
+            add_values(sums, {"train/loss": coefficient * data.item(), "policy/data_loss": data.item()})
+    totals = sum_over_ranks(sums, maker.share)
+    totals["policy/ratio_error"] = max(gather_objects(worst))
+    return totals
 
 
-def step_loss(world: WorldRun, one: Sample, number: int, step: Step) -> tuple[Tensor, dict[str, Tensor], float]:
-    """The loss of each clip at one trained step, `[B]`; what is shown, `[B]`; and the largest distance of a ratio from 1."""
-    config, batch, kept = world.config.world, one.batch.to(world.device), one.trajectory[number]
-    x, x_next = kept.x.to(world.device), kept.x_next.to(world.device)
-    v = at(velocity_of(world, batch, config.guidance_scale), x, world, number)
+def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: Step) -> tuple[Tensor, dict[str, Tensor], float]:
+    """Return the loss of each clip at a trained step, `[B]`; its metrics, `[B]`; and the largest distance of a ratio from 1."""
+    config, device = maker.config.world, maker.device
+    batch, kept = sample.batch.to(device), sample.trajectory[number]
+    x, x_next = kept.x.to(device), kept.x_next.to(device)
+    v = evaluate_velocity(build_velocity(maker, batch, config.guidance_scale), x, maker.sigmas[number])
     expected = mean(step, x, v)
-    new, old = log_prob(x_next, expected, step.std, batch.free), kept.log_prob.to(world.device)
-    result = policy_loss(new, old, one.advantages.to(world.device), config.clip_range)
+    new, old = log_prob(x_next, expected, step.std, batch.free), kept.log_prob.to(device)
+    result = policy_loss(new, old, sample.advantages.to(device), config.clip_range)
     loss = result.loss
-    found = {"policy/clip_fraction": result.clipped, "policy/loss": result.loss.detach()}
-    if "reference" in one.fixed:
-        reference = one.fixed["reference"][number].to(world.device, torch.float32)
+    metrics = {"policy/clip_fraction": result.clipped, "policy/loss": result.loss.detach()}
+    if "reference" in sample.fixed:
+        reference = sample.fixed["reference"][number].to(device, torch.float32)
         if config.kl == "velocity":
             kl = kl_velocity(v, reference, batch.free)
         else:
             kl = kl_mean(expected, mean(step, x, reference), step.std, batch.free)
         loss = loss + config.kl_coef * kl
-        found["policy/kl"] = kl.detach()
-    return loss, found, float((result.ratio - 1).abs().max())
+        metrics["policy/kl"] = kl.detach()
+    return loss, metrics, float((result.ratio - 1).abs().max())
 
 
-def with_data(config: WorldConfigSection, plan: Plan, number: int) -> bool:
-    """Whether DDRL's data term belongs to this trained step."""
+def has_data_term(config: WorldConfigSection, plan: Plan, number: int) -> bool:
+    """Return whether DDRL's data term belongs to this trained step."""
     return config.algorithm == "ddrl" and (config.data_steps == "all" or number == plan.trained[0])
 
 
-def data_loss(world: WorldRun, batch: MicroBatch, number: int, rollout_step: int) -> Tensor:
-    """DDRL's data term (2512.04332): the velocity's error on the rows' own clips, at the noise level of a trained step. `[B]`."""
-    config, here = world.config, batch.to(world.device)
-    clean, noise = here.clean, here.start
+def compute_data_loss(maker: ClipMaker, batch: MicroBatch, number: int, rollout_step: int) -> Tensor:
+    """Return DDRL's data term (2512.04332): the velocity's error on the rows' own clips, at the noise level of a trained step.
+    `[B]`."""
+    config, batch = maker.config, batch.to(maker.device)
+    clean, noise = batch.clean, batch.start
     assert clean is not None
     if config.world.data_noise == "fresh":
         seed, purpose = config.train.seed, f"data {number}"
-        noise = clip_noise(batch.places, world.shape, seed, rollout_step, purpose).to(world.device)
-    s = float(world.sigmas[number])
-    here = replace(here, start=noise)
-    v = at(velocity_of(world, here, 1.0), (1 - s) * clean + s * noise, world, number)
-    return flow_matching_loss(v, clean, noise, here.free)
+        noise = clip_noise(batch.places, maker.inputs.shape, seed, rollout_step, purpose).to(maker.device)
+    s = float(maker.sigmas[number])
+    batch = replace(batch, start=noise)
+    v = evaluate_velocity(build_velocity(maker, batch, 1.0), (1 - s) * clean + s * noise, maker.sigmas[number])
+    return flow_matching_loss(v, clean, noise, batch.free)
 
 
-def check_ratio(world: WorldRun, error: float) -> None:
-    """DsReasonError, on every rank, where the first update of this process is not on policy."""
-    if world.checked:
-        return
-    world.checked = True
-    if error > MAX_RATIO_ERROR:
-        raise DsReasonError(
-            f"step {world.state.step + 1}: the log-probabilities of the first update differ from those of sampling: a ratio "
-            f"is {error:.2g} away from 1, more than {MAX_RATIO_ERROR:g}, although the weights are the same. Sampling and "
-            'training compute different things; try train.precision = "fp32", or model.gradient_checkpointing = false'
-        )
+@dataclass
+class RatioCheck:
+    """A check that the first update of this process is on policy; later ones need not be."""
+
+    is_done: bool = False
+
+    def check(self, error: float, step: int) -> None:
+        """Raise DsReasonError, on every rank, if the first `error` is too large.
+
+        Args:
+            error: largest distance of a ratio from 1, over all ranks.
+        """
+        if self.is_done:
+            return
+        self.is_done = True
+        if error > MAX_RATIO_ERROR:
+            raise DsReasonError(
+                f"step {step}: the log-probabilities of the first update differ from those of sampling: a ratio "
+                f"is {error:.2g} away from 1, more than {MAX_RATIO_ERROR:g}, although the weights are the same. Sampling and "
+                'training compute different things; try train.precision = "fp32", or model.gradient_checkpointing = false'
+            )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dsreason.engine.average import WeightAverage
 from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
 from dsreason.monitor.metrics import Metrics
+from dsreason.monitor.progress import Progress
 from dsreason.train.common.answers import write_rows
 from dsreason.world.data import WorldDataset
 from dsreason.world.evaluation.history import small_video, write_run_page
@@ -20,37 +22,48 @@ from dsreason.world.families.components import load_scheduler
 from dsreason.world.rewards import Scores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
-from dsreason.world.training.build import WorldRun
 from dsreason.world.training.clips import MicroBatch, Place, share_out
 from dsreason.world.training.inputs import loss_rows, validation_rows
 from dsreason.world.training.preflight import sigmas_of
-from dsreason.world.training.rollout import ask, pixels_of
-from dsreason.world.training.sft import held_out_loss
+from dsreason.world.training.rollout import decode_pixels, start_scoring
+from dsreason.world.training.sft import measure_held_out_loss
 from dsreason.world.training.show import Look, look_at, looks
-from dsreason.world.training.velocity import ClipMaker, velocity_of, with_given
+from dsreason.world.training.velocity import ClipMaker, build_velocity, restore_given_frames
 from dsreason.world.types import WorldRow
 from dsreason.world.video import Pixels, gif, small, write_mp4
 
 
 @dataclass(frozen=True)
-class Shown:
+class SampledBatch:
+    """A sampled micro-batch of held-out prompts, whose rewards may still be on the way."""
+
+    batch: MicroBatch
+    latents: Tensor
+    """`[B, C, T, h, w]`, on the CPU."""
+    result: Callable[[], Scores] | None
+    """Waits for the scores; None if the run has no rewards."""
+    looks: list[Look]
+
+
+@dataclass(frozen=True)
+class ValidationClip:
     """A sampled clip of a held-out prompt."""
 
     number: int
     row: WorldRow
     rewards: dict[str, float]
-    """By name, and under "" their weighted sum; empty where the run has no rewards."""
+    """By name, and under "" their weighted sum; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
-    """`[3, T, H, W]`, of those that are shown."""
+    """`[3, T, H, W]`; None if the clip is not shown."""
 
 
 @dataclass(frozen=True)
 class WorldResult:
-    """Equal on all ranks."""
+    """The result of a validation, equal on all ranks."""
 
     metrics: dict[str, float]
-    clips: list[Shown]
+    clips: list[ValidationClip]
     fps: float
 
     def summary(self, step: int) -> str:
@@ -79,103 +92,112 @@ class WorldResult:
         metrics.log_video(step, f"clips/{number}", gif(small(pixels), self.fps))
 
 
-def validate(world: WorldRun) -> WorldResult | None:
-    """Sample the validation prompts and measure the held-out clips, with the averaged weights where there are any.
+def validate(
+    maker: ClipMaker,
+    datasets: tuple[WorldDataset, WorldDataset],
+    average: WeightAverage | None,
+    progress: Progress,
+) -> WorldResult | None:
+    """Sample the validation prompts and measure the held-out clips. Collective.
 
-    None where the configuration leaves nothing to measure. Collective.
+    Args:
+        datasets: training and validation.
+        average: weights to measure; None: those of the policy.
+
+    Returns:
+        None if the configuration leaves nothing to measure.
     """
+    config, (_, validation) = maker.config, datasets
     metrics: dict[str, float] = {}
-    clips: list[Shown] = []
-    rows = validation_rows(world.config, (world.training, world.validation))
-    with averaged(world):
-        if loss_rows(world.config, world.validation):
-            with world.progress.phase("validation: loss"):
-                loss = held_out_loss(world)
+    clips: list[ValidationClip] = []
+    rows = validation_rows(config, datasets)
+    with nullcontext() if average is None else average.in_place():
+        if loss_rows(config, validation):
+            with progress.phase("validation: loss"):
+                loss = measure_held_out_loss(maker, validation)
             if loss is not None:
                 metrics["val/loss"] = loss
         if rows:
-            with world.progress.phase("validation: clips", len(rows), "clips") as advance:
-                clips = sample_clips(world, validation_data(world, rows), range(len(rows)), advance)
+            with progress.phase("validation: clips", len(rows), "clips") as advance:
+                clips = sample_clips(maker, build_validation_dataset(rows, datasets), range(len(rows)), advance)
     if clips:
         metrics |= summarise(clips)
-    return WorldResult(metrics, clips, world.size.fps) if metrics else None
+    return WorldResult(metrics, clips, maker.inputs.size.fps) if metrics else None
 
 
-def validation_data(world: WorldRun, rows: Sequence[WorldRow]) -> WorldDataset:
-    source = world.validation if len(world.validation) else world.training
+def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldDataset, WorldDataset]) -> WorldDataset:
+    """Build the dataset of the rows whose prompts are sampled, see `validation_rows`."""
+    training, validation = datasets
+    source = validation if len(validation) else training
     return WorldDataset(rows, source.read)
-
-
-@contextmanager
-def averaged(world: WorldRun) -> Iterator[None]:
-    average = world.averages.get("ema")
-    if average is None:
-        yield
-        return
-    with average.in_place():
-        yield
 
 
 @torch.no_grad()
 def sample_clips(
-    world: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
-) -> list[Shown]:
-    """A clip of each of these rows from noise that never changes, along the ODE. Collective."""
-    places = [Place(number, 0) for number in numbers]
-    groups = share_out(places, world.share, world.config.train.micro_batch_size)
+    maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
+) -> list[ValidationClip]:
+    """Sample a clip of each of these rows from noise that never changes, along the ODE. Collective."""
+    share, places = maker.share, [Place(number, 0) for number in numbers]
+    groups = share_out(places, share, maker.config.train.micro_batch_size)
     with errors_on_all_ranks():
-        batches = world.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
-    found: list[tuple[MicroBatch, Tensor, Callable[[], Scores] | None, list[Look]]] = []
+        batches = maker.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
+    sampled: list[SampledBatch] = []
     for batch in batches:
-        latents = solve_ode(world, batch.to(world.device))
-        if batch.counted and world.share.leads:
-            result, seen = (
-                (None, look_at(pixels_of(world, latents))) if world.scorer is None else ask(world, batch, latents)
-            )
-            found.append((batch, latents.cpu(), result, seen))
-        advance(len(batch) * world.share.count if batch.counted else 0)
+        latents = solve_ode(maker, batch.to(maker.device))
+        if batch.counted and share.leads:
+            sampled.append(look_and_score(maker, batch, latents))
+        advance(len(batch) * share.count if batch.counted else 0)
     with errors_on_all_ranks():
-        own = [one for item in found for one in shown_of(world, *item)]
-    return sorted((one for part in gather_objects(own) for one in part), key=lambda one: one.number)
+        local = [clip for item in sampled for clip in build_clips(maker, item)]
+    return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.number)
 
 
-def solve_ode(world: ClipMaker, batch: MicroBatch) -> Tensor:
-    """Latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
-    config = world.config
+def solve_ode(maker: ClipMaker, batch: MicroBatch) -> Tensor:
+    """Sample latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
+    config = maker.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
     scale = config.validation.guidance_scale or config.world.guidance_scale
-    velocity = velocity_of(world, batch, scale)
+    velocity = build_velocity(maker, batch, scale)
     if config.world.schedule == "family":
-        scheduler = load_scheduler(world.model_path)
-        return with_given(solve(velocity, batch.start, scheduler, steps, world.family.solver_times), batch)
-    levels = sigmas_of(config, world.model_path, steps)
-    euler = [step_of("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
-    return with_given(sample(velocity, batch.start, levels, euler, no_noise, ()).latents, batch)
+        scheduler = load_scheduler(maker.model_path)
+        latents = solve(velocity, batch.start, scheduler, steps, maker.family.solver_times)
+    else:
+        levels = sigmas_of(config, maker.model_path, steps)
+        euler = [step_of("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
+        latents = sample(velocity, batch.start, levels, euler, refuse_noise, ()).latents
+    return restore_given_frames(latents, batch)
 
 
-def no_noise(number: int) -> Tensor:
+def refuse_noise(number: int) -> Tensor:
     raise ValueError(f"step {number} of an ODE has no noise")
 
 
-def shown_of(
-    world: ClipMaker, batch: MicroBatch, latents: Tensor, result: Callable[[], Scores] | None, seen: Sequence[Look]
-) -> list[Shown]:
-    scores = None if result is None else result()
-    found = []
-    for i, (place, row) in enumerate(zip(batch.places, batch.rows, strict=True)):
+def look_and_score(maker: ClipMaker, batch: MicroBatch, latents: Tensor) -> SampledBatch:
+    """Measure what the clips look like, and start to score them if the run has rewards."""
+    if maker.scorer is None:
+        return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
+    pending = start_scoring(maker, batch, latents)
+    return SampledBatch(batch, latents.cpu(), pending.result, pending.looks)
+
+
+def build_clips(maker: ClipMaker, sampled: SampledBatch) -> list[ValidationClip]:
+    """Wait for the scores of a micro-batch, and decode its clips that are shown."""
+    scores = None if sampled.result is None else sampled.result()
+    clips = []
+    for i, (place, row) in enumerate(zip(sampled.batch.places, sampled.batch.rows, strict=True)):
         rewards: dict[str, float] = {}
         if scores is not None:
             rewards = {"": float(scores.total[i]), **{name: float(v[i]) for name, v in scores.by_name.items()}}
-        show = place.prompt < world.config.validation.show
-        pixels = pixels_of(world, latents[i : i + 1])[0].cpu().numpy() if show else None
-        found.append(Shown(place.prompt, row, rewards, seen[i], pixels))
-    return found
+        is_shown = place.prompt < maker.config.validation.show
+        pixels = decode_pixels(maker.codec, sampled.latents[i : i + 1])[0].cpu().numpy() if is_shown else None
+        clips.append(ValidationClip(place.prompt, row, rewards, sampled.looks[i], pixels))
+    return clips
 
 
-def summarise(clips: Sequence[Shown]) -> dict[str, float]:
-    """`val/reward/mean`, `val/reward/<name>/mean`, and what the clips look like."""
-    found = {
+def summarise(clips: Sequence[ValidationClip]) -> dict[str, float]:
+    """Return `val/reward/mean`, `val/reward/<name>/mean`, and what the clips look like."""
+    metrics = {
         f"val/reward/{name}/mean".replace("//", "/"): sum(clip.rewards[name] for clip in clips) / len(clips)
         for name in clips[0].rewards
     }
-    return found | looks([[clip.look for clip in clips]], "val")
+    return metrics | looks([[clip.look for clip in clips]], "val")

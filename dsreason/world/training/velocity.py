@@ -1,10 +1,9 @@
-"""The policy's velocity of a micro-batch: one function for sampling, training and validation."""
+"""What makes clips, and the policy's velocity of a micro-batch: one function for sampling, training and validation."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,70 +15,60 @@ from dsreason.world.sampler import Velocity, guided
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import MicroBatch, Share
 from dsreason.world.training.inputs import Inputs
-from dsreason.world.types import ClipSize
 
 
-class ClipMaker(Protocol):
-    """What sampling and scoring clips takes: a run has it, and so has an evaluation."""
+@dataclass(frozen=True, kw_only=True)
+class ClipMaker:
+    """The parts that sample clips and score them, in a training run and in an evaluation."""
 
-    @property
-    def config(self) -> WorldConfig: ...
-    @property
-    def family(self) -> WorldFamily: ...
-    @property
-    def model_path(self) -> Path: ...
-    @property
-    def engine(self) -> nn.Module:
-        """The transformer, or the DeepSpeed engine around it."""
-
-    @property
-    def codec(self) -> LatentCodec: ...
-    @property
-    def inputs(self) -> Inputs: ...
-    @property
-    def share(self) -> Share: ...
-    @property
-    def size(self) -> ClipSize: ...
-    @property
-    def scorer(self) -> ClipScorer | None: ...
-    @property
-    def device(self) -> torch.device: ...
+    config: WorldConfig
+    family: WorldFamily
+    model_path: Path
+    transformer: nn.Module
+    """The transformer, or the DeepSpeed engine around it."""
+    codec: LatentCodec
+    inputs: Inputs
+    share: Share
+    sigmas: Tensor
+    """Noise levels of a rollout: `[sampling_steps + 1]`, float64, falling; the last one is 0."""
+    scorer: ClipScorer | None
+    """None on ranks that do not lead their share, and if there are no rewards, which a rollout cannot do without."""
+    device: torch.device
 
 
-def velocity_of(world: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:
-    """The policy's velocity of these clips with guidance: one function for sampling and for training.
+def build_velocity(maker: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:
+    """Return the policy's velocity of these clips with guidance: one function for sampling and for training.
 
     Args:
-        batch: on the engine's device.
+        batch: on the transformer's device.
     """
-    transformer, family = world.engine, world.family
+    transformer, family = maker.transformer, maker.family
     if scale == 1:
         return lambda x, s: family.velocity(transformer, x, s, batch.text, batch.conditioning, batch.start)
     # Both halves go through one forward, so that a backward pass sees each weight once.
-    twice = doubled(batch, world.inputs.negative(len(batch)).to(batch.text))
+    both = add_negative(batch, maker.inputs.negative(len(batch)).to(batch.text))
 
     def guided_velocity(x: Tensor, s: Tensor) -> Tensor:
-        both = family.velocity(
-            transformer, torch.cat([x, x]), torch.cat([s, s]), twice.text, twice.conditioning, twice.start
-        )
-        positive, negative = both.chunk(2)
+        v = family.velocity(transformer, torch.cat([x, x]), torch.cat([s, s]), both.text, both.conditioning, both.start)
+        positive, negative = v.chunk(2)
         return guided(positive, negative, scale)
 
     return guided_velocity
 
 
-def doubled(batch: MicroBatch, negative: Tensor) -> MicroBatch:
-    """The clips with their prompts, and behind them the same with the negative prompt."""
-    given = batch.conditioning
-    if given is not None:
-        given = replace(given, latents=torch.cat([given.latents] * 2), mask=torch.cat([given.mask] * 2))
+def add_negative(batch: MicroBatch, negative: Tensor) -> MicroBatch:
+    """Return the clips with their prompts, followed by the same clips with the negative prompt."""
+    conditioning = batch.conditioning
+    if conditioning is not None:
+        latents, mask = torch.cat([conditioning.latents] * 2), torch.cat([conditioning.mask] * 2)
+        conditioning = replace(conditioning, latents=latents, mask=mask)
     return replace(
-        batch, start=torch.cat([batch.start] * 2), text=torch.cat([batch.text, negative]), conditioning=given
+        batch, start=torch.cat([batch.start] * 2), text=torch.cat([batch.text, negative]), conditioning=conditioning
     )
 
 
-def with_given(latents: Tensor, batch: MicroBatch) -> Tensor:
-    """With the given frames as they were given."""
+def restore_given_frames(latents: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the latents with the batch's given frames unchanged."""
     if batch.conditioning is None:
         return latents
     return torch.where(batch.conditioning.mask.bool(), batch.conditioning.latents, latents)

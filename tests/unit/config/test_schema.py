@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from pydantic import ValidationError, ValidationInfo
+from pydantic import ValidationError
 
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.schema_lora import LoRAConfig
 
 REWARD = {"reward": {"functions": {"format": 1.0}}}
 
@@ -24,7 +22,7 @@ REWARD = {"reward": {"functions": {"format": 1.0}}}
         ("data", {"vision": {"fps": 2, "nframes": 4}}, {"vision": {"fps": 2}}, "exclude each other"),
         ("data", {"validation": 1.5}, {"validation": 2.0}, "should be less than 1"),
         ("data", {"validation": -1}, {"validation": 0}, "should be greater than or equal to 0"),
-        ("data", {"validation": True}, {"validation": 1}, "true is not a number"),
+        ("data", {"validation": True}, {"validation": 1}, "True is not a number of rows"),
         ("data", {"sources": [{"path": "a"}], "limit": 3}, {"sources": [{"path": "a", "limit": 3}]}, "limit belong"),
         ("optim", {"warmup": 1.5}, {"warmup": 2.0}, "should be less than 1"),
         ("train", {"micro_batch_size": 2, "max_tokens_per_micro_batch": 9}, {"micro_batch_size": 2}, "exclude"),
@@ -112,10 +110,3 @@ def test_a_grpo_step_has_its_share_of_a_rollouts_completions() -> None:
 def test_probabilities_are_comparable_where_no_token_is_cut_off(rollout: Any, expected: bool) -> None:
     config = GRPOConfig.model_validate(REWARD | {"rollout": rollout, "grpo": {"correction": "none"}})
     assert config.rollout.samples_all_tokens is expected
-
-
-@pytest.mark.parametrize("field_name", [None, "lora"])
-def test_default_is_not_checked_when_pydantic_does_not_name_its_field(field_name: str | None) -> None:
-    """pydantic 2.12.0 passes None, or the name of the section that the field is in."""
-    info = cast("ValidationInfo", SimpleNamespace(field_name=field_name))
-    assert LoRAConfig.check_no_flag(False, info) is False

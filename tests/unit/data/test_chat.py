@@ -12,12 +12,15 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
+from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.families import family_of
 from dsreason.media import media
 from dsreason.models.mrope import position_ids
+from dsreason.train.dpo.pairs import pair_encoder
+from dsreason.train.grpo.preflight import prompt_encoder
 from tests.unit.media.videos import write_video
 
 QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -270,6 +273,25 @@ def test_each_file_is_decoded_once(encoder, files, monkeypatch):
     monkeypatch.setattr(media, "load_video", lambda path, *a, **k: opened.append(path) or load_video(path, *a, **k))
     encoder.encode(conversation(files))
     assert sorted(opened) == sorted(files[name] for name in ("wide", "small", "long", "short"))
+
+
+@pytest.mark.parametrize("rows", ["training rows", "prompts of GRPO", "pairs of DPO"])
+def test_videos_are_decoded_by_the_configured_library(encoder, files, monkeypatch, rows):
+    load_video, decoders = media.load_video, []
+
+    def load(path, indices, *, size, decoder):
+        decoders.append(decoder)
+        return load_video(path, indices, size=size)
+
+    monkeypatch.setattr(media, "load_video", load)
+    encoder = replace(encoder, video_decoder="torchcodec")
+    if rows == "prompts of GRPO":
+        config = {"reward": {"functions": {"format": 1.0}}, "rollout": {"max_completion_length": 9}}
+        encoder = prompt_encoder(GRPOConfig.model_validate(config), encoder)
+    elif rows == "pairs of DPO":
+        encoder = pair_encoder(encoder)
+    encoder.encode_prompt(Sample("1", [user(video(files["short"]), "?")]))
+    assert decoders == ["torchcodec"]
 
 
 def test_sizes_beyond_the_processors_own_bounds_are_kept(encoder, files):

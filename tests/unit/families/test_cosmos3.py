@@ -20,7 +20,7 @@ from dsreason.models.load import load_model, open_encoder
 from dsreason.models.lora import adapted_layers
 from dsreason.models.policy import Policy
 from dsreason.models.tiny import build_tiny
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import single_turn
 from dsreason.train.grpo.rollouts import Rollout, training_sample
 from tests.integration.rows import write_mixed_rows
 
@@ -120,7 +120,7 @@ def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(fol
             torch.testing.assert_close(policy(batch), torch.cat(expected), rtol=0, atol=5e-6)
         prompt = encoder.encode_prompt(samples[2])
         answers = [
-            training_sample(Rollout(prompt, Completion(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
+            training_sample(Rollout(prompt, single_turn(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
             for ids in ((5, 6, 7), (8, 9))
         ]
         apart = torch.cat([policy(pack([joined(one)])) for one in answers])

@@ -55,35 +55,13 @@ ESCAPES = {
         ["'l'", "symbolic link"],
     ),
     "chain of links (CVE-2025-4517)": (escape_by_links(), ["'a'", "symbolic link"]),
+    "hard link": (
+        tar_of(member("a", b"x"), member("h", kind=tarfile.LNKTYPE, linkname="a")),
+        ["'h'", "link"],
+    ),
     "hard link out of the folder": (
         tar_of(member("h", kind=tarfile.LNKTYPE, linkname="../outside/flag"), member("h", b"overwritten")),
-        ["'h'", "outside the destination"],
-    ),
-    "absolute hard link": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="/etc/passwd")), ["'h'", "absolute"]),
-    "hard link to nothing": (
-        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="gone")),
-        ["'h'", "'gone'", "not a file before it"],
-    ),
-    "hard link to itself": (tar_of(member("h", kind=tarfile.LNKTYPE, linkname="h")), ["'h'", "not a file before it"]),
-    "hard links in a cycle": (
-        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="g"), member("g", kind=tarfile.LNKTYPE, linkname="h")),
-        ["'h'", "'g'", "not a file before it"],
-    ),
-    "hard link to a later member": (
-        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="a"), member("a", b"x")),
-        ["'h'", "'a'", "not a file before it"],
-    ),
-    "hard link by a detour": (  # tarfile would copy the file
-        tar_of(member("a", b"x"), member("h", kind=tarfile.LNKTYPE, linkname="b/../a")),
-        ["'h'", "not a file before it"],
-    ),
-    "hard link to a name of 5000 characters": (
-        tar_of(member("h", kind=tarfile.LNKTYPE, linkname="n" * 5000)),
-        ["'h'", "nnn", "not a file before it"],
-    ),
-    "hard link to the folder": (
-        tar_of(member("h", kind=tarfile.LNKTYPE, linkname=".")),
-        ["'h'", "not a file before it"],
+        ["'h'", "link"],
     ),
     "FIFO": (tar_of(member("f", kind=tarfile.FIFOTYPE)), ["'f'", "special file"]),
     "device": (tar_of(member("zero", kind=tarfile.CHRTYPE, devmajor=1, devminor=5)), ["'zero'", "special file"]),
@@ -107,15 +85,6 @@ BOMBS = {
         ["damaged header"],
     ),
     "zeros behind the end": (gzip.compress(tar_of(member("a", b"x")) + bytes(1 << 24)), ["unpacks to more than"]),
-    "hard links over files": (  # tarfile makes copies of them
-        gzip.compress(
-            tar_of(
-                member("a", bytes(1 << 20)),
-                *(m for i in range(9) for m in (member(f"{i}"), member(f"{i}", kind=tarfile.LNKTYPE, linkname="a"))),
-            )
-        ),
-        ["unpacks to more than"],
-    ),
     "dictionary of 4 GiB": (
         spoilt(lzma.compress(PLAIN, format=lzma.FORMAT_ALONE), 1, b"\xff" * 4),
         ["MemoryError"],
@@ -169,11 +138,10 @@ def test_an_archive_is_refused_and_leaves_nothing(here: Path, monkeypatch: pytes
         (tar_of(member("A.txt", b"x"), member("a.txt", b"y")), ["A.txt", "a.txt"]),
         (tar_of(member("\x1b]0;x\x07", b"x")), ["\x1b]0;x\x07"]),
         (tar_of(member("..a", b"x"), member("b/..c", b"y")), ["..a", "b/..c"]),
-        (tar_of(member("a", b"x"), member("b", kind=tarfile.LNKTYPE, linkname="a")), ["a", "b"]),
         (zip_of(("..\\a", b"x")), ["..\\a"]),
         (b"", []),
     ],
-    ids=["case", "control characters", "dots", "hard link inside", "backslash", "empty tar"],
+    ids=["case", "control characters", "dots", "backslash", "empty tar"],
 )
 def test_strange_names_stay_inside(here: Path, content: bytes, names: list[str]) -> None:
     (here / "a.tar").write_bytes(content or tar_of())

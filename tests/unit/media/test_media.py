@@ -1,13 +1,16 @@
 import os
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageFile
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.media import media
-from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from dsreason.media.media import check_torchcodec, load_image, load_video, probe_image, probe_video
 from dsreason.media.vision import VideoInfo
 from tests.unit.media.videos import read_number, write_video
 
@@ -278,10 +281,27 @@ def test_no_file_stays_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_unknown_backend_is_a_config_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("DSREASON_VIDEO_BACKEND", "opencv")
-    with pytest.raises(ConfigError, match="'opencv' is unknown"):
-        load_video(write_video(tmp_path / "a.mp4", 2), [0])
+def test_a_missing_torchcodec_is_a_config_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    with pytest.raises(ConfigError, match=r'data\.video_decoder \("torchcodec"\): it cannot be imported'):
+        check_torchcodec()
+
+
+def test_torchcodec_decodes_the_chosen_frames(tmp_path, monkeypatch):
+    path = write_video(tmp_path / "a.mp4", 12)
+    expected, decoded = load_video(path, [5, 5, 11], size=(32, 64)), load_video(path, range(12))
+
+    class VideoDecoder:
+        def __init__(self, file, **options):
+            assert (file, options["dimension_order"]) == (str(path), "NHWC")
+
+        def get_frames_at(self, indices):
+            return SimpleNamespace(data=torch.from_numpy(decoded[indices]))
+
+    monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", SimpleNamespace(VideoDecoder=VideoDecoder))
+    check_torchcodec()
+    np.testing.assert_array_equal(load_video(path, [5, 5, 11], size=(32, 64), decoder="torchcodec"), expected)
 
 
 @needs_shared

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from dsreason.rollout.protocol import Completion, TensorFingerprints
+from dsreason.rollout.protocol import Completion, TensorFingerprints, single_turn
 from dsreason.rollout.self_test import Round, largest_difference, not_restored, perturbed, unmoved
 from dsreason.rollout.weight_sync import fingerprint
 
 
 def completion(*logprobs: float, first: int = 1) -> Completion:
-    return Completion(tuple(range(first, first + len(logprobs))), "", logprobs, "stop", 0)
+    return single_turn(tuple(range(first, first + len(logprobs))), "", logprobs, "stop", 0)
 
 
 def made_round(weight: float, *logprobs: float, buffer: float = 1.0) -> Round:

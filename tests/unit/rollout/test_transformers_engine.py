@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsreason.data.types import EncodedSample
-from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, single_turn
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 
 GREEDY, WARM = Sampling(temperature=0, max_completion_length=4), Sampling(max_completion_length=4)
@@ -32,7 +32,7 @@ class StandIn(TransformersEngine):
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
     ) -> list[Completion]:
         self.batches.append(([len(row) for row in rows], streams, sampling.temperature))
-        return [Completion((stream,), str(stream), (-1.0,), "stop", version) for stream in streams]
+        return [single_turn((stream,), str(stream), (-1.0,), "stop", version) for stream in streams]
 
 
 def row(length: int, position: int = 0) -> EncodedSample:

@@ -12,7 +12,7 @@ import torch
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample, Sample
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import single_turn
 from dsreason.train.grpo.mismatch import Mismatch, MismatchError, check, metrics_of, mismatches, worst
 from dsreason.train.grpo.rollouts import Rollout
 
@@ -22,7 +22,7 @@ ENCODED = EncodedSample("p", NOTHING, NOTHING, NOTHING, NOTHING, {})
 
 def rollout(name: str, part: dict[str, str], logprobs: tuple[float, ...]) -> Rollout:
     sample = Sample(name, [{"role": "user", "content": [part]}])
-    completion = Completion(tuple(range(len(logprobs))), name, logprobs, "stop", 0)
+    completion = single_turn(tuple(range(len(logprobs))), name, logprobs, "stop", 0)
     return Rollout(EncodedPrompt(sample, ENCODED, [], []), completion, 0.0, {}, 0.0)
 
 

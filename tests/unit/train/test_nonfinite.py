@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import SFTConfig
-from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate, pack
 from dsreason.data.row_parts import take_part
@@ -25,10 +23,10 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.job.part_of import PartOf
 from dsreason.job.ranks import World
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import single_turn
 from dsreason.train.common import nonfinite
 from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check, tensors_of
-from dsreason.train.grpo import loop as grpo
+from dsreason.train.grpo.loop import describe_batches
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
@@ -106,7 +104,7 @@ def made_rollout(name: str, completion: str) -> Rollout:
     )
     sample = Sample(name, [{"role": "user", "content": f"question {name}"}], answer="yes")
     prompt = EncodedPrompt(sample, encoded, [1, 2], [])
-    return Rollout(prompt, Completion((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
+    return Rollout(prompt, single_turn((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
 
 
 def test_a_grpo_step_without_a_number_names_prompts_and_completions(
@@ -116,23 +114,11 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     batches = [collate([training_sample(one)], pad_id=0) for one in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
     micro_batches = [MicroBatch(batch, [one]) for batch, one in zip(batches, rollouts, strict=True)]
-    monkeypatch.setattr(grpo, "accumulate_gradients", lambda *_: ({"train/loss": NAN}, []))
-    monkeypatch.setattr(grpo, "engine_grad_norm", lambda engine: INF)
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
-    run: Any = SimpleNamespace(
-        engine=SimpleNamespace(step=lambda: None, optimizer=SimpleNamespace(param_groups=[])),
-        config=GRPOConfig.model_validate({"reward": {"functions": {"format": 1.0}}}),
-        state=TrainerState(step=4),
-        total_steps=10,
-        memory=SimpleNamespace(phase=lambda name: nullcontext()),
-        world=WORLD,
-        banned_ids=None,
-        output_dir=tmp_path,
-        encoder=SimpleNamespace(processor=SimpleNamespace(tokenizer=tokenizer)),
-        finite=FiniteCheck("stop", tmp_path / "nonfinite", WORLD),
-    )
+    finite = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
+    metrics = {"train/loss": NAN, "train/grad_norm": INF, "train/learning_rate": 1e-5}
     with pytest.raises(DsReasonError, match="step 5: loss nan, gradient norm inf"):
-        grpo.grpo_step(run, micro_batches)
+        finite.metrics(metrics, batches, 5, lambda: describe_batches(micro_batches, tokenizer))
     saved = json.loads((tmp_path / "nonfinite/step_5/rank_0.json").read_text())
     shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
     assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]

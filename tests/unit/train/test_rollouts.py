@@ -14,7 +14,7 @@ from dsreason.data.collate import collate, pack
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.advantages import batch_normalized, group_centered
 from dsreason.rewards.scoring import Scores
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import single_turn
 from dsreason.train.grpo.rollouts import (
     Group,
     Rollout,
@@ -43,7 +43,7 @@ def prompt(ids: list[int], last_position: int) -> EncodedPrompt:
 
 
 def rollout(ids: tuple[int, ...], logprobs: tuple[float, ...], advantage: float) -> Rollout:
-    return Rollout(prompt([1, 2, 3], 7), Completion(ids, "", logprobs, "stop", 0), 0.0, {}, advantage)
+    return Rollout(prompt([1, 2, 3], 7), single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, advantage)
 
 
 def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
@@ -73,7 +73,7 @@ def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
 
 
 def group(place: tuple[int, int], rewards: list[float]) -> Group:
-    completions = [Completion((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
+    completions = [single_turn((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
     scores = Scores(np.array(rewards), {"right": np.array(rewards)})
     return make_rollouts([prompt([1], 0)] * len(rewards), [place] * len(rewards), completions, scores)
 
@@ -89,7 +89,7 @@ def test_a_rank_without_prompts_has_no_rollouts() -> None:
 
 
 def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
-    completions = [Completion((i,), "", (-1.0,), "stop", 0) for i in range(2)]
+    completions = [single_turn((i,), "", (-1.0,), "stop", 0) for i in range(2)]
     scores = Scores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
     found = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
     assert [(one.place, one.completion.ids, one.reward, one.rewards, one.advantage, one.group) for one in found] == [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.job.ranks import World
 from dsreason.losses.objective import objective_of
 from dsreason.rewards.scoring import Scores
-from dsreason.rollout.protocol import Completion, Sampling
+from dsreason.rollout.protocol import Completion, Sampling, single_turn
 from dsreason.train.grpo import loop, sampling
 from dsreason.train.grpo.rollouts import Rollout
+from dsreason.train.grpo.sampling import RolloutSampler, SampledRollouts
 
 
 def prompt(name: str) -> EncodedPrompt:
@@ -40,7 +40,7 @@ class Engine:
     ) -> list[Completion]:
         self.asked.append(([one.sample.id for one in prompts], settings, version, list(streams)))
         return [
-            Completion((5,), f"{one.sample.id} {stream}", (-1.0,), "stop", version)
+            single_turn((5,), f"{one.sample.id} {stream}", (-1.0,), "stop", version)
             for one, stream in zip(prompts, streams, strict=True)
         ]
 
@@ -59,28 +59,27 @@ class Scorer:
         return Scores(np.array(rewards), {"right": np.array(rewards)})
 
 
-def made_run(engine: Engine, batches: Sequence[Prompts], equal: set[str] = frozenset(), **algorithm: Any) -> Any:  # type: ignore[assignment]
-    config = GRPOConfig.model_validate(
+def make_sampler(
+    engine: Engine, batches: Sequence[Prompts], equal: Collection[str] = (), **algorithm: Any
+) -> RolloutSampler:
+    config = make_config(**algorithm)
+    sampler: Any = SimpleNamespace(awake=lambda version: nullcontext(engine), times={})
+    watchdog: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    scorer: Any = Scorer(set(equal))
+    world = World(0, 0, 1, torch.device("cpu"))
+    return RolloutSampler(
+        config, objective_of(config.grpo), iter(batches), sampler, scorer, world, watchdog, next_batch=0
+    )
+
+
+def make_config(**algorithm: Any) -> GRPOConfig:
+    return GRPOConfig.model_validate(
         {
             "reward": {"functions": {"format": 1.0}},
             "rollout": {"temperature": 0.7, "max_completion_length": 9},
             "grpo": {"preset": "dr_grpo", "num_generations": 2, "prompts_per_step": 2, **algorithm},
             "train": {"seed": 11},
         }
-    )
-    return SimpleNamespace(
-        config=config,
-        objective=objective_of(config.grpo),
-        prompts=iter(batches),
-        scorer=Scorer(equal),
-        world=World(0, 0, 1, torch.device("cpu")),
-        sampler=SimpleNamespace(awake=lambda version: nullcontext(engine), times={}),
-        state=SimpleNamespace(step=4),
-        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
-        skipped=Counter(),
-        next_batch=0,
-        rollout_metrics=dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0),
-        reward_sums=[],
     )
 
 
@@ -95,7 +94,7 @@ def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is(
     # Rank 1 of 2: it has the prompts 1 and 3 of the batch.
     engine = Engine()
     batch = Prompts(6, [prompt("b"), prompt("d")], [1, 3], [])
-    groups = sampling.sample_groups(made_run(engine, []), engine, batch)  # type: ignore[arg-type]
+    groups = make_sampler(engine, []).sample_groups(engine, batch, 4, SampledRollouts())  # type: ignore[arg-type]
     ((names, settings, version, streams),) = engine.asked
     assert (names, streams, version) == (["b", "b", "d", "d"], [2, 3, 6, 7], 4)
     assert (settings.temperature, settings.max_completion_length) == (0.7, 9)
@@ -105,9 +104,10 @@ def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is(
 
 def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
     engine = Engine()
-    run = made_run(engine, [])
+    sampler = make_sampler(engine, [])
     for number in (6, 7, 6):
-        sampling.sample_groups(run, engine, Prompts(number, [prompt("a")], [0], []))  # type: ignore[arg-type]
+        batch = Prompts(number, [prompt("a")], [0], [])
+        sampler.sample_groups(engine, batch, 4, SampledRollouts())  # type: ignore[arg-type]
     first, other, again = (settings.seed for _, settings, *_ in engine.asked)
     assert first == again != other
 
@@ -117,55 +117,54 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
     batches = [
         Prompts(number, [prompt(name), prompt(f"{name}{name}")], [0, 1], []) for number, name in enumerate("abc")
     ]
-    run = made_run(engine, batches, equal={"a", "bb"}, dynamic_sampling=True)
-    rollouts, prompts = sampling.sample(run)
-    assert [(one.place, one.group, one.advantage) for one in rollouts if one.group is not None] == [
+    sampler = make_sampler(engine, batches, equal={"a", "bb"}, dynamic_sampling=True)
+    sampled = sampler.sample(4)
+    assert [(one.place, one.group, one.advantage) for one in sampled.rollouts if one.group is not None] == [
         ((0, 1), 0, -0.5),
         ((0, 1), 0, 0.5),
         ((1, 0), 1, -0.5),
         ((1, 0), 1, 0.5),
     ]
-    assert len(rollouts) == 8
-    assert {place: one.sample.id for place, one in prompts.items()} == {
+    assert len(sampled.rollouts) == 8
+    assert {place: one.sample.id for place, one in sampled.prompts.items()} == {
         (0, 0): "a",
         (0, 1): "aa",
         (1, 0): "b",
         (1, 1): "bb",
     }
-    assert run.next_batch == 2
+    assert sampler.next_batch == 2
 
 
 def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() -> None:
     for rank, asked in ((0, ["a", "a", "c", "c"]), (1, ["b", "b"])):
         engine = Engine()
-        run = made_run(engine, [Prompts(0, [prompt(name) for name in "abc"], [0, 2, 4], [])])
-        run.world = World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2)
-        rollouts, prompts = sampling.sample(run)
+        sampler = make_sampler(engine, [Prompts(0, [prompt(name) for name in "abc"], [0, 2, 4], [])])
+        sampler.world = World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2)
+        sampled = sampler.sample(4)
         assert [names for names, *_ in engine.asked] == [asked]
-        assert [one.prompt.sample.id for one in rollouts] == asked
-        assert list(prompts) == [(0, 0), (0, 2), (0, 4)]
+        assert [one.prompt.sample.id for one in sampled.rollouts] == asked
+        assert list(sampled.prompts) == [(0, 0), (0, 2), (0, 4)]
 
 
 def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
     engine = Engine()
     batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
-    run = made_run(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
-    assert {one.group for one in sampling.sample(run)[0]} == {None}
-    assert (len(engine.asked), run.next_batch, run.skipped.total()) == (3, 3, 3)
+    sampler = make_sampler(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
+    sampled = sampler.sample(4)
+    assert {one.group for one in sampled.rollouts} == {None}
+    assert (len(engine.asked), sampler.next_batch, len(sampled.skipped)) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(("overlong_filter", "trained"), [(True, ["stop"]), (False, ["stop", "length"])])
 def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
     monkeypatch: pytest.MonkeyPatch, overlong_filter: bool, trained: list[str]
 ) -> None:
-    run = made_run(Engine(), [], overlong_filter=overlong_filter)
-    run.num_untrained, run.total_steps, run.encoder = 0, 9, None
-    run.engine = run.reference = run.teacher = run.banned_ids = None
+    config = make_config(overlong_filter=overlong_filter)
     monkeypatch.setattr(loop, "cut", lambda rollouts, *_: rollouts)
-    monkeypatch.setattr(loop, "add_fixed_logprobs", lambda steps, *_: steps)
     rollouts = [
-        Rollout(prompt("a"), Completion((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
+        Rollout(prompt("a"), single_turn((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
         for reason in ("stop", "length")
     ]
-    steps: Any = loop.optimizer_steps(run, rollouts)
+    world, encoder = World(0, 0, 1, torch.device("cpu")), None
+    steps: Any = loop.cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)  # type: ignore[arg-type]
     assert [[one.completion.finish_reason for one in step] for step in steps] == [trained]

@@ -16,6 +16,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.job.ranks import World
 from dsreason.models.tiny import build_tiny
+from dsreason.rollout.protocol import Completion, CompletionSegment, single_turn
 from dsreason.train.common.preflight import build_encoder
 from dsreason.train.grpo import teacher_server
 from dsreason.train.grpo.preflight import check_distillation
@@ -128,7 +129,7 @@ def client(server: StandIn, **changes: Any) -> Client:
 def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
     return SimpleNamespace(
         prompt=SimpleNamespace(prompt_ids=prompt, sample=SimpleNamespace(id="7")),
-        completion=SimpleNamespace(ids=completion),
+        completion=single_turn(completion, "", (0.0,) * len(completion), "stop", 0),
     )
 
 
@@ -137,6 +138,15 @@ def test_a_server_is_asked_for_a_completion_behind_its_prompt(server: StandIn) -
     assert client(server).ask(rollout([5, 6], (20, 30, 40))) == [-2.0, -3.0, -4.0]
     asked = {"model": "big", "prompt": [5, 6, 20, 30, 40], "max_tokens": 1, "prompt_logprobs": 0}
     assert server.requests == [asked]
+
+
+def test_a_server_is_asked_for_given_tokens_too_but_not_for_their_log_probabilities(server: StandIn) -> None:
+    server.respond = lambda path, body: said(body["prompt"])
+    segments = (CompletionSegment((20,), (-1.0,)), CompletionSegment((30, 40), None), CompletionSegment((50,), (-1.0,)))
+    asked = rollout([5, 6], ())
+    asked.completion = Completion(segments, "", "stop", 0)
+    assert client(server).ask(asked) == [-2.0, -5.0]
+    assert server.requests[0]["prompt"] == [5, 6, 20, 30, 40, 50]
 
 
 def test_micro_batches_get_theirs_whatever_the_order_of_the_answers(

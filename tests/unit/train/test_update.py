@@ -15,7 +15,7 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.job.ranks import World
-from dsreason.rollout.protocol import Completion
+from dsreason.rollout.protocol import single_turn
 from dsreason.train.grpo import update
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
 
@@ -66,7 +66,7 @@ class Engine:
 def micro_batch(*rollouts: tuple[tuple[float, ...], float], **fixed: Tensor) -> MicroBatch:
     """Rollouts as (the rollout engine's log-probabilities, advantage)."""
     made = [
-        Rollout(PROMPT, Completion(tuple(range(5, 5 + len(given))), "", given, "stop", 0), 0.0, {}, advantage)
+        Rollout(PROMPT, single_turn(tuple(range(5, 5 + len(given))), "", given, "stop", 0), 0.0, {}, advantage)
         for given, advantage in rollouts
     ]
     return MicroBatch(collate([training_sample(one) for one in made], pad_id=0), made, **fixed)

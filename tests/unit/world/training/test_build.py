@@ -19,7 +19,7 @@ def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "errors_on_all_ranks", nullcontext)
     monkeypatch.setattr(build, "open_scorer", lambda reward: opened.append(reward) or nullcontext("scorer"))
     config = WorldConfig.model_validate({"train": {"context_parallel_size": 4}, "reward": {"functions": {"red": 1.0}}})
-    shares = [build.share_of(config, SimpleNamespace(rank=rank, size=8)) for rank in range(8)]  # type: ignore[arg-type]
+    shares = [build.compute_share(config, SimpleNamespace(rank=rank, size=8)) for rank in range(8)]  # type: ignore[arg-type]
     with ExitStack() as stack:
         scorers = [build.open_rewards(config, share, stack) for share in shares]
     assert scorers == ["scorer", None, None, None] * 2

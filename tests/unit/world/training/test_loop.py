@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from dsreason.job.ranks import World
+from dsreason.checkpoints.checkpoint_folder import TrainerState
+from dsreason.monitor.metrics import Metrics
+from dsreason.monitor.progress import Progress
 from dsreason.train.common.nonfinite import FiniteCheck
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training import loop
+from dsreason.world.training import gradients, loop
 from dsreason.world.training.clips import Share
+from tests.runs import make_job, make_run
+
+
+class Curves(Metrics):
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.values = dict(values)
+
+
+class Bar(Progress):
+    def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
+        self.shown = dict(shown)
 
 
 @pytest.mark.parametrize(
@@ -33,23 +46,21 @@ def test_a_skipped_step_is_shown_without_its_loss(
     loss: float,
     expected: dict[str, float],
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(loop, "count_step", lambda *given, **named: None)
-    monkeypatch.setattr(loop, "show_step", lambda run, metrics, shown, **named: told.extend([metrics, shown]))
-    monkeypatch.setattr(loop, "gather_objects", lambda value: [value])
-    run: Any = SimpleNamespace(
-        engine=SimpleNamespace(global_steps=3),
-        config=WorldConfig.model_validate({"world": {"algorithm": algorithm}}),
+    monkeypatch.setattr(gradients, "gather_objects", lambda value: [value])
+    config = WorldConfig.model_validate({"world": {"algorithm": algorithm}})
+    job = make_job(config, tmp_path)
+    run = make_run(job, TrainerState(step=2))
+    run.engine, run.metrics, run.progress = SimpleNamespace(global_steps=3), Curves(), Bar()  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(
+        run=run,
+        clip_maker=SimpleNamespace(config=config, share=Share(0, 1), inputs=SimpleNamespace(shape=(16, 3, 4, 4))),
         order=SimpleNamespace(rows_per_epoch=8),
         lora=None,
-        share=Share(0, 1),
-        shape=(16, 3, 4, 4),
-        rollout_metrics=rollout,
     )
-    finite = FiniteCheck("skip", tmp_path, World(0, 0, 1, torch.device("cpu")))
+    finite = FiniteCheck("skip", tmp_path, job.world)
     metrics = {"train/loss": loss, "train/grad_norm": loss, "train/learning_rate": 1e-5}
-    found = finite.metrics(metrics, [], 3) | {"time/rollout": 1.0, "time/train": 1.0}
-    loop.finish_step(run, [], found)
-    metrics, shown = told
-    assert shown == expected
-    assert ("train/loss" in metrics) is math.isfinite(loss)
+    metrics = finite.metrics(metrics, [], 3) | {"time/rollout": 1.0, "time/train": 1.0} | rollout
+    loop.finish_step(trainer, [], metrics)
+    assert run.state.step == 3
+    assert run.progress.shown == expected
+    assert ("train/loss" in run.metrics.values) is math.isfinite(loss)

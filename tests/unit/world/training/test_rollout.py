@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,35 +13,53 @@ import numpy as np
 import pytest
 import torch
 
+from dsreason.config.schema import OptimConfig
 from dsreason.errors import DsReasonError, RewardError
+from dsreason.world.families import FAMILIES
 from dsreason.world.noise import linear
 from dsreason.world.rewards import Scores
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import rollout
 from dsreason.world.training.clips import MicroBatch, Place, Sample, Share
-from dsreason.world.training.gradients import grad_over_eps
-from dsreason.world.training.nft import noised, num_times, times_of
-from dsreason.world.training.rollout import Scored, fetch, plan_steps, split_places, with_advantages
+from dsreason.world.training.gradients import EpsilonCheck
+from dsreason.world.training.inputs import Inputs
+from dsreason.world.training.nft import add_noise, count_times, draw_levels
+from dsreason.world.training.rollout import (
+    PendingBatch,
+    Scored,
+    add_advantages,
+    collect_scores,
+    plan_steps,
+    split_places,
+)
 from dsreason.world.training.sft import draw_times
 from dsreason.world.training.show import Look, look_at, looks
-from dsreason.world.training.update import check_ratio
-from dsreason.world.training.velocity import velocity_of
-from dsreason.world.types import Conditioning, WorldRow
+from dsreason.world.training.update import RatioCheck
+from dsreason.world.training.velocity import ClipMaker, build_velocity
+from dsreason.world.types import ClipSize, Conditioning, WorldRow
 
 LOOK = Look(0.5, 0.0, np.zeros((3, 4, 8, 8), np.float32))
 
 
-def made_run(**world: Any) -> Any:
+def make_config(**world: Any) -> WorldConfig:
     settings = {"prompts_per_step": 3, "num_generations": 2, "sampling_steps": 10, "schedule": "linear", **world}
-    config = WorldConfig.model_validate({"world": settings})
-    return SimpleNamespace(
+    return WorldConfig.model_validate({"world": settings})
+
+
+def make_maker(config: WorldConfig) -> ClipMaker:
+    """Make a clip maker on the linear schedule that has no model yet."""
+    unused: Any = None
+    return ClipMaker(
         config=config,
-        sigmas=linear(10, 3.0),
-        state=SimpleNamespace(step=0),
-        shape=(2, 3, 4, 4),
-        device=torch.device("cpu"),
+        family=FAMILIES["cosmos_predict2_5"],
+        model_path=Path(),
+        transformer=unused,
+        codec=unused,
+        inputs=Inputs(config, unused, unused, ClipSize(9, 32, 32, 16.0), (2, 3, 4, 4)),
         share=Share(0, 1),
-        checked=False,
+        sigmas=linear(10, 3.0),
+        scorer=None,
+        device=torch.device("cpu"),
     )
 
 
@@ -64,7 +85,7 @@ def batch_of(*places: Place) -> MicroBatch:
     ],
 )
 def test_trained_steps_are_noisy_and_the_others_follow_the_ode(settings: dict[str, Any], trained: Any) -> None:
-    plan = plan_steps(made_run(**settings), 1)
+    plan = plan_steps(make_config(**settings), linear(10, 3.0), 1)
     assert plan.trained == tuple(trained)
     assert [number for number, step in enumerate(plan.steps) if step.std > 0] == list(trained)
     levels = linear(10, 3.0)
@@ -74,22 +95,22 @@ def test_trained_steps_are_noisy_and_the_others_follow_the_ode(settings: dict[st
 
 
 def test_a_window_is_drawn_from_the_first_half_for_each_step() -> None:
-    world = made_run(window=2)
-    found = [plan_steps(world, step).trained for step in range(40)]
-    assert {window[0] for window in found} == {0, 1, 2, 3}
-    assert all(window[1] == window[0] + 1 for window in found)
-    assert found == [plan_steps(world, step).trained for step in range(40)]
+    config, sigmas = make_config(window=2), linear(10, 3.0)
+    windows = [plan_steps(config, sigmas, step).trained for step in range(40)]
+    assert {window[0] for window in windows} == {0, 1, 2, 3}
+    assert all(window[1] == window[0] + 1 for window in windows)
+    assert windows == [plan_steps(config, sigmas, step).trained for step in range(40)]
 
 
 def test_optimizer_steps_share_the_prompts() -> None:
-    parts = split_places(made_run(optimizer_steps_per_rollout=2))
+    parts = split_places(make_config(optimizer_steps_per_rollout=2).world)
     assert [sorted({place.prompt for place in part}) for part in parts] == [[0], [1, 2]]
     assert [len(part) for part in parts] == [2, 4]
 
 
 def test_rewards_prompts_and_clips_stay_together() -> None:
     """The clips of three prompts in batches that do not end where groups do."""
-    world = made_run()
+    config = make_config().world
     rewards = {Place(0, 0): 1, Place(0, 1): 0, Place(1, 0): 0, Place(1, 1): 3, Place(2, 0): 5, Place(2, 1): 5}
     places = list(rewards)
     batches = [batch_of(*places[3:6]), batch_of(*places[:3])]
@@ -98,24 +119,24 @@ def test_rewards_prompts_and_clips_stay_together() -> None:
         values = torch.tensor([float(rewards[place]) for place in batch.places])
         return Scores(values, {"mine": values * 2})
 
-    scored = fetch([(batch, lambda batch=batch: scores(batch), [LOOK] * 3) for batch in batches])  # type: ignore[misc]
-    assert [one.place for one in scored] == places
+    scored = collect_scores([PendingBatch(batch, partial(scores, batch), [LOOK] * 3) for batch in batches])
+    assert [clip.place for clip in scored] == places
     samples = [Sample(batch, batch.start, {}, torch.zeros(3), {}) for batch in batches]
-    ((last, first),) = with_advantages(world, [samples], scored)
+    ((last, first),) = add_advantages(config, [samples], scored)
     assert first.advantages.tolist() == pytest.approx([0.707, -0.707, -0.707], abs=1e-3)
     assert last.advantages.tolist() == pytest.approx([0.707, 0, 0], abs=1e-3)
-    metrics = rollout.summarise(world, scored)
+    metrics = rollout.summarise(config, scored)
     assert metrics["reward/mean"] == pytest.approx(14 / 6)
     assert metrics["reward/mine/mean"] == pytest.approx(28 / 6)
     assert metrics["reward/zero_std_fraction"] == pytest.approx(1 / 3)
 
 
 def test_exponential_advantages_are_of_ddrl() -> None:
-    world = made_run(algorithm="ddrl", exponential_advantages=True)
+    config = make_config(algorithm="ddrl", exponential_advantages=True).world
     scored = [Scored(Place(p, c), float(c), {}, LOOK) for p in range(3) for c in range(2)]
-    batch = batch_of(*(one.place for one in scored))
-    ((one,),) = with_advantages(world, [[Sample(batch, batch.start, {}, torch.zeros(6), {})]], scored)
-    assert one.advantages[:2].tolist() == pytest.approx([-np.exp(0.707), -np.exp(-0.707)], abs=1e-3)
+    batch = batch_of(*(clip.place for clip in scored))
+    ((sample,),) = add_advantages(config, [[Sample(batch, batch.start, {}, torch.zeros(6), {})]], scored)
+    assert sample.advantages[:2].tolist() == pytest.approx([-np.exp(0.707), -np.exp(-0.707)], abs=1e-3)
 
 
 def test_a_reward_that_fails_or_is_no_number_stops_the_run() -> None:
@@ -124,31 +145,31 @@ def test_a_reward_that_fails_or_is_no_number_stops_the_run() -> None:
 
     batch = batch_of(Place(0, 0))
     with pytest.raises(RewardError, match="mine: no"):
-        fetch([(batch, failing, [LOOK])])
+        collect_scores([PendingBatch(batch, failing, [LOOK])])
     with pytest.raises(RewardError, match="row 0"):
-        fetch([(batch, lambda: Scores(torch.tensor([float("nan")]), {}), [LOOK])])
+        collect_scores([PendingBatch(batch, lambda: Scores(torch.tensor([float("nan")]), {}), [LOOK])])
 
 
 @pytest.mark.parametrize(("times", "expected"), [(None, 9), (4, 4), (20, 10)])
 def test_training_sees_the_samplers_noise_levels(times: int | None, expected: int) -> None:
-    world = made_run(algorithm="nft", nft_times=times)
+    maker = make_maker(make_config(algorithm="nft", nft_times=times))
     places = [Place(0, 0), Place(0, 1)]
-    found = times_of(world, places, 3)
-    levels = world.sigmas[:-1].float().tolist()
-    assert num_times(world) == expected
-    assert found.shape == (2, expected)
-    assert all(len(set(row)) == expected and set(row) <= set(levels) for row in found.tolist())
-    assert found[0].tolist() != found[1].tolist()
-    assert times_of(world, places[1:], 3)[0].equal(found[1])
+    drawn = draw_levels(maker, places, 3)
+    levels = maker.sigmas[:-1].float().tolist()
+    assert count_times(maker.config.world) == expected
+    assert drawn.shape == (2, expected)
+    assert all(len(set(row)) == expected and set(row) <= set(levels) for row in drawn.tolist())
+    assert drawn[0].tolist() != drawn[1].tolist()
+    assert draw_levels(maker, places[1:], 3)[0].equal(drawn[1])
 
 
 def test_a_noised_clip_lies_between_clip_and_noise() -> None:
-    world = made_run(algorithm="nft")
+    maker = make_maker(make_config(algorithm="nft"))
     batch = batch_of(Place(0, 0), Place(2, 1))
     clean = torch.full((2, 2, 3, 4, 4), 3.0)
-    x, s, noise = noised(world, Sample(batch, clean, {}, torch.zeros(2), {}), 4, 1)
+    x, s, noise = add_noise(maker, Sample(batch, clean, {}, torch.zeros(2), {}), 4, 1)
     torch.testing.assert_close(x, (1 - s.view(-1, 1, 1, 1, 1)) * clean + s.view(-1, 1, 1, 1, 1) * noise)
-    assert s.tolist() == times_of(world, batch.places, 1)[:, 4].tolist()
+    assert s.tolist() == draw_levels(maker, batch.places, 1)[:, 4].tolist()
 
 
 def test_noise_levels_of_real_clips_are_shifted() -> None:
@@ -161,39 +182,39 @@ def test_noise_levels_of_real_clips_are_shifted() -> None:
 
 
 def test_a_ratio_off_one_stops_the_first_update_only() -> None:
-    world = made_run()
-    check_ratio(world, 5e-5)
-    check_ratio(world, 0.5)  # later ones are not on policy
+    check = RatioCheck()
+    check.check(5e-5, 1)
+    check.check(0.5, 2)  # later ones are not on policy
     with pytest.raises(DsReasonError, match="step 1: .* 0.01 away from 1"):
-        check_ratio(made_run(), 0.01)
+        RatioCheck().check(0.01, 1)
 
 
 def test_guidance_leads_away_from_the_negative_prompt() -> None:
     """v + (scale - 1)(v - v_negative), with each clip's own text and given frames in both halves."""
-    world = made_run()
-    seen = []
+    calls = []
 
     def velocity(transformer: Any, x: Any, s: Any, text: Any, conditioning: Any, start: Any) -> Any:
-        seen.append((s.tolist(), conditioning, start))
+        calls.append((s.tolist(), conditioning, start))
         return x * 0 + text.view(-1, 1, 1, 1, 1)
 
-    world.engine, world.family = None, SimpleNamespace(velocity=velocity)
-    world.inputs = SimpleNamespace(negative=lambda count: torch.full((count, 1, 1), 1.0))
+    family: Any = SimpleNamespace(velocity=velocity)
+    inputs: Any = SimpleNamespace(negative=lambda count: torch.full((count, 1, 1), 1.0))
+    maker = replace(make_maker(make_config()), family=family, inputs=inputs)
     batch = batch_of(Place(0, 0), Place(1, 0))
     text = torch.tensor([2.0, 5.0]).view(2, 1, 1)
     mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]]).view(2, 1, 3, 1, 1)
     given = Conditioning(mask * torch.tensor([3.0, 4.0]).view(2, 1, 1, 1, 1), mask)
     start = batch.start + torch.tensor([6.0, 7.0]).view(2, 1, 1, 1, 1)
     batch = MicroBatch(batch.places, True, batch.rows, start, text, given)
-    found = velocity_of(world, batch, 3.0)(batch.start, torch.tensor([0.25, 0.75]))
-    assert found[:, 0, 0, 0, 0].tolist() == [2 + 2 * (2 - 1), 5 + 2 * (5 - 1)]
-    ((times, conditioning, noise),) = seen
+    v = build_velocity(maker, batch, 3.0)(batch.start, torch.tensor([0.25, 0.75]))
+    assert v[:, 0, 0, 0, 0].tolist() == [2 + 2 * (2 - 1), 5 + 2 * (5 - 1)]
+    ((times, conditioning, noise),) = calls
     assert times == [0.25, 0.75, 0.25, 0.75]
     halves = zip((conditioning.mask, conditioning.latents, noise), (mask, given.latents, start), strict=True)
-    for both, one in halves:
-        assert both.equal(torch.cat([one, one]))
-    assert velocity_of(world, batch, 1.0)(batch.start, torch.ones(2))[:, 0, 0, 0, 0].tolist() == [2, 5]
-    assert seen[1][1] is given
+    for both, half in halves:
+        assert both.equal(torch.cat([half, half]))
+    assert build_velocity(maker, batch, 1.0)(batch.start, torch.ones(2))[:, 0, 0, 0, 0].tolist() == [2, 5]
+    assert calls[1][1] is given
 
 
 def test_looks_tell_dark_and_alike_clips() -> None:
@@ -229,18 +250,17 @@ def test_gradients_near_adams_epsilon_are_told_once(
     """Of 10,000 trained weights."""
     layer = torch.nn.Linear(100, 100)
     layer.bias.requires_grad_(False)
-    world = made_run()
-    world.config = WorldConfig.model_validate({"optim": {"eps": eps, "max_grad_norm": clip}})
-    world.engine, world.eps_told = SimpleNamespace(module=layer), False
-    for _ in range(2):
-        assert grad_over_eps(world, norm) == pytest.approx(expected)
+    engine: Any = SimpleNamespace(module=layer)
+    check = EpsilonCheck(OptimConfig(eps=eps, max_grad_norm=clip))
+    for step in (1, 2):
+        assert check.measure(engine, norm, step) == pytest.approx(expected)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
 def test_the_advice_on_epsilon_leaves_a_hundredth(caplog: pytest.LogCaptureFixture) -> None:
-    world = made_run()
-    world.engine, world.eps_told = SimpleNamespace(module=torch.nn.Linear(100, 100, bias=False)), False
-    assert np.isnan(grad_over_eps(world, float("inf")))
-    grad_over_eps(world, 5e-7)
+    engine: Any = SimpleNamespace(module=torch.nn.Linear(100, 100, bias=False))
+    check = EpsilonCheck(OptimConfig())
+    assert np.isnan(check.measure(engine, float("inf"), 1))
+    check.measure(engine, 5e-7, 1)
     assert "only 0.5 times optim.eps (1e-08)" in caplog.text
     assert "set optim.eps = 1e-11" in caplog.text

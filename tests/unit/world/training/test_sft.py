@@ -17,31 +17,32 @@ from dsreason.world.training.clips import Share
 
 BAD = DataError("clip.mp4: is no video")
 CLIP = torch.zeros(3, 5, 16, 16, dtype=torch.uint8)
+VALIDATION: Any = [None]
 
 
 def failing(*given: Any) -> Any:
     raise StorageError("no room")
 
 
-def made_run(clips: Iterator[Any], **functions: Callable[..., Any]) -> Any:
-    """The second of two ranks; of one row it is the one that has it."""
+def make_maker(**functions: Callable[..., Any]) -> Any:
+    """The clip maker of the second of two ranks; of one row it is the one that has it."""
     config = {"world": {"algorithm": "sft"}, "data": {"on_bad_row": "skip"}, "train": {"global_batch_size": 1}}
     encode = functions.get("encode", lambda clip: torch.zeros(1, 4, 2, 2, 2))
     return SimpleNamespace(
         config=WorldConfig.model_validate(config),
         share=Share(1, 2),
-        state=SimpleNamespace(step=6),
-        order=SimpleNamespace(indices=lambda step: [0]),
-        clips=clips,
-        training=None,
-        validation=[None],
-        size=None,
         inputs=SimpleNamespace(
+            size=None,
             latents=SimpleNamespace(encode=encode),
             real_batch=functions.get("real_batch", lambda places, counted, *rest: (places, counted)),
         ),
-        skipped={},
     )
+
+
+def next_batches(maker: Any, clips: Iterator[Any], num_rows: int = 1) -> Any:
+    """The batches of step 7."""
+    dataset: Any = None
+    return sft.next_batches(maker, dataset, range(num_rows), clips, 7)
 
 
 @pytest.fixture(autouse=True)
@@ -59,54 +60,52 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
 
     monkeypatch.setattr(sft, "errors_on_all_ranks", errors_on_all_ranks)
     monkeypatch.setattr(sft, "gather_objects", lambda value: [(0, []), value])
-    monkeypatch.setattr(sft, "count_skipped", lambda run, rows: run.skipped.update(dict.fromkeys(rows, 1)))
     return errors
 
 
 def test_a_step_without_a_clip_is_an_error_that_names_one() -> None:
     """The rank that has the bad clip is not the first one."""
     with pytest.raises(DataError, match="none of the 1 clips of step 7 can be used; the first: clip.mp4: is no video"):
-        sft.next_batches(made_run(iter([[BAD]])))
+        next_batches(make_maker(), iter([[BAD]]))
 
 
 def test_validation_without_a_clip_has_no_loss(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sft, "read_clips", lambda *given: [BAD])
-    assert sft.held_out_loss(made_run(iter([]))) is None
+    assert sft.measure_held_out_loss(make_maker(), VALIDATION) is None
     assert "none of the 1 held-out clips can be used: clip.mp4: is no video" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("maker", "clips"),
     [
-        made_run(failing() for _ in range(1)),
-        made_run(iter([[CLIP]]), encode=failing),
-        made_run(iter([[CLIP]]), real_batch=failing),
+        (make_maker(), (failing() for _ in range(1))),
+        (make_maker(encode=failing), iter([[CLIP]])),
+        (make_maker(real_batch=failing), iter([[CLIP]])),
     ],
     ids=["a dead worker", "a full disk", "a cleared cache"],
 )
-def test_an_error_of_one_rank_is_told_to_all(run: Any, told: list[DsReasonError]) -> None:
+def test_an_error_of_one_rank_is_told_to_all(maker: Any, clips: Iterator[Any], told: list[DsReasonError]) -> None:
     with pytest.raises(StorageError, match="no room"):
-        sft.next_batches(run)
+        next_batches(maker, clips)
     assert [str(error) for error in told] == ["no room"]
 
 
 def test_an_error_in_validation_is_told_to_all(monkeypatch: pytest.MonkeyPatch, told: list[DsReasonError]) -> None:
     monkeypatch.setattr(sft, "read_clips", failing)
     with pytest.raises(StorageError, match="no room"):
-        sft.held_out_loss(made_run(iter([])))
+        sft.measure_held_out_loss(make_maker(), VALIDATION)
     assert [str(error) for error in told] == ["no room"]
 
 
-def test_a_bad_clip_is_left_out_or_ends_the_run(told: list[DsReasonError], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made_run(iter([[BAD, CLIP]]))
-    run.order.indices = lambda step: [0, 1, 2, 3]
-    (((place,), counted),) = sft.next_batches(run)[1:]
+def test_a_bad_clip_is_left_out_or_ends_the_run(told: list[DsReasonError]) -> None:
+    maker = make_maker()
+    batches, skipped = next_batches(maker, iter([[BAD, CLIP]]), num_rows=4)
+    (((place,), counted),) = batches[1:]
     assert (place.prompt, counted) == (3, True)
-    assert run.skipped == {str(BAD): 1}
-    run.clips = iter([[BAD, CLIP]])
-    run.config = WorldConfig.model_validate({"world": {"algorithm": "sft"}})
+    assert skipped == [str(BAD)]
+    maker.config = WorldConfig.model_validate({"world": {"algorithm": "sft"}})
     with pytest.raises(DataError, match="clip.mp4: is no video"):
-        sft.next_batches(run)
+        next_batches(maker, iter([[BAD, CLIP]]), num_rows=4)
     assert told == [BAD]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,18 +13,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsreason.job.ranks import World
+from dsreason.monitor.memory import MemoryLedger
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import FAMILIES
 from dsreason.world.noise import generator, linear, noise
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import gradients, nft, rollout, update
-from dsreason.world.training.clips import Share
+from dsreason.world.training.clips import Sample, Share
 from dsreason.world.training.inputs import Inputs
+from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.types import ClipSize, WorldRow
 
 SHAPE = (3, 3, 4, 4)
 STEPS, PROMPTS, GROUP, SCALE, KL, DATA, BETA = 4, 2, 3, 2.0, 0.1, 0.5, 0.7
 ETA = 0.8
+ALONE = World(0, 0, 1, torch.device("cpu"))
 LEVELS = [3 * u / (1 + 2 * u) for u in (1.0, 0.75, 0.5, 0.25, 0.0)]
 
 
@@ -93,39 +98,38 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "errors_on_all_ranks", nullcontext)
 
 
-def made_run(settings: dict[str, Any]) -> Any:
-    """Two prompts of three clips in micro-batches of two, with one or two given frames."""
+def make_maker(settings: dict[str, Any]) -> ClipMaker:
+    """Make clips of micro-batches of two: two prompts of three clips, with one or two given frames."""
     world = {"prompts_per_step": PROMPTS, "num_generations": GROUP, "sampling_steps": STEPS, "guidance_scale": SCALE}
     world |= {"kl_coef": KL, "sde": "cps", "noise_level": ETA, "conditional_frames": (1, 2), "nft_beta": BETA}
     config = WorldConfig.model_validate(
         {"world": {**world, **settings}, "train": {"micro_batch_size": 2}, "data": {"workers": 0}}
     )
     source: Any = Source()
-    size, engine = ClipSize(9, 32, 32, 16.0), Engine()
-    rows = [WorldRow(str(row), "x" * row, clip="x") for row in range(1, PROMPTS + 1)]
-    phases = SimpleNamespace(phase=lambda name: nullcontext())
-    return SimpleNamespace(
+    codec: Any = SimpleNamespace(decode=lambda latents: latents.sigmoid())
+    return ClipMaker(
         config=config,
-        world=SimpleNamespace(size=1),
-        device=torch.device("cpu"),
-        share=Share(0, 1),
-        state=SimpleNamespace(step=0),
-        checked=False,
-        watchdog=phases,
-        memory=phases,
-        order=SimpleNamespace(indices=lambda number: list(range(PROMPTS))),
-        training=WorldDataset(rows, lambda row, size: torch.full((3, 9, 2, 2), int(row.id), dtype=torch.uint8)),
-        inputs=Inputs(config, source, source, size, SHAPE),
-        size=size,
-        shape=SHAPE,
-        sigmas=linear(STEPS, 3.0),
-        engine=engine,
         family=FAMILIES["cosmos_predict2_5"],
-        codec=SimpleNamespace(decode=lambda latents: latents.sigmoid()),
+        model_path=Path(),
+        transformer=Engine(),
+        codec=codec,
+        inputs=Inputs(config, source, source, ClipSize(9, 32, 32, 16.0), SHAPE),
+        share=Share(0, 1),
+        sigmas=linear(STEPS, 3.0),
         scorer=source,
-        reference=engine,
-        averages={"old": SimpleNamespace(in_place=nullcontext)} if config.world.algorithm == "nft" else {},
+        device=torch.device("cpu"),
     )
+
+
+def sample_rollout(maker: ClipMaker) -> list[list[Sample]]:
+    """Sample the clips of the first step's prompts."""
+    rows = [WorldRow(str(row), "x" * row, clip="x") for row in range(1, PROMPTS + 1)]
+    dataset = WorldDataset(rows, lambda row, size: torch.full((3, 9, 2, 2), int(row.id), dtype=torch.uint8))
+    phases: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    average: Any = SimpleNamespace(in_place=nullcontext)
+    old = average if maker.config.world.algorithm == "nft" else None
+    memory = MemoryLedger(maker.device)
+    return rollout.rollout(maker, dataset, range(PROMPTS), step=1, old=old, watchdog=phases, memory=memory)[0]
 
 
 class Clip:
@@ -233,17 +237,17 @@ def nft_loss(net: Engine) -> Tensor:
     return loss / len(clips)
 
 
-def check_step(run: Any, metrics: dict[str, float], expected: Tensor) -> None:
+def check_step(engine: Engine, metrics: dict[str, float], expected: Tensor) -> None:
     """float32 latents and log-probabilities leave 1e-5 of rounding."""
-    found = {name: parameter.grad.clone() for name, parameter in run.engine.named_parameters()}
-    assert run.engine.ends[-1] is True
-    assert not any(run.engine.ends[:-1])
-    run.engine.zero_grad()
+    gradient = {name: parameter.grad.clone() for name, parameter in engine.named_parameters()}
+    assert engine.ends[-1] is True
+    assert not any(engine.ends[:-1])
+    engine.zero_grad()
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4)
-    for name, parameter in run.engine.named_parameters():
+    for name, parameter in engine.named_parameters():
         assert parameter.grad.abs().max() > 0
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -262,19 +266,21 @@ def check_step(run: Any, metrics: dict[str, float], expected: Tensor) -> None:
 def test_a_step_on_sampled_steps_has_the_formulas_loss_and_gradient(
     settings: dict[str, Any], trained: list[int], data_steps: list[int]
 ) -> None:
-    run = made_run(settings)
-    (part,) = update.with_reference(run, rollout.rollout(run), 1)
-    metrics = update.accumulate(run, part, 1, 1)
-    config = run.config.world
-    check_step(run, metrics, sampled_loss(run.engine, trained, config.kl, config.data_noise, data_steps))
+    maker = make_maker(settings)
+    engine: Any = maker.transformer
+    (part,) = update.add_reference(maker, engine, sample_rollout(maker))
+    metrics = update.accumulate_gradients(maker, engine, part, rollout_step=1, world=ALONE)
+    config = maker.config.world
+    check_step(engine, metrics, sampled_loss(engine, trained, config.kl, config.data_noise, data_steps))
     assert metrics["policy/ratio_error"] < 1e-6
     assert metrics["policy/clip_fraction"] == 0
 
 
 def test_a_step_on_final_clips_has_the_formulas_loss_and_gradient() -> None:
-    run = made_run({"algorithm": "nft"})
-    (part,) = nft.with_reference(run, rollout.rollout(run), 1)
-    metrics = nft.accumulate(run, part, 1)
-    check_step(run, metrics, nft_loss(run.engine))
+    maker = make_maker({"algorithm": "nft"})
+    engine: Any = maker.transformer
+    (part,) = nft.add_reference(maker, engine, sample_rollout(maker), 1)
+    metrics = nft.accumulate_gradients(maker, engine, part, rollout_step=1, world=ALONE)
+    check_step(engine, metrics, nft_loss(engine))
     assert metrics["policy/old_distance"] == 0
     assert metrics["policy/kl"] > 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed import DeepSpeedEngine
 from dsreason.config.schema_toy import ToyConfig
 from dsreason.train.toy.preflight import check
 
@@ -14,46 +16,73 @@ from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.opening import Run, build_policy_engine, open_run, start_run, validate_policy
-from dsreason.train.common.run_folder import start_state
-from dsreason.train.common.saving import finish, poll_checkpoint
-from dsreason.train.common.steps import after_steps, before_steps, count_step, learning_rate, show_step
+from dsreason.train.common.answers import ValidationResult
+from dsreason.train.common.job import TrainingJob
+from dsreason.train.common.nonfinite import FiniteCheck
+from dsreason.train.common.opening import (
+    TrainingRows,
+    build_policy_engine,
+    open_policy_job,
+    start_policy,
+    start_policy_run,
+)
+from dsreason.train.common.run import TrainingRun
+from dsreason.train.common.sampler import Sampler
+from dsreason.train.common.validate import HeldOut, validate_policy
+
+
+@dataclass
+class ToyTrainer:
+    job: TrainingJob[ToyConfig]
+    run: TrainingRun[ToyConfig]
+    engine: DeepSpeedEngine
+    sampler: Sampler
+    rows: TrainingRows
+
+    def validate(self, step: int) -> ValidationResult | None:
+        held_out = HeldOut(self.rows.validation, self.rows.encoder, self.job.config, self.job.world)
+        return validate_policy(self.sampler, held_out, version=step, progress=self.run.progress)
 
 
 def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     with ExitStack() as stack:
-        opened = open_run(config, output_dir, resume, command="toy", check=check, stack=stack)
-        config, model_path = opened.config, opened.model_path
-        engine = build_policy_engine(config, opened.deepspeed, model_path)
-        state = start_state(engine, opened.checkpoint, config, model_path, opened.world)
-        steps = config.train.max_steps or len(opened.training) // config.toy.batch_size
-        settings = TransformersSettings()
-        train(start_run(opened, stack, engine=engine, settings=settings, state=state, total_steps=steps))
+        job, rows = open_policy_job(config, output_dir, resume, command="toy", check=check, stack=stack)
+        config, model_path = job.config, job.model_path
+        engine = build_policy_engine(config, job.deepspeed, model_path)
+        state = start_policy(job, engine)
+        steps = config.train.max_steps or len(rows.training) // config.toy.batch_size
+        run, sampler = start_policy_run(
+            job, rows, stack, engine=engine, settings=TransformersSettings(), state=state, total_steps=steps
+        )
+        train(ToyTrainer(job, run, engine, sampler, rows))
 
 
-def train(toy: Run[ToyConfig]) -> None:
-    before_steps(toy, validate_policy)
-    while toy.state.step < toy.total_steps:
-        poll_checkpoint(toy)
-        started, first = time.perf_counter(), toy.state.step
-        with toy.watchdog.phase("step"), toy.memory.phase("train"):
-            metrics, num_tokens = toy_step(toy)
-        seconds, rows = time.perf_counter() - started, toy.config.toy.batch_size
-        count_step(toy, epoch=toy.engine.global_steps * rows / len(toy.training))
-        show_step(toy, metrics, {}, num_samples=rows, num_tokens=num_tokens, seconds=seconds)
-        after_steps(toy, first, validate_policy)
-    finish(toy)
+def train(toy: ToyTrainer) -> None:
+    run, engine, batch_size = toy.run, toy.engine, toy.job.config.toy.batch_size
+    run.before_steps(toy.validate)
+    while run.state.step < run.total_steps:
+        run.poll_checkpoint()
+        started, first = time.perf_counter(), run.state.step
+        with toy.job.watchdog.phase("step"), run.memory.phase("train"):
+            metrics, num_tokens = toy_step(engine, toy.rows, toy.job, first, run.learning_rate, run.finite)
+        seconds = time.perf_counter() - started
+        run.count_step(epoch=engine.global_steps * batch_size / len(toy.rows.training))
+        run.show_step(metrics, {}, num_samples=batch_size, num_tokens=num_tokens, seconds=seconds)
+        run.after_steps(first, toy.validate)
+    run.finish()
 
 
-def toy_step(toy: Run[ToyConfig]) -> tuple[dict[str, float], int]:
-    """One optimizer step over this rank's share of the next rows."""
-    engine, world, size, lr = toy.engine, toy.world, toy.config.toy.batch_size, learning_rate(toy)
-    rows = range(toy.state.step * size, (toy.state.step + 1) * size)[world.rank :: world.size]
-    samples = [toy.encoder.encode(toy.training[row % len(toy.training)]) for row in rows]
-    (batch,) = align_micro_batches([samples], toy.encoder, gather_objects, packing=toy.config.train.packing)
+def toy_step(
+    engine: DeepSpeedEngine, rows: TrainingRows, job: TrainingJob[ToyConfig], step: int, lr: float, finite: FiniteCheck
+) -> tuple[dict[str, float], int]:
+    """Run one optimizer step over this rank's share of the next rows."""
+    world, config, size = job.world, job.config, job.config.toy.batch_size
+    numbers = range(step * size, (step + 1) * size)[world.rank :: world.size]
+    samples = [rows.encoder.encode(rows.training[number % len(rows.training)]) for number in numbers]
+    (batch,) = align_micro_batches([samples], rows.encoder, gather_objects, packing=config.train.packing)
     num_tokens = int(all_sum(sum(map(len, samples))))
     set_learning_rate(engine, lr)
-    loss = toy.config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
+    loss = config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
     add_gradient(engine, loss, world.size, last=True)
     engine.step()
     metrics = {
@@ -61,4 +90,4 @@ def toy_step(toy: Run[ToyConfig]) -> tuple[dict[str, float], int]:
         "train/learning_rate": lr,
         "train/grad_norm": engine_grad_norm(engine),
     }
-    return toy.finite.metrics(metrics, [batch], engine.global_steps), num_tokens
+    return finite.metrics(metrics, [batch], engine.global_steps), num_tokens

@@ -1,13 +1,11 @@
-"""What is due after a step, and what is worth a checkpoint: a run of stand-ins."""
+"""What is due after a step, and what is worth a checkpoint: runs without a model."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,24 +13,16 @@ import pytest
 from dsreason.checkpoints.checkpoint_folder import MARKER, SavedRun, TrainerState, prune_exports, write_json
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import Stopped
-from dsreason.train.common import run_folder, saving, steps
+from dsreason.train.common import run_folder, saving
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.steps import count_skipped
+from dsreason.train.common.run import TrainingRun, is_due
+from tests.runs import make_job, make_run
 
 
-def made_run(state: TrainerState, **sections: Any) -> Any:
-    return SimpleNamespace(
-        config=SFTConfig.model_validate(sections),
-        state=state,
-        total_steps=10,
-        watchdog=SimpleNamespace(phase=lambda name: nullcontext()),
-        metrics=SimpleNamespace(log_scalars=lambda step, values: None),
-        progress=SimpleNamespace(say=lambda text: None),
-        profiler=SimpleNamespace(begin=lambda step: None, end=lambda: None),
-        world=SimpleNamespace(is_main=False, is_first_of_folder=True),
-        output_dir=None,
-        export_file="config.json",
-    )
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., TrainingRun[SFTConfig]]:
+    """Make a run at a state, with sections of its configuration."""
+    return lambda state, **sections: make_run(make_job(SFTConfig.model_validate(sections), tmp_path), state)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +32,14 @@ def made_run(state: TrainerState, **sections: Any) -> Any:
 def test_what_is_due_at_any_of_a_rollouts_steps_is_due_after_it(
     finished: list[int], every: int, expected: bool
 ) -> None:
-    assert steps.is_due(finished, every) is expected
+    assert is_due(finished, every) is expected
 
 
-def test_the_learning_rate_is_that_of_the_next_step() -> None:
+def test_the_learning_rate_is_that_of_the_next_step(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
     # 3 warmup steps to the peak of 0.5: shares 0, 1/2 and 1; then down to 0 over the other 7.
     optim = {"lr": 0.5, "warmup": 3, "schedule": "linear"}
-    found = [steps.learning_rate(made_run(TrainerState(step=step), optim=optim)) for step in (0, 1, 2, 3, 4)]
-    assert found == pytest.approx([0.0, 0.25, 0.5, 0.5, 0.5 * 6 / 7])
+    rates = [start(TrainerState(step=step), optim=optim).learning_rate for step in (0, 1, 2, 3, 4)]
+    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.5, 0.5 * 6 / 7])
 
 
 @pytest.mark.parametrize(
@@ -64,59 +54,50 @@ def test_the_learning_rate_is_that_of_the_next_step() -> None:
     ],
 )
 def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
-    metric: str, best: float | None, value: float, improved: bool
+    start: Callable[..., TrainingRun[SFTConfig]], metric: str, best: float | None, value: float, improved: bool
 ) -> None:
     metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}
     state = TrainerState(step=7, best_metric=best, best_name=metric, best_step=None if best is None else 2)
-    run = made_run(state, checkpoint={"best_metric": metric})
-    assert steps.run_validation(run, lambda run: ValidationResult(metrics, [], {})) is improved
+    run = start(state, checkpoint={"best_metric": metric})
+    assert run.validate(lambda step: ValidationResult(metrics, [], {})) is improved
     assert (run.state.best_metric, run.state.best_step) == ((value, 7) if improved else (best, 2))
 
 
-def test_the_model_that_training_begins_with_is_never_the_best() -> None:
-    run = made_run(TrainerState())
-    assert steps.run_validation(run, lambda run: ValidationResult({"val/loss": 0.1}, [], {})) is False
+def test_the_model_that_training_begins_with_is_never_the_best(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
+    run = start(TrainerState())
+    assert run.validate(lambda step: ValidationResult({"val/loss": 0.1}, [], {})) is False
     assert run.state.best_step is None
 
 
-def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spared(tmp_path: Path) -> None:
-    written = tmp_path / "step_6"
-    written.mkdir()
+def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spared(
+    start: Callable[..., TrainingRun[SFTConfig]], tmp_path: Path
+) -> None:
     saved = SavedRun(TrainerState(best_step=4), world_size=1, zero_stage=3, precision="bf16", parameters={})
+    written = tmp_path / "checkpoints" / "step_6"
+    written.mkdir(parents=True)
     write_json(written / "trainer_state.json", asdict(saved))
-    run = made_run(TrainerState(step=7, best_step=7), checkpoint={"keep": 3})
-    run.checkpoints = tmp_path
-    run.uploads = SimpleNamespace(add=lambda folder, last: None, in_use=lambda: {tmp_path / "step_1"})
-    pruned: list[tuple[int, set[str]]] = []
-    run.writer = SimpleNamespace(
-        completing=0.0, prune=lambda keep, spared: pruned.append((keep, {path.name for path in spared}))
-    )
-    saving.after_checkpoint(run, written)
-    assert pruned == [(3, {"step_1", "step_4", "step_7"})]
+    run = start(TrainerState(step=7, best_step=7), checkpoint={"keep": 3})
+    run.job.uploads.waiting = {written.with_name("step_1")}  # type: ignore[attr-defined]
+    run.checkpoints.after_checkpoint(written, run.state)
+    assert run.checkpoints.writer.pruned == [(3, {"step_1", "step_4", "step_7"})]  # type: ignore[attr-defined]
 
 
 class Saved:
-    """What a run writes: it notes the steps of its checkpoints and exports."""
+    """A run of ten steps that notes the steps of its checkpoints, its exports and its uploads."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **checkpoint: Any) -> None:
-        self.checkpoints: list[int] = []
-        self.uploaded: list[str] = []
-        run = made_run(TrainerState(), checkpoint=checkpoint, validation={"every": 3})
-        run.output_dir, run.checkpoints = folder, folder / "checkpoints"
-        run.stop = SimpleNamespace(asked=lambda: "")
-        run.progress.phase = lambda name: nullcontext()
-        run.uploads = SimpleNamespace(add=lambda path, last: self.uploaded.append(path.name), in_use=set)
-        run.memory = SimpleNamespace(report=str)
-        run.world.is_main, run.write_export = True, self.export
-        run.writer = SimpleNamespace(start=lambda step, state: self.checkpoints.append(step), wait=lambda: None)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, stop_at: int = 0, **checkpoint: Any) -> None:
+        config = SFTConfig.model_validate({"checkpoint": checkpoint, "validation": {"every": 3}})
+        self.folder, self.exported = folder, 0
+        job = make_job(config, folder, asked=lambda: "SIGTERM" if self.run.state.step == stop_at else "")
+        self.run = make_run(job, TrainerState(), write_export=self.export)
+        self.uploads: Any = job.uploads
         monkeypatch.setattr(saving, "on_rank_zero", lambda call: call())
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
-        self.run, self.exported = run, 0
 
-    def validate(self, run: Any) -> ValidationResult:
+    def validate(self, step: int) -> ValidationResult:
         return ValidationResult({"val/loss": self.losses.pop(0)}, [], {})
 
-    def export(self, output: Path, dtype: str) -> None:
+    def export(self, output: Path, dtype: str, state: TrainerState) -> None:
         self.exported += 1
         output.mkdir(parents=True)
         (output / "config.json").touch()
@@ -125,13 +106,17 @@ class Saved:
     def train(self) -> Saved:
         for step in range(1, 11):
             self.run.state = replace(self.run.state, step=step)
-            steps.after_steps(self.run, step - 1, self.validate)
-        saving.finish(self.run)
+            self.run.after_steps(step - 1, self.validate)
+        self.run.finish()
         return self
 
     @property
+    def checkpoints(self) -> list[int]:
+        return self.run.checkpoints.writer.steps  # type: ignore[attr-defined, no-any-return]
+
+    @property
     def exports(self) -> set[str]:
-        return {path.name for path in self.run.output_dir.glob("export/*")}
+        return {path.name for path in self.folder.glob("export/*")}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +136,7 @@ def test_checkpoints_are_written_on_the_way_of_the_best_and_of_the_last_step(
     saved = Saved(tmp_path, monkeypatch, **settings).train()
     assert saved.checkpoints == expected
     assert saved.exports == {"final"}
-    assert saved.uploaded == ["final", "final"]  # no checkpoint that is not on disk
+    assert saved.uploads.added == ["final", "final"]  # no checkpoint that is not on disk
 
 
 @pytest.mark.parametrize(
@@ -190,11 +175,11 @@ def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_co
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, **{"every": 2, "export": "all", **settings})
     saved.run.state = replace(saved.run.state, step=step, best_step=best)
-    marker = saved.run.checkpoints / f"step_{step}" / MARKER
+    marker = saved.run.checkpoints.folder / f"step_{step}" / MARKER
     marker.parent.mkdir(parents=True)
     marker.touch()
     for _ in range(2):  # what is there is not written again
-        steps.before_steps(saved.run, saved.validate)
+        saved.run.before_steps(saved.validate)
     assert saved.exports == expected
     assert saved.exported == len(expected)
 
@@ -204,7 +189,7 @@ def test_a_run_that_goes_on_from_another_run_s_checkpoint_does_not_export_it(
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all")
     saved.run.state = replace(saved.run.state, step=4)
-    steps.before_steps(saved.run, saved.validate)
+    saved.run.before_steps(saved.validate)
     assert saved.exports == set()
 
 
@@ -220,7 +205,7 @@ def test_exports_of_an_earlier_job_stay_where_only_the_final_one_is_asked_for(
 
 def test_an_export_that_waits_for_its_upload_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all", export_keep=1, keep_best=False)
-    saved.run.uploads.in_use = lambda: {tmp_path / "export" / "step_2"}
+    saved.uploads.waiting = {tmp_path / "export" / "step_2"}
     assert saved.train().exports == {"step_2", "step_8", "final"}
 
 
@@ -238,8 +223,7 @@ def test_of_exports_those_before_the_step_of_the_run_stay(tmp_path: Path, clock:
 def test_a_stop_saves_where_the_run_has_checkpoints_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool, saved: list[int], text: str
 ) -> None:
-    run = Saved(tmp_path, monkeypatch, every=0, keep_best=False, last=last)
-    run.run.stop = SimpleNamespace(asked=lambda: "SIGTERM" if run.run.state.step == 4 else "")
+    run = Saved(tmp_path, monkeypatch, stop_at=4, every=0, keep_best=False, last=last)
     with pytest.raises(Stopped, match=f"stopped by SIGTERM after step 4.*{text}"):
         run.train()
     assert run.checkpoints == saved
@@ -277,10 +261,12 @@ def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> 
     assert not saving.is_outdated(export, checkpoint)
 
 
-def test_uses_of_a_row_are_all_counted_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    run: Any = SimpleNamespace(skipped=Counter())
-    count_skipped(run, ["row 3: no file", "row 5: no file"])
-    count_skipped(run, ["row 3: no file"])
+def test_uses_of_a_row_are_all_counted_and_named_once(
+    start: Callable[..., TrainingRun[SFTConfig]], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(TrainerState())
+    run.count_skipped(["row 3: no file", "row 5: no file"])
+    run.count_skipped(["row 3: no file"])
     assert run.skipped.total() == 3
     assert [record.getMessage() for record in caplog.records] == [
         "left out: row 3: no file",
