@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,6 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 MOST_LEVELS = 100
 """Of a row's fields."""
 
@@ -75,13 +67,5 @@ def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
 
 
 def instead_of_file(place: Path) -> str:
-    """What is at a place where a file was looked for and is none, for a message: a device is not nothing."""
-    try:
-        return f"is {kind_of_file(place.stat().st_mode)}, not a file"
-    except (OSError, ValueError):
-        return "no such file"
-
-
-def kind_of_file(mode: int) -> str:
-    """`a FIFO`, of a mode as `os.stat` gives it."""
-    return KINDS.get(stat.S_IFMT(mode), "no file")
+    """Return what is wrong with a path that should be a file, for a message."""
+    return "is not a file" if place.exists() else "no such file"

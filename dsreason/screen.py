@@ -7,7 +7,6 @@ test finds any other one.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import io
 import os
@@ -24,54 +23,28 @@ CONTROL = re.compile(
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-class Output(io.FileIO):
-    """stdout or stderr, which errors name. A terminal may be closed while the command goes on: what is written after that goes
-    nowhere, and is no error."""
-
-    def __init__(self, descriptor: int, title: str) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self.title, self.is_terminal = title, self.isatty()
+class Terminal(io.FileIO):
+    """A terminal that may be closed while a job saves what it has: what is written after that goes nowhere."""
 
     def write(self, content: Any) -> int:
         try:
             return super().write(content) or 0
         except OSError as error:
-            if error.errno != errno.EIO or not self.is_terminal:
-                raise OSError(error.errno, error.strerror, self.title) from None
+            if error.errno != errno.EIO:
+                raise
             lead_nowhere(self.fileno())
             return memoryview(content).nbytes
 
 
 def outlive_terminal() -> None:
-    """Let stdout and stderr be an `Output` each: a job whose window is closed saves before it ends.
-
-    A stream that is closed already becomes one that leads nowhere: a file would be opened under its number. What its encoding
-    does not have, as PYTHONIOENCODING=ascii may set it, is escaped.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is None:
-            if (opened := os.open(os.devnull, os.O_RDWR)) != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            setattr(sys, name, os.fdopen(number, mode, errors="backslashreplace"))
-    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
-        stream: io.TextIOWrapper = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue  # none of the process's own
-        stream.flush()
-        raw = io.BufferedWriter(Output(stream.fileno(), title))
-        lines = stream.line_buffering
-        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=lines))
-    atexit.register(end_output)
-
-
-def end_output() -> None:
-    """What a stream does not take was told once: Python would try again at the end of the process, and show a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            lead_nowhere(stream.fileno())
+    """Make stdout and stderr a `Terminal` each if they are one, and escape what their encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            if stream.isatty():
+                raw = io.BufferedWriter(Terminal(stream.fileno(), "w", closefd=False))
+                setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
 
 
 def visible(text: str) -> str:

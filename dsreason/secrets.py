@@ -128,7 +128,7 @@ def without_query(address: re.Match[str]) -> str:
 
 
 def fits_header(secret: str) -> bool:
-    """Whether an HTTP header can hold it, also without knowing what the other side takes for its encoding."""
+    """Return whether an HTTP header can hold it. Otherwise the client's error would quote it, escaped, so that no mask fits."""
     return secret.isascii() and secret.isprintable()
 
 

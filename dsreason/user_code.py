@@ -114,7 +114,7 @@ def import_file(path: Path, what: str) -> ModuleType:
     FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends its program would end ours, as if all were well
         del sys.modules[module_name]
         raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
     return module
@@ -133,7 +133,7 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
         near = nearest(target, known)
         hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{what}: {target} does not import: {type(error).__name__}: {error}") from error
 
 

@@ -36,7 +36,7 @@ HEADER_BYTES = 160
 
 def parse_size(text: str) -> int:
     """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts. ConfigError for anything else."""
-    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([KMG]B)\s*", text)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
     if found is None or float(found[1]) == 0:
         raise ConfigError(f"max-shard-size ({text}) is not a size; write 500MB or 4GB")
     return int(float(found[1]) * UNITS[found[2]])

@@ -21,8 +21,9 @@ from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, Trainer,
 from dsreason.config.load import as_toml, load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.errors import ConfigError
+from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch
+from dsreason.job.failures import RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import PART, Part, duration
 from dsreason.screen import say
@@ -78,7 +79,22 @@ def demo(
         runs = [(world.TRAINER, recipe) for recipe in WORLD_RECIPES.values()]
     for trainer, recipe in runs:
         load_config(trainer.schema, recipe, changes, default_recipe=trainer.recipe)  # what is wrong is said at once
-    (world_demo if of_world else answers_demo)(folder, nproc, changes)
+    with told_of_the_demo(folder):
+        (world_demo if of_world else answers_demo)(folder, nproc, changes)
+
+
+@contextmanager
+def told_of_the_demo(folder: Path) -> Iterator[None]:
+    """Inside, a stop gives no advice that only the training commands can follow."""
+    what = f"what was written is in {folder}, and the next demo begins anew"
+    try:
+        yield
+    except launch.Interrupted as stop:
+        raise launch.Interrupted(f"{str(stop).partition(';')[0]}; {what}") from None
+    except RankError as error:
+        if error.exit_code != Stopped.exit_code:
+            raise
+        raise Stopped(f"{str(error).partition(';')[0]}; {what}") from None
 
 
 def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:

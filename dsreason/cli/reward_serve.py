@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say
-from dsreason.secrets import HidingFormatter, fits_header
+from dsreason.secrets import HidingFormatter
 from dsreason.user_code import restore_script_folders
 
 if TYPE_CHECKING:
@@ -108,10 +108,6 @@ def read_token(variable: str | None) -> str | None:
     token = os.environ.get(variable, "").strip()
     if not token:
         raise ConfigError(f"--token-env {variable}: the environment has no such variable, or it is empty; set it")
-    if not fits_header(token):
-        raise ConfigError(
-            f"--token-env {variable}: the token has characters that an HTTP header cannot hold; set another one"
-        )
     return token
 
 

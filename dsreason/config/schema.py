@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_lora import LoRAConfig
-from dsreason.config.section import Section, check_regex, check_temperature
+from dsreason.config.section import Section, check_regex, check_temperature, refuse_flag
 from dsreason.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -148,18 +148,13 @@ class DataConfig(SourceConfig):
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
-    """Library that decodes videos. torchcodec is a package of its own, and needs the libraries of FFmpeg on this machine; it
-    decodes without the limits that docs/security.md names."""
+    """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` use pyav. torchcodec
+    is a package of its own that needs the libraries of FFmpeg, and is not kept to the formats that docs/security.md names."""
     balance: str | None = None
     """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
     one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
 
-    @field_validator("validation", mode="before")
-    @classmethod
-    def check_counted(cls, validation: object) -> object:
-        if isinstance(validation, bool):  # pydantic takes it for 0 or 1
-            raise ValueError(f"{validation} is not a number of rows; set a share or a number, such as 0.1")
-        return validation
+    check_validation = field_validator("validation", mode="before")(refuse_flag)
 
     @field_validator("balance", mode="before")
     @classmethod

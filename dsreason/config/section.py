@@ -38,6 +38,13 @@ class Section(BaseModel):
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
 
 
+def refuse_flag(value: object) -> object:
+    """ValueError for true and false in place of a number of rows: pydantic takes them for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is not a number of rows; set a share or a number, such as 0.1")
+    return value
+
+
 def check_regex(pattern: str) -> str:
     """ValueError for what is not a regular expression."""
     try:

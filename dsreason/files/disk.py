@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.errors import ConfigError
-from dsreason.problems import kind_of_file
 
 MOST_BYTES = 64 * 1024**2
 """Of a small file of ours: a lock, a marker, what a run remembers."""
@@ -63,9 +62,8 @@ def read_small(file: Path, most: int | None = None) -> bytes:
 
 def check_regular(opened: int | Path, file: Path) -> None:
     """OSError where something that is open, or at this place, is no file."""
-    mode = os.stat(opened).st_mode
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, f"is {kind_of_file(mode)}, not a file", str(file))
+    if not stat.S_ISREG(os.stat(opened).st_mode):
+        raise OSError(errno.EINVAL, "is not a file", str(file))
 
 
 def remove(path: Path) -> None:

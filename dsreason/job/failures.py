@@ -25,7 +25,7 @@ from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, 
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import as_os_error
 from dsreason.media.time_limit import last_words
-from dsreason.screen import as_message, in_one_line
+from dsreason.screen import as_message
 from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
@@ -146,38 +146,11 @@ def dead_worker_as_error(error: E) -> E | DsReasonError:
 
 
 def limit_as_config_error(error: E) -> E | ConfigError:
-    """Where the shell limits memory, processes or open files, or no folder takes temporary ones, that is nobody's bug."""
-    if isinstance(error, DsReasonError):
-        return error
-    memory, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC))
-    number = error.errno if isinstance(error, OSError) else None
-    said: BaseException = error
-    while isinstance(said, ImportError) and said.__cause__:  # numpy writes pages about what it was
-        said = said.__cause__
-    text = str(said)
-    if memory != resource.RLIM_INFINITY and (
-        isinstance(error, MemoryError)
-        or number == errno.ENOMEM
-        or any(words in text for words in ("failed to map segment", "allocate memory", "start new thread"))
-        or (isinstance(error, RuntimeError) and os.strerror(errno.EAGAIN) in text)  # gloo's threads
-    ):
-        return ConfigError(
-            f"out of memory ({in_one_line(text)[:200] or 'MemoryError'}): a process may have {memory >> 20} MiB of address space "
-            "here; raise it (`ulimit -v unlimited`)"
-        )
-    if number == errno.EMFILE or "EMFILE" in text or os.strerror(errno.EMFILE).lower() in text.lower():
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return ConfigError(f"too many open files: a process may have {files} here (ulimit -n); raise it")
-    if "No usable temporary directory" in text:
-        return ConfigError(f"{in_one_line(text)}; make room in one of them, or set TMPDIR to a folder")
-    # A stream that takes no more at the moment has this number too, and a text of its own.
-    no_process = isinstance(error, OSError) and error.strerror == os.strerror(errno.EAGAIN)
-    if no_process and processes != resource.RLIM_INFINITY:
-        return ConfigError(f"no other process can be started: a user may have {processes} here (ulimit -u); raise it")
-    if number == errno.ENOMEM:
-        return ConfigError(
-            f"out of memory ({text}): the machine has none for another process; end others, or use fewer workers"
-        )
+    """Return a sentence if open files or memory ran out, which is nobody's bug."""
+    if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
+        return ConfigError("too many open files; raise the limit (ulimit -n), or use fewer workers")
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return ConfigError(f"out of memory ({error}); end other processes, or use fewer workers")
     return error
 
 

@@ -9,7 +9,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
 from mmap import ACCESS_READ, mmap
@@ -458,21 +458,27 @@ def _quarter_turns(frame: VideoFrame) -> int:
 
 def check_torchcodec() -> None:
     """Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
+    with suppress(RuntimeError, ValueError):  # it is no video
+        open_with_torchcodec(b"")
+
+
+def open_with_torchcodec(source: str | bytes) -> Any:
+    """Open a video; ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
     try:
-        importlib.import_module("torchcodec.decoders")
+        decoders = importlib.import_module("torchcodec.decoders")
+        return decoders.VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
     except (ImportError, RuntimeError, OSError) as error:
+        if isinstance(error, RuntimeError) and "libtorchcodec" not in str(error):
+            raise
         raise ConfigError(
-            f'data.video_decoder ("torchcodec"): it cannot be imported ({str(error).splitlines()[0]}); install torchcodec and '
-            'FFmpeg, or set "pyav"'
+            f'data.video_decoder ("torchcodec"): it cannot be used ({str(error).strip().splitlines()[0]}); install torchcodec '
+            'and FFmpeg, or set "pyav"'
         ) from error
 
 
 def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
-    from torchcodec.decoders import VideoDecoder
-
     try:
-        decoder = VideoDecoder(str(file), dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
-        frames = decoder.get_frames_at(indices=wanted).data.numpy()
+        frames = open_with_torchcodec(str(file)).get_frames_at(indices=wanted).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
         raise DataError(f"{file}: not a usable video: {error}") from error
     return list(frames if size is None else resize_frames(frames, size))

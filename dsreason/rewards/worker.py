@@ -25,13 +25,12 @@ from numbers import Real
 from typing import Any
 
 from dsreason.errors import ConfigError
-from dsreason.problems import parse_error
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
 """Of one async function in one worker."""
 ERROR_CHARACTERS = 4000
-"""Of an error's text."""
+"""Longest message and longest traceback line of an error that is passed on."""
 LARGEST = 1e12
 """Of a reward: its square, and the sum of many, are still numbers in float32."""
 BOUND = f"a reward is from {-LARGEST:g} to {LARGEST:g}, scale it"
@@ -203,13 +202,9 @@ def described(error: BaseException) -> str:
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next
-    found = traceback.TracebackException(type(error), error, own)  # its text may be endless, or raise an error itself
-    lines = [_shortened(line) for line in found.format()]
-    return f"raised {type(error).__name__}: {_shortened(str(found)).rstrip()}\n{textwrap.indent(''.join(lines).rstrip(), '  ')}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= ERROR_CHARACTERS else f"{text[:ERROR_CHARACTERS]}… ({len(text)} characters)\n"
+    found = traceback.TracebackException(type(error), error, own)
+    lines = "".join(line[:ERROR_CHARACTERS] for line in found.format()).rstrip()
+    return f"raised {type(error).__name__}: {str(found)[:ERROR_CHARACTERS].rstrip()}\n{textwrap.indent(lines, '  ')}"
 
 
 def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:
@@ -235,17 +230,11 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
 
 
 def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, Real) and math.isfinite(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return False
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError as error:  # Python writes no number of so many digits
-        text = parse_error(error)
+    text = repr(value)
     return f"{text[:200]}… ({type(value).__name__})" if len(text) > 200 else f"{text} ({type(value).__name__})"
 
 

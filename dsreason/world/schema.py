@@ -18,7 +18,7 @@ from dsreason.config.schema import (
 )
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_lora import AdapterConfig
-from dsreason.config.section import Section
+from dsreason.config.section import Section, refuse_flag
 from dsreason.errors import ConfigError
 
 
@@ -68,6 +68,8 @@ class WorldDataConfig(Section):
     """Steps that are read ahead."""
     shuffle: bool = True
     """New order every epoch, derived from `train.seed`."""
+
+    check_validation = field_validator("validation", mode="before")(refuse_flag)
 
     @field_validator("frames")
     @classmethod

@@ -165,3 +165,10 @@ def test_two_files_whose_names_have_dots_are_two_modules(write: Write, tmp_path:
     first = write("a/own.first.py", "import helper_a\ndef value():\n    return 1\n")
     second = write("b/own.second.py", "import helper_b\ndef value():\n    return 2\n")
     assert (value(first), value(second)) == (1, 2)
+
+
+def test_code_that_ends_the_program_when_it_is_imported_does_not_end_ours(write: Write) -> None:
+    file = write("script.py", "import sys; sys.exit(0)")
+    for load in (lambda: import_file(file, "reward"), lambda: import_module("script", "reward", [], "")):
+        with pytest.raises(ConfigError, match=r"reward: \S* does not import: SystemExit: 0"):
+            load()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import dsreason
 from dsreason.errors import ConfigError
-from dsreason.files.disk import read_small
 from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
 
 MASTER_PORT = 29500
@@ -50,7 +49,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
         ConfigError: it cannot be read, or a line is of another form.
     """
     try:
-        lines = read_small(file).decode().splitlines()
+        lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hostfile {file}: cannot be read ({error}); give a text file") from None
     hosts = []
@@ -59,7 +58,7 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
         if not words:
             continue
         name, _, slots = words[-1].partition("=")
-        if len(words) != 2 or name != "slots" or not slots.isdecimal() or len(slots) > 9 or words[0].startswith("-"):
+        if len(words) != 2 or name != "slots" or not slots.isdecimal() or words[0].startswith("-"):
             raise ConfigError(f"--hostfile {file}: line {number} is {line[:80]!r}; write it as `node-0 slots=8`")
         hosts.append((words[0], int(slots)))
     if not hosts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -136,6 +136,7 @@ def start_policy_run(
     settings: EngineSettings,
     state: TrainerState,
     total_steps: int,
+    scorer: AbstractContextManager[object] | None = None,
     bucket_mb: float = BUCKET_MB,
     offload: OffloadMode = "always",
 ) -> tuple[TrainingRun[C], Sampler]:
@@ -145,6 +146,7 @@ def start_policy_run(
 
     Args:
         settings: of the rollout engine.
+        scorer: opened after the rollout engine, which needs its share of the GPU first.
         offload: whether the optimizer's state leaves the GPU during rollouts.
     """
     config, world = job.config, job.world
@@ -162,6 +164,8 @@ def start_policy_run(
         sampler = open_sampler(
             engine, rollout_engine, job.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
         )
+    if scorer is not None:
+        stack.enter_context(scorer)
 
     def write_export(output: Path, dtype: Literal["bf16", "fp32"], now: TrainerState) -> None:
         export_engine(

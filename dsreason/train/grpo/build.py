@@ -93,7 +93,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
         with job.watchdog.phase("load_model"):
             engine, reference, state = load_policy(job)
             teacher = open_teacher(config, banned_ids, world, state.extra)
-        scorer = stack.enter_context(Scorer(config.reward))
+        scorer = Scorer(config.reward)
         run, sampler = start_policy_run(
             job,
             rows,
@@ -101,6 +101,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             engine=engine,
             settings=engine_settings(config, world),
             state=state,
+            scorer=scorer,
             bucket_mb=config.rollout.sync_bucket_mb,
             offload=config.rollout.offload,
             total_steps=num_steps(order, config),
@@ -127,7 +128,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             prompt_encoder=asker,
             sampler=sampler,
             rollouts=RolloutSampler(
-                config, objective, iter(prompts), sampler, scorer, world, job.watchdog, next_batch=next_batch
+                config, objective, iter(prompts), sampler, scorer, world, job.watchdog, run.count_skipped, next_batch
             ),
             scorer=scorer,
             reference=reference,

@@ -70,7 +70,6 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
     started = time.perf_counter()
     with job.watchdog.phase("rollout"):
         sampled = grpo.rollouts.sample(run.state.step)
-        run.count_skipped(sampled.skipped)
     finished = time.perf_counter()
     with job.watchdog.phase("prepare"):
         tokenizer = grpo.rows.encoder.processor.tokenizer

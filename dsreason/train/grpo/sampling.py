@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +28,6 @@ class SampledRollouts:
     rollouts: list[Rollout] = field(default_factory=list)
     prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
     """By place, those of all ranks that compute this rank's rows: each of these ranks samples some of them."""
-    skipped: list[str] = field(default_factory=list)
-    """Rows that were left out, one text each."""
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
@@ -48,6 +46,8 @@ class RolloutSampler:
     scorer: Scorer
     world: World
     watchdog: Watchdog
+    count_skipped: Callable[[Sequence[str]], None]
+    """Gets the rows that are left out, one text each."""
     next_batch: int
     """Number of the batch of prompts that is sampled next."""
 
@@ -75,7 +75,7 @@ class RolloutSampler:
         with self.watchdog.phase("data"):
             prompts = next(self.loader)
         sampled.metrics["time/data"] += time.perf_counter() - started
-        sampled.skipped += prompts.skipped
+        self.count_skipped(prompts.skipped)
         for number, prompt in zip(prompts.numbers, prompts.prompts, strict=True):
             sampled.prompts[prompts.batch, number] = prompt
         self.next_batch = prompts.batch + 1

@@ -36,7 +36,7 @@ from dsreason.world.rewards.functions import BUILT_IN
 from dsreason.world.schema import LoRAConfig, WorldConfig
 from dsreason.world.training.build import compute_share, open_rewards
 from dsreason.world.training.inputs import open_inputs, validation_rows
-from dsreason.world.training.preflight import check_conditioning, check_rewards, open_data, sigmas_of
+from dsreason.world.training.preflight import check_conditioning, check_rewards, open_data
 from dsreason.world.training.validate import ValidationClip, build_validation_dataset, sample_clips
 from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.video import small, write_mp4
@@ -102,7 +102,7 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             codec=codec,
             inputs=inputs,
             share=share,
-            sigmas=sigmas_of(config, folder),
+            sigmas=torch.empty(0),  # an evaluation has no rollouts
             scorer=open_rewards(config, share, stack),
             device=world.device,
         )

@@ -70,12 +70,6 @@ def test_the_token_comes_from_the_variable_that_is_named(monkeypatch: pytest.Mon
             ConfigError, match=f"--token-env {name}: the environment has no such variable, or it is empty"
         ):
             read_token(name)
-    for token in ("péss", "a\x01b", "a\nb"):
-        monkeypatch.setenv("MY_TOKEN", token)
-        with pytest.raises(
-            ConfigError, match="--token-env MY_TOKEN: the token has characters that an HTTP header cannot"
-        ):
-            read_token("MY_TOKEN")
 
 
 @pytest.mark.parametrize("name", ["foo", "", "cuda:x", "cuda:99", "cpu,cuda", "meta"])

@@ -1,4 +1,4 @@
-"""What the shell and the machine limit: memory, sizes of files, processes, and where output goes."""
+"""Limits of the shell and the machine: memory, open files, sizes of files, and where output goes."""
 
 from __future__ import annotations
 
@@ -40,42 +40,19 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return limit
 
 
-NO_FORK = OSError(errno.ENOMEM, "Cannot allocate memory")
-NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-NO_ROOM_YET = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
-FROM_NUMPY = ImportError("Error importing numpy: please exit the numpy source tree")
-FROM_NUMPY.__cause__ = ImportError("libblas.so: failed to map segment from shared object")
 FULL_IN_RUST = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 TOO_LARGE = OSError(errno.EFBIG, "File too large", "run/rows.bin")
+TORCH_FILES = RuntimeError("Too many open files. Communication with the workers is no longer possible.")
 
 
 @pytest.mark.parametrize(
     ("error", "given", "kind", "words"),
     [
-        (MemoryError(), {"AS": 2000 * MIB}, ConfigError, ["MemoryError", "2000 MiB of address space", "ulimit -v"]),
-        (NO_FORK, {"AS": 2000 * MIB}, ConfigError, ["Cannot allocate memory", "2000 MiB", "ulimit -v"]),
-        (
-            ImportError("libtorch.so: failed to map segment from shared object"),
-            {"AS": MIB},
-            ConfigError,
-            ["libtorch.so"],
-        ),
-        (FROM_NUMPY, {"AS": MIB}, ConfigError, ["libblas.so: failed to map", "1 MiB"]),
-        (RuntimeError("can't start new thread"), {"AS": MIB}, ConfigError, ["can't start new thread", "1 MiB"]),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"AS": MIB}, ConfigError, ["ulimit -v"]),
-        (NO_FORK, {}, ConfigError, ["the machine has none for another process"]),
-        (NO_PROCESS, {"NPROC": 7}, ConfigError, ["no other process can be started", "7", "ulimit -u"]),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), {}, ConfigError, ["out of memory", "fewer workers"]),
+        (OSError(errno.EMFILE, "Too many open files", "a"), {}, ConfigError, ["too many open files", "ulimit -n"]),
+        (TORCH_FILES, {}, ConfigError, ["too many open files", "ulimit -n"]),
         (TOO_LARGE, {"FSIZE": 4096}, SaveError, ["run/rows.bin: File too large", "4096 bytes", "ulimit -f"]),
         (TOO_LARGE, {}, SaveError, ["run/rows.bin", "the disk takes none so large"]),
-        (
-            OSError(errno.EMFILE, "Too many open files", "a"),
-            {"NOFILE": 40},
-            ConfigError,
-            ["too many open files", "40", "ulimit -n"],
-        ),
-        (RuntimeError("DistNetworkError: code: -24, name: EMFILE"), {"NOFILE": 20}, ConfigError, ["20", "ulimit -n"]),
-        (RuntimeError("Resource temporarily unavailable"), {"AS": MIB}, ConfigError, ["1 MiB", "ulimit -v"]),
-        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), {}, ConfigError, ["/tmp", "TMPDIR"]),
         (FULL_IN_RUST, {}, SaveError, ["No space left on device; make room"]),
     ],
     ids=str,
@@ -98,23 +75,14 @@ def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() ->
     refused(save, StorageError, "/cache/tiny: cannot be written", "No space left on device", "DSREASON_CACHE")
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("can't start new thread"), NO_PROCESS, KeyError("memory"), NO_ROOM_YET]
-)
-def test_what_no_limit_explains_stays_what_it_is(error: Exception, limits: Callable[..., None]) -> None:
-    limits(**({"NPROC": 7} if error is NO_ROOM_YET else {}))
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("memory"), DataError("a.png: Too many open files")], ids=str)
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
     assert error_for_people(error) is error
 
 
 def test_a_dead_worker_may_have_met_the_limit_of_files(limits: Callable[..., None]) -> None:
     limits(FSIZE=10240)
     assert "a file, and what it hands over, may have 10240 bytes here (ulimit -f)" in dead_worker()
-
-
-def test_a_limit_is_told_once(limits: Callable[..., None]) -> None:
-    limits(AS=MIB)
-    told = error_for_people(MemoryError("allocate memory"))
-    assert error_for_people(told) is told
 
 
 def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:
@@ -183,15 +151,6 @@ def test_a_file_that_may_not_grow_is_told_and_not_left_behind(here: Path) -> Non
     assert not (here / "run.toml").exists()
 
 
-@pytest.mark.parametrize("command", [["--version"], ["plan", "--help"], ["doctor", "--quick"]], ids=" ".join)
-def test_a_full_output_is_named(here: Path, command: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        ended = started(here, *command, stdout=full)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("error: standard output: No space left on device")
-    assert "Traceback" not in ended.stderr
-
-
 def test_who_reads_no_more_misses_nothing(here: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -200,24 +159,7 @@ def test_who_reads_no_more_misses_nothing(here: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["stdin", "stdout", "stderr"])
-def test_a_closed_stream_is_no_error(here: Path, number: int) -> None:
-    (here / "cosmos.toml").write_text(COSMOS)
-    shell = f'exec {number}>&-; exec "$@"'
-    ended = subprocess.run(
-        ["bash", "-c", shell, "bash", *COMMAND, "import", "cosmos.toml", "-o", "run.toml"],
-        cwd=here,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert (here / "run.toml").read_text().startswith(("#", "[", "output", "model"))
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1", "cp437"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_an_encoding_does_not_have_is_escaped(here: Path, encoding: str) -> None:
     (here / "cosmos.toml").write_text(COSMOS)
     ended = subprocess.run(

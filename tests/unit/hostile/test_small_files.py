@@ -116,7 +116,7 @@ def test_what_a_run_remembers_is_found_out_again_where_it_is_no_file(put: Put, h
 @pytest.mark.parametrize("put", [fifo, folder, device, listening], ids=lambda put: put.__name__)
 def test_metrics_that_are_no_file_are_refused_by_their_name(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be continued \(is a "):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be continued \(is not a file"):
         read_lines(here / "metrics.jsonl", last_step=3)
 
 

@@ -1,4 +1,4 @@
-"""Names that no file can have, a current folder that is gone, variables that hold anything: a sentence and exit code 2."""
+"""Values, files and variables that a command cannot use: a sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.export import parse_size
-from dsreason.cli import main
+from dsreason.cli import demo, main
 from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch
 from dsreason.job.failures import Failure, RankError
 from dsreason.secrets import VisibleRecord
-from dsreason.tools.doctor.network import read_hostfile
 from tests.integration.command import COMMAND
 from tests.unit.hostile.guard import refused
-
-LONG = "a" * 300
 
 
 def stopped(text: str) -> RankError:
@@ -109,13 +105,6 @@ def test_a_home_that_cannot_be_written_is_told_with_what_helps(
     assert "set DSREASON_CACHE to another folder" in told(capsys)
 
 
-@pytest.mark.parametrize("text", ["node-0 slots=" + "9" * 5000, "node-0 slots=-1", "\0", "node-0 slots=\u00b2"])
-def test_a_hostfile_that_is_none_is_a_mistake(text: str, here: Path) -> None:
-    (here / "hosts").write_text(text)
-    refused(lambda: read_hostfile(here / "hosts"), ConfigError, "--hostfile ", "hosts: line 1 is ")
-    refused(lambda: read_hostfile(Path("/dev/zero")), ConfigError, "--hostfile /dev/zero: cannot be read (")
-
-
 def test_records_of_libraries_are_made_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
     assert call("--version", monkeypatch=monkeypatch) == 0
@@ -177,37 +166,20 @@ def test_a_value_beyond_all_bounds_is_refused_by_its_name(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("sft", "--config", "ODD"),
-        ("sft", "--dry-run", "--ds-config", "ODD"),
-        ("sft", "--dry-run", "--set", "data.adapter=jsonl", "--set", "data.path=ODD"),
-        ("sft", "--dry-run", "--set", "data.adapter=ODD.py"),
-        ("grpo", "--dry-run", "--set", "reward.functions={'ODD.py:f'=1}"),
-        ("world", "--dry-run", "--set", "data.format=prompts", "--set", "data.path=ODD"),
-        ("import", "ODD"),
-        ("data", "unpickle", "ODD", "--output", "x"),
-        ("eval", "--model", "m", "--data", "ODD"),
-        ("reward-serve", "ODD.py"),
+        ("sft", "--dry-run", "--set", "data.adapter=jsonl", "--set", "data.path=rows"),
+        ("world", "--dry-run", "--set", "data.format=prompts", "--set", "data.path=rows"),
+        ("import", "rows"),
+        ("data", "unpickle", "rows", "--output", "x"),
+        ("eval", "--model", "m", "--data", "rows"),
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("kind", ["device", "FIFO"])
-def test_what_is_no_file_is_told_as_what_it_is(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    kind: str,
+def test_a_fifo_is_refused_and_not_waited_for(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    for name in ("ODD", "ODD.py"):
-        (here / name).symlink_to("/dev/zero") if kind == "device" else os.mkfifo(here / name)
+    os.mkfifo(here / "rows")
     assert call(*arguments, monkeypatch=monkeypatch) in (2, 3)
-    assert f"is a {kind}, not a file" in told(capsys)
-
-
-@pytest.mark.parametrize("digits", ["9" * 400, "1." + "9" * 400])
-def test_a_size_of_countless_digits_is_none(digits: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size; write 500MB or 4GB"):
-        parse_size(f"{digits}GB")
+    assert "is not a file" in told(capsys)
 
 
 @pytest.mark.parametrize("number", launch.ASK_TO_STOP)
@@ -226,3 +198,22 @@ def test_a_reward_server_ends_at_every_signal(here: Path, number: signal.Signals
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 0
     assert errors.splitlines()[-1] == "the server has ended"
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (launch.Interrupted("SIGINT"), "SIGINT; what"),
+        (launch.Interrupted("SIGINT; no step was under way, and --resume auto continues"), "SIGINT; what"),
+        (
+            stopped("stopped by SIGINT after step 3, which is saved; --resume auto continues there"),
+            "stopped by SIGINT after",
+        ),
+    ],
+)
+def test_a_stop_of_the_demo_gives_no_advice_that_it_cannot_follow(raised: BaseException, told: str) -> None:
+    with pytest.raises((launch.Interrupted, Stopped)) as caught, demo.told_of_the_demo(Path("d")):
+        raise raised
+    assert str(caught.value).startswith(told)
+    assert str(caught.value).endswith("; what was written is in d, and the next demo begins anew")
+    assert "--resume" not in str(caught.value)

@@ -281,10 +281,18 @@ def test_no_file_stays_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_missing_torchcodec_is_a_config_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchcodec", None)
-    with pytest.raises(ConfigError, match=r'data\.video_decoder \("torchcodec"\): it cannot be imported'):
-        check_torchcodec()
+def refuse_to_load(source, **options):
+    raise RuntimeError("Could not load libtorchcodec. Likely causes: FFmpeg is not properly installed")
+
+
+@pytest.mark.parametrize("decoders", [None, SimpleNamespace(VideoDecoder=refuse_to_load)], ids=["itself", "FFmpeg"])
+def test_a_missing_torchcodec_is_a_config_error_and_no_bad_video(tmp_path, monkeypatch, decoders):
+    path = write_video(tmp_path / "a.mp4", 2)
+    monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)
+    for use in (check_torchcodec, lambda: load_video(path, [0], decoder="torchcodec")):
+        with pytest.raises(ConfigError, match=r'data\.video_decoder \("torchcodec"\): it cannot be used'):
+            use()
 
 
 def test_torchcodec_decodes_the_chosen_frames(tmp_path, monkeypatch):
@@ -293,7 +301,10 @@ def test_torchcodec_decodes_the_chosen_frames(tmp_path, monkeypatch):
 
     class VideoDecoder:
         def __init__(self, file, **options):
-            assert (file, options["dimension_order"]) == (str(path), "NHWC")
+            assert options["dimension_order"] == "NHWC"
+            if not file:
+                raise ValueError("no video")
+            assert file == str(path)
 
         def get_frames_at(self, indices):
             return SimpleNamespace(data=torch.from_numpy(decoded[indices]))

@@ -101,18 +101,6 @@ def calls_exit(completion, sample):
 async def calls_exit_async(completion, sample):
     sys.exit(3)
 
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-    __repr__ = __str__
-
-def mute(completion, sample):
-    raise Mute()
-
-def gives_mute(completion, sample):
-    return Mute()
-
 def raises_endlessly(completion, sample):
     raise ValueError("y" * 10_000_000)
 
@@ -197,8 +185,6 @@ def test_a_function_that_raises_or_dies_names_itself_and_the_sample(file, functi
     [
         ("calls_exit", "raised SystemExit: 3"),
         ("calls_exit_async", "raised SystemExit: 3"),
-        ("mute", "raised Mute: <exception str() failed>"),
-        ("gives_mute", "raised RuntimeError: no text"),
         ("raises_endlessly", "raised ValueError: yyyy"),
     ],
 )
@@ -228,9 +214,6 @@ def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
         ("1j", "complex"),
         ("1e300", "a reward is from -1e+12 to 1e+12, scale it"),
         ("(-1e13, {})", "a reward is from -1e+12 to 1e+12, scale it"),
-        ("10**400", "a reward is a finite number"),
-        ("10**5000", "returned a number of more than 4300 digits (int); a reward is a finite number"),
-        ("(1.0, {'a': 10**400})", "metric 'a'"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error(file, value, text):

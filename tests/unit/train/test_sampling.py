@@ -68,7 +68,7 @@ def make_sampler(
     scorer: Any = Scorer(set(equal))
     world = World(0, 0, 1, torch.device("cpu"))
     return RolloutSampler(
-        config, objective_of(config.grpo), iter(batches), sampler, scorer, world, watchdog, next_batch=0
+        config, objective_of(config.grpo), iter(batches), sampler, scorer, world, watchdog, [].extend, next_batch=0
     )
 
 
@@ -149,10 +149,14 @@ def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() ->
 def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
     engine = Engine()
     batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
-    sampler = make_sampler(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2)
+    sampler, skipped = (
+        make_sampler(engine, batches, equal={"a", "b"}, dynamic_sampling=True, max_refills=2),
+        list[str](),
+    )
+    sampler.count_skipped = skipped.extend
     sampled = sampler.sample(4)
     assert {one.group for one in sampled.rollouts} == {None}
-    assert (len(engine.asked), sampler.next_batch, len(sampled.skipped)) == (3, 3, 3)
+    assert (len(engine.asked), sampler.next_batch, len(skipped)) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(("overlong_filter", "trained"), [(True, ["stop"]), (False, ["stop", "length"])])
