@@ -81,6 +81,7 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
     prepare_environment()
     settings = materials.run_settings(Path(facts["model"]), Path(facts["rows"])) | {"deepspeed": "zero2.json"}
     settings["data"]["workers"] = 8
+    settings["checkpoint"]["last"] = False
     settings["optim"]["lr"] = 1e-6
     settings["train"] |= {"max_steps": STEPS[task], "max_tokens_per_micro_batch": BUDGET}
     if task == "sft":
@@ -88,7 +89,7 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
         from dsreason.train.sft import loop as sft_loop
 
         settings["train"]["global_batch_size"] = ROWS
-        report_steps(sft_loop)
+        time_steps(print_ends)
         sft_loop.run(SFTConfig.model_validate(settings), output_dir=output)
         return
     from dsreason.config.schema_grpo import GRPOConfig
@@ -99,21 +100,8 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
         "rollout": {"gpu_memory_utilization": 0.4, "max_completion_length": LENGTH},
         "reward": {"functions": {f"{Path(facts['rows']).parent / 'rewards.py'}:chance": 1.0}},
     }
-    report_steps(grpo_loop)
+    time_steps(print_ends)
     grpo_loop.run(GRPOConfig.model_validate(settings), output_dir=output)
-
-
-def report_steps(loop: Any) -> None:
-    """Print when each step of a training loop ends; leave out the checkpoint at its end."""
-    ends = time_steps(loop)
-    finish_step = loop.finish_step
-
-    def finish_and_print(*args: Any, **kwargs: Any) -> None:
-        finish_step(*args, **kwargs)
-        print_ends(ends)
-
-    loop.finish_step = finish_and_print
-    loop.finish = lambda run: print_ends(ends)
 
 
 def print_ends(ends: dict[int, tuple[float, float]]) -> None:

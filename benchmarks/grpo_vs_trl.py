@@ -65,8 +65,9 @@ def dsreason_side(task: dict[str, Any]) -> None:
 
     prepare_environment()
     from dsreason.train.grpo import loop
+    from dsreason.train.grpo.sampling import RolloutSampler
 
-    ends, output = time_steps(loop), Path(task["output"])
+    ends, output = time_steps(), Path(task["output"])
     config = {
         "deepspeed": task["ds_config"],
         "model": {"path": task["model"], "gradient_checkpointing": False},
@@ -88,7 +89,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
         "validation": {"before_training": False, "generate": False},
         "checkpoint": {"every": 0, "export": "none"},
     }
-    sampling, updates = time_calls(loop, "sample"), time_calls(loop, "grpo_step")
+    sampling, updates = time_calls(RolloutSampler, "sample"), time_calls(loop, "grpo_step")
     loop.run(GRPOConfig.model_validate(config), output_dir=output)
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     lengths = [line["completion/length_mean"] for line in metrics if "completion/length_mean" in line]

@@ -85,7 +85,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
     prepare_environment()
     from dsreason.train.sft import loop
 
-    ends = time_steps(loop)
+    ends = time_steps()
     config = {
         "deepspeed": task["ds_config"],
         "model": {"path": task["model"], "gradient_checkpointing": False},

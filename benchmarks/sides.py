@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,16 +103,19 @@ def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, A
     return result
 
 
-def time_steps(loop: Any) -> Ends:
-    """When each step of a loop of ours ends, which it tells its `finish_step`; filled while it runs."""
+def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
+    """Return when each step of a trainer in this process ended; filled while it trains, and reported after each step."""
+    from dsreason.train.common.run import TrainingRun
+
     ends: Ends = {}
-    finish_step = loop.finish_step
+    show_step = TrainingRun.show_step
 
-    def timed(run: Any, *rest: Any, **options: Any) -> None:
-        finish_step(run, *rest, **options)
+    def show_timed_step(run: Any, *args: Any, **options: Any) -> None:
+        show_step(run, *args, **options)
         ends[run.state.step] = time.time(), time.process_time()
+        report(ends)
 
-    loop.finish_step = timed
+    setattr(TrainingRun, "show_step", show_timed_step)  # noqa: B010 (mypy refuses the assignment)
     return ends
 
 

@@ -55,8 +55,16 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
 """Set by `deepspeed`."""
 
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", *LOCAL_SIZES, "MASTER_PORT", RESTARTS, DEEPSPEED_NODE)
+NUMBERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_PORT",
+    RESTARTS,
+    DEEPSPEED_NODE,
+)
 """Variables of launchers that hold whole numbers."""
 ECHO_TIME = 3.0
 """Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""

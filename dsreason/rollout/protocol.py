@@ -101,6 +101,16 @@ class Completion:
         return tuple(token for segment in self.segments for token in segment.ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Number of `ids`, without putting them together."""
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of `logprobs`."""
+        return sum(len(segment.logprobs or ()) for segment in self.segments)
+
+    @property
     def logprobs(self) -> tuple[float, ...]:
         """Of the sampled tokens of all segments."""
         return tuple(logprob for segment in self.segments for logprob in segment.logprobs or ())

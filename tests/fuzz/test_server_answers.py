@@ -23,9 +23,10 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.types import Question
 from dsreason.rewards import judge
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rollout.protocol import Sampling
+from dsreason.rollout.protocol import Sampling, single_turn
 from dsreason.screen import visible
 from dsreason.train.grpo import teacher_server
+from dsreason.train.grpo.rollouts import Rollout
 from dsreason.world.rewards.service import RewardService
 from dsreason.world.schema import WorldRewardConfig
 from tests.fuzz.fuzzing import Fuzz, changed, damaged
@@ -87,8 +88,8 @@ def ask_judge(url: str) -> None:
 
 def ask_teacher(url: str) -> None:
     given = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
-    prompt = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
-    rollout: Any = SimpleNamespace(prompt=prompt, completion=SimpleNamespace(ids=[2]))
+    prompt: Any = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
+    rollout = Rollout(prompt, single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
     [logprob] = teacher_server.Client(DistillConfig.model_validate(given)).ask(rollout)
     assert math.isfinite(logprob) and logprob <= 0
 

@@ -81,7 +81,7 @@ class EngineAnswerer:
         ):
             seconds = time.perf_counter() - started
             request, _ = asked[number]
-            yield request, Reply(completion.text, completion.finish_reason, len(completion.ids), seconds)
+            yield request, Reply(completion.text, completion.finish_reason, completion.num_tokens, seconds)
 
     def _with_room(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
         room = self.max_length - len(prompt.encoded)

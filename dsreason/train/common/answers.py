@@ -121,7 +121,7 @@ def score_completions(
 ) -> Scores:
     """The rewards of each completion of its prompt; the samples say how long they are, which `overlong` reads."""
     samples = [
-        with_length(prompt.sample, len(completion.ids), sampling.max_completion_length)
+        with_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return scorer.score([completion.text for completion in completions], samples)

@@ -1,9 +1,9 @@
-"""Global batches of rows, as SFT and DPO train on them: their order, the wait for them, and what is shown of a step."""
+"""Global batches of rows, as SFT and DPO train on them: their order, the loop over them, and what is shown of a step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from dsreason.config.schema import SFTConfig
@@ -17,7 +17,7 @@ from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.arithmetic import Arithmetic
 from dsreason.train.common.job import J
-from dsreason.train.common.run import TrainingRun
+from dsreason.train.common.run import TrainingRun, Validate
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,20 @@ def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
     if note := warmup_note(order.num_steps, config.optim):
         notes.append(note)
     return notes
+
+
+def train_on_loader(
+    run: TrainingRun[J], loader: Iterable[B], train_on_batches: Callable[[B], None], validate: Validate
+) -> None:
+    """Train on the batches of each step, from the resumed one on, and finish the run."""
+    run.before_steps(validate)
+    for batches in wait_for_batches(loader, run.job.watchdog):
+        run.poll_checkpoint()
+        first = run.state.step
+        with run.job.watchdog.phase("step"):
+            train_on_batches(batches)
+        run.after_steps(first, validate)
+    run.finish()
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:

@@ -151,19 +151,7 @@ def start_policy_run(
     """
     config, world = job.config, job.world
     metrics = open_curves(job, state, stack, training=rows.training, validation=rows.validation, digest=samples_digest)
-    with job.watchdog.phase("start_engine"):
-        rollout_engine = open_rollout_engine(
-            job.model_path,
-            rows.encoder.processor.tokenizer,
-            world,
-            settings,
-            dtype=DTYPES[config.train.precision],
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        share = settings.gpu_memory_utilization if isinstance(settings, VLLMSettings) else None
-        sampler = open_sampler(
-            engine, rollout_engine, job.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
-        )
+    sampler = start_sampler(job, rows, stack, engine, settings, bucket_mb, offload)
     if scorer is not None:
         stack.enter_context(scorer)
 
@@ -192,3 +180,29 @@ def start_policy_run(
         with_frozen=config.lora.rank == 0,
     )
     return run, sampler
+
+
+def start_sampler(
+    job: TrainingJob[C],
+    rows: TrainingRows,
+    stack: ExitStack,
+    engine: DeepSpeedEngine,
+    settings: EngineSettings,
+    bucket_mb: float,
+    offload: OffloadMode,
+) -> Sampler:
+    """Start the rollout engine beside the policy's `engine`, until `stack` closes. Every rank calls it."""
+    config = job.config
+    with job.watchdog.phase("start_engine"):
+        rollout_engine = open_rollout_engine(
+            job.model_path,
+            rows.encoder.processor.tokenizer,
+            job.world,
+            settings,
+            dtype=DTYPES[config.train.precision],
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        share = settings.gpu_memory_utilization if isinstance(settings, VLLMSettings) else None
+        return open_sampler(
+            engine, rollout_engine, job.watchdog, stack, bucket_mb=bucket_mb, mode=offload, vllm_share=share
+        )

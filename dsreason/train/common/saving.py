@@ -34,7 +34,7 @@ WriteExport: TypeAlias = Callable[[Path, Literal["bf16", "fp32"], TrainerState],
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints and exports of a run; each method gets the run's state. Collective, but for what it says."""
+    """The checkpoints and exports of a run; each method gets the run's state. Every rank calls them alike."""
 
     job: TrainingJob[Any]
     writer: CheckpointWriter

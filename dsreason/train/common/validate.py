@@ -47,19 +47,10 @@ C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
 
-def validate_policy(
-    sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
-) -> ValidationResult | None:
-    """Measure the policy on the held-out rows; None if there are none. Collective."""
-    if len(held_out.dataset) == 0:
-        return None
-    return validate(sampler, held_out, version=version, progress=progress, scorer=scorer)
-
-
 def validate(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
-) -> ValidationResult:
-    """Measure the policy on held-out rows. Collective: every rank calls it and runs the same forwards and gathers.
+) -> ValidationResult | None:
+    """Measure the policy on the held-out rows; None if there are none. Collective: every rank runs the same forwards and gathers.
 
     `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
     negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
@@ -67,6 +58,8 @@ def validate(
     `val/reward/mean` and `val/reward/<function>/mean`, of rows without a reference answer too. What no row can give is left
     out. Raises DataError for a bad row, unless the config says to skip it.
     """
+    if len(held_out.dataset) == 0:
+        return None
     with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
         loss = held_out_loss(sampler.policy, held_out, advance)
     metrics = {} if loss is None else {"val/loss": loss}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
@@ -12,7 +13,7 @@ from dsreason.config.schema_dpo import DPOConfig, PreferenceConfig
 from dsreason.engine.engine import engine_grad_norm, set_learning_rate
 from dsreason.job.ranks import World
 from dsreason.phases import record_phase
-from dsreason.train.common.global_batches import show_batches, wait_for_batches
+from dsreason.train.common.global_batches import show_batches, train_on_loader
 from dsreason.train.dpo.build import DPOTrainer, build_dpo
 from dsreason.train.dpo.loader import StepPairs
 from dsreason.train.dpo.reference import Reference
@@ -27,19 +28,7 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
-        train(dpo)
-
-
-def train(dpo: DPOTrainer) -> None:
-    run = dpo.run
-    run.before_steps(dpo.validate)
-    for batches in wait_for_batches(dpo.loader, dpo.job.watchdog):
-        run.poll_checkpoint()
-        first = run.state.step
-        with dpo.job.watchdog.phase("step"):
-            train_on_batches(dpo, batches)
-        run.after_steps(first, dpo.validate)
-    run.finish()
+        train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 
 
 def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:

@@ -37,7 +37,7 @@ from dsreason.train.common.opening import (
 )
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
-from dsreason.train.common.validate import HeldOut, validate_policy
+from dsreason.train.common.validate import HeldOut, validate
 from dsreason.train.grpo.check_rewards import row_check
 from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
 from dsreason.train.grpo.reference import load_reference
@@ -56,6 +56,7 @@ class GRPOTrainer:
     prompt_encoder: Encoder
     """Leaves room for the longest completion."""
     sampler: Sampler
+    held_out: HeldOut[GRPOConfig]
     rollouts: RolloutSampler
     scorer: Scorer
     reference: Reference | None
@@ -78,8 +79,7 @@ class GRPOTrainer:
         return {"next_batch": self.rollouts.next_batch} | teacher
 
     def validate(self, step: int) -> ValidationResult | None:
-        held_out = HeldOut(self.rows.validation, self.rows.encoder, self.job.config, self.job.world)
-        return validate_policy(self.sampler, held_out, version=step, progress=self.run.progress, scorer=self.scorer)
+        return validate(self.sampler, self.held_out, version=step, progress=self.run.progress, scorer=self.scorer)
 
 
 @contextmanager
@@ -127,6 +127,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             rows=rows,
             prompt_encoder=asker,
             sampler=sampler,
+            held_out=HeldOut(rows.validation, encoder, config, world),
             rollouts=RolloutSampler(
                 config, objective, iter(prompts), sampler, scorer, world, job.watchdog, run.count_skipped, next_batch
             ),

@@ -99,7 +99,7 @@ class RolloutSampler:
         started = time.perf_counter()
         completions = engine.generate(repeated, sampling, version=step, streams=streams)
         sampled.metrics["time/generate"] += time.perf_counter() - started
-        sampled.metrics["rollout/tokens"] += sum(len(completion.ids) for completion in completions)
+        sampled.metrics["rollout/tokens"] += sum(completion.num_tokens for completion in completions)
 
         started = time.perf_counter()
         with self.watchdog.phase("reward"):

@@ -63,7 +63,7 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "version": completion.version,
         "prompt": tokenizer.decode(rollout.prompt.prompt_ids),
         "completion": completion.text,
-        "length": len(completion.ids),
+        "length": completion.num_tokens,
         "finish_reason": completion.finish_reason,
         "reference": sample.answer,
         "reward": rollout.reward,

@@ -94,7 +94,7 @@ class Client:
         """Ask for the log-probabilities of the completion's sampled tokens."""
         prompt, completion = rollout.prompt.prompt_ids, rollout.completion
         tokens = self.request([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
-        return [token.logprob for token in compress(tokens[-len(completion.ids) :], completion.sampled)]
+        return [token.logprob for token in compress(tokens[-completion.num_tokens :], completion.sampled)]
 
     def request(self, ids: list[int], what: str) -> list[Token]:
         """What the server says of each token but the first, which follows nothing.

@@ -93,7 +93,7 @@ def accumulate_gradients(
     Returns the metrics, and of every rank's completions how their log-probabilities differ between engine and trainer.
     """
     objective = objective_of(config.grpo)
-    lengths = [len(rollout.completion.logprobs) for one in micro_batches for rollout in one.rollouts]
+    lengths = [rollout.completion.num_sampled for one in micro_batches for rollout in one.rollouts]
     counts = GlobalCounts(
         num_tokens=sum(world.of_groups(gather_objects(sum(lengths)))),
         num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),

@@ -24,7 +24,7 @@ from dsreason.train.common.opening import build_policy_engine, open_policy_job, 
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
-from dsreason.train.common.validate import HeldOut, validate_policy
+from dsreason.train.common.validate import HeldOut, validate
 from dsreason.train.sft.preflight import check
 
 
@@ -44,7 +44,7 @@ class SFTTrainer:
     steps_per_epoch: float
 
     def validate(self, step: int) -> ValidationResult | None:
-        return validate_policy(self.sampler, self.held_out, version=step, progress=self.run.progress)
+        return validate(self.sampler, self.held_out, version=step, progress=self.run.progress)
 
 
 @contextmanager

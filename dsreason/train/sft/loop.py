@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 from deepspeed import DeepSpeedEngine
@@ -14,26 +15,14 @@ from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.phases import record_phase
-from dsreason.train.common.global_batches import show_batches, wait_for_batches
+from dsreason.train.common.global_batches import show_batches, train_on_loader
 from dsreason.train.sft.build import SFTTrainer, build_sft
 
 
 def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
     """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
     with build_sft(config, output_dir, resume) as sft:
-        train(sft)
-
-
-def train(sft: SFTTrainer) -> None:
-    run = sft.run
-    run.before_steps(sft.validate)
-    for batches in wait_for_batches(sft.loader, sft.job.watchdog):
-        run.poll_checkpoint()
-        first = run.state.step
-        with sft.job.watchdog.phase("step"):
-            train_on_batches(sft, batches)
-        run.after_steps(first, sft.validate)
-    run.finish()
+        train_on_loader(sft.run, sft.loader, partial(train_on_batches, sft), sft.validate)
 
 
 def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:

@@ -28,7 +28,7 @@ from dsreason.train.common.opening import (
 )
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
-from dsreason.train.common.validate import HeldOut, validate_policy
+from dsreason.train.common.validate import HeldOut, validate
 
 
 @dataclass
@@ -41,7 +41,7 @@ class ToyTrainer:
 
     def validate(self, step: int) -> ValidationResult | None:
         held_out = HeldOut(self.rows.validation, self.rows.encoder, self.job.config, self.job.world)
-        return validate_policy(self.sampler, held_out, version=step, progress=self.run.progress)
+        return validate(self.sampler, held_out, version=step, progress=self.run.progress)
 
 
 def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
