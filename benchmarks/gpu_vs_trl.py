@@ -49,11 +49,16 @@ def on_gpu() -> bool:
 
 
 def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
-    """Write the model, rows and reward of a comparison; return what both sides need to know."""
+    """Write the model, rows and reward of a comparison; return what both sides need to know.
+
+    `media_ids` must not be drawn: TRL's forward takes them for media that are missing, dsreason's sampling bans them.
+    """
     import torch
     from transformers import AutoTokenizer, GenerationConfig
 
+    from dsreason.families import family_of
     from dsreason.models.tiny import build_tiny
+    from dsreason.rollout.protocol import media_token_ids
 
     model = folder / "model"
     build_tiny("qwen3_vl", model, dtype=torch.bfloat16, device="cuda" if on_gpu() else "cpu", **SIZES[size])
@@ -69,7 +74,14 @@ def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
     else:
         count = PROMPTS * STEPS["grpo"]
         rows = write_rows(folder, [512 - 44] * count, [1] * count)
-    return {"model": str(model), "rows": str(rows), "tokens": sum(lengths), "longest": max(lengths)}
+    media_ids = media_token_ids(tokenizer, family_of("qwen3_vl"))
+    return {
+        "model": str(model),
+        "rows": str(rows),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "media_ids": media_ids,
+    }
 
 
 # ---------------------------------------------------------------- dsreason
@@ -183,7 +195,7 @@ def build_trl_grpo(
         for row in read_rows(facts)
     ]
     features = Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": ImageFeature()})
-    sampling = {"use_vllm": False}
+    sampling: dict[str, Any] = {"use_vllm": False, "generation_kwargs": {"suppress_tokens": facts["media_ids"]}}
     if on_gpu():
         sampling = {
             "use_vllm": True,
@@ -191,6 +203,7 @@ def build_trl_grpo(
             "vllm_gpu_memory_utilization": 0.4,
             "vllm_enable_sleep_mode": True,
             "vllm_max_model_length": 1024,
+            "generation_kwargs": {"logit_bias": dict.fromkeys(facts["media_ids"], -100.0)},
         }
     batch = 16
     settings = GRPOConfig(

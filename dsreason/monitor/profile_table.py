@@ -25,11 +25,14 @@ ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 CATEGORIES = {OPERATOR, PHASE, *ON_GPU, *LAUNCHES}
 WAITS = {
-    *("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize"),
+    *("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaMemcpy"),
     *("cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize"),
-    *("cudaMemcpy", "cudaMemcpyAsync"),
 }
-"""Calls in which the host waits for the GPU; an asynchronous copy does so if its host memory is not pinned."""
+"""Calls in which the host waits for the GPU."""
+ASYNC_COPY = "cudaMemcpyAsync"
+"""Waits too if it copies from or to host memory that is not pinned."""
+NOT_PINNED = "Pageable"
+"""In the name of such a copy, as in `Memcpy DtoH (Device -> Pageable)`."""
 TOP = 20
 """Rows of the tables of kernels and operators."""
 WIDTH = 110
@@ -160,6 +163,19 @@ def summarise_gpu(on_gpu: Sequence[TraceEvent], phases: Collection[PhaseTotals],
     )
 
 
+def find_waits(events: Sequence[TraceEvent]) -> list[TraceEvent]:
+    """Find the calls in which the host waits for the GPU."""
+    waiting_copies = {
+        event.correlation for event in events if event.category == "gpu_memcpy" and NOT_PINNED in event.name
+    }
+    return [
+        event
+        for event in events
+        if event.category in LAUNCHES
+        and (event.name in WAITS or (event.name == ASYNC_COPY and event.correlation in waiting_copies))
+    ]
+
+
 def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, PhaseTotals]:
     """Sum host time, waits and GPU time by the innermost phase; of the GPU's, by the one that launched it."""
     totals: dict[str, PhaseTotals] = defaultdict(PhaseTotals)
@@ -172,9 +188,10 @@ def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, Ph
             continue
         if event.correlation is not None:
             launched[event.correlation] = phase
-        if event.name in WAITS:
+    for wait in find_waits(events):
+        if phase := timeline.find(wait.start):
             totals[phase].waits += 1
-            totals[phase].wait_seconds += event.end - event.start
+            totals[phase].wait_seconds += wait.end - wait.start
     for event in events:
         if event.category in ON_GPU and event.correlation in launched:
             totals[launched[event.correlation]].gpu.append((event.start, event.end))
@@ -202,13 +219,12 @@ def operators_by_thread(events: Iterable[TraceEvent]) -> dict[int | str, list[Tr
 def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
     """Sum the waits by call and by the operator that makes it."""
     timelines = {thread: Timeline(operators) for thread, operators in operators_by_thread(events).items()}
-    waits = []
-    for event in events:
-        if event.category in LAUNCHES and event.name in WAITS:
-            timeline = timelines.get(event.thread)
-            operator = timeline.find(event.start) if timeline else None
-            waits.append((f"{event.name} in {operator or 'Python'}", event.end - event.start))
-    return sum_by_name(waits)
+    named_waits = []
+    for wait in find_waits(events):
+        timeline = timelines.get(wait.thread)
+        operator = timeline.find(wait.start) if timeline else None
+        named_waits.append((f"{wait.name} in {operator or 'Python'}", wait.end - wait.start))
+    return sum_by_name(named_waits)
 
 
 def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
@@ -238,11 +254,11 @@ def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole:
 def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
     heading = f"{title}: {TOP} of {len(rows)}" if len(rows) > TOP else title
     table = Table(title=heading, title_justify="left")
-    table.add_column("seconds", justify="right")
-    table.add_column("calls", justify="right")
-    table.add_column("name", no_wrap=True, overflow="ellipsis")
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("name")  # the only column that Rich may make narrower
     for name, seconds, count in rows[:TOP]:
-        table.add_row(f"{seconds:.4f}", f"{count:,}", Text(name))
+        table.add_row(f"{seconds:.4f}", f"{count:,}", Text(name, no_wrap=True, overflow="ellipsis"))
     return render(table)
 
 

@@ -114,6 +114,30 @@ def test_waits_name_the_operator_that_waits():
     ]
 
 
+@pytest.mark.parametrize(
+    ("copy", "waits"),
+    [
+        ("Memcpy DtoD (Device -> Device)", 0),
+        ("Memcpy HtoD (Pinned -> Device)", 0),
+        ("Memcpy DtoH (Device -> Pageable)", 1),
+        ("Memcpy HtoD (Pageable -> Device)", 1),
+    ],
+)
+def test_an_asynchronous_copy_waits_if_its_host_memory_is_not_pinned(copy, waits):
+    call = TraceEvent("cudaMemcpyAsync", "cuda_runtime", 2.0, 2.5, correlation=1)
+    events = [*PHASES, call, TraceEvent(copy, "gpu_memcpy", 2.25, 2.75, thread=7, correlation=1)]
+    assert sum(count for _, _, count in sum_waits(events)) == waits
+    assert sum_phases(events, Timeline(PHASES))[f"{PREFIX}forward"].waits == waits
+
+
+def test_a_long_kernel_name_leaves_its_numbers_readable():
+    kernel = TraceEvent("void at::native::elementwise_kernel<" + "128, " * 100, "kernel", 2.0, 5.0, thread=7)
+    lines = render_report([*PHASES, kernel]).splitlines()
+    [line] = [line for line in lines if "elementwise" in line]
+    assert line.startswith("│  3.0000 │     1 │ void at::native")
+    assert len(line) == 110
+
+
 def test_report_states_busy_time_and_lists_kernels():
     lines = render_report(EVENTS).splitlines()
     assert lines[0] == ("step 3: 10.000 s, GPU busy 4.500 s (45%), 2 waits for the GPU (0.750 s), 3 kernels and copies")
