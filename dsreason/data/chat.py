@@ -20,9 +20,9 @@ from transformers import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data.collate import GRIDS
-from dsreason.data.messages import joined_text, media_parts, media_paths
+from dsreason.data.messages import joined_text, media_parts, media_paths, prompt_messages
 from dsreason.data.render import Segment, render_prompt, render_training
-from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Message, Sample
+from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
 from dsreason.families.family import Vision
@@ -386,12 +386,6 @@ class Encoder:
             video.image_std,
         )
         return normalised.flatten(1)
-
-
-def prompt_messages(sample: Sample) -> list[Message]:
-    """The messages that a completion follows: all of them, without the last one where that is the assistant's."""
-    last = sample.messages[-1] if sample.messages else {}
-    return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages
 
 
 def _load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from dsreason.data.types import Message
+from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
@@ -48,3 +48,9 @@ def shown_seconds(part: dict[str, Any]) -> str:
     """`2.5-4` where only these seconds of a video are shown, "" where all of it is."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
+
+
+def prompt_messages(sample: Sample) -> list[Message]:
+    """Return the messages that a completion follows: all but a last one of the assistant."""
+    last = sample.messages[-1] if sample.messages else {}
+    return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages

@@ -19,8 +19,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_grpo import RemoteRewardConfig
-from dsreason.data.chat import prompt_messages
-from dsreason.data.messages import media_parts, text_of
+from dsreason.data.messages import media_parts, prompt_messages, text_of
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.problems import first_problem

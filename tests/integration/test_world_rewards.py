@@ -21,7 +21,7 @@ from dsreason.files import remote, s3
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import Square, draw_clip
 from dsreason.world.latents import LinearCodec
-from dsreason.world.rewards import Scores, open_scorer
+from dsreason.world.rewards.scorer import Scores, open_scorer
 from dsreason.world.schema import WorldDataConfig, WorldRewardConfig
 from dsreason.world.types import ClipSize, WorldRow
 from tests.integration.command import COMMAND

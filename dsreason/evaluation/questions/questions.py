@@ -23,8 +23,7 @@ from dsreason.answers.parsing import parse
 from dsreason.answers.types import Kind
 from dsreason.config.schema import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
-from dsreason.data.chat import prompt_messages
-from dsreason.data.messages import media_parts, text_of
+from dsreason.data.messages import media_parts, prompt_messages, text_of
 from dsreason.data.options import option_letter, options_in_question, with_options
 from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
 from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings

@@ -10,8 +10,7 @@ from typing import Any
 from dsreason.answers.compat import hash_number
 from dsreason.answers.parsing import parse
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.chat import prompt_messages
-from dsreason.data.messages import text_of
+from dsreason.data.messages import prompt_messages, text_of
 from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError

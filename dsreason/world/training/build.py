@@ -32,7 +32,7 @@ from dsreason.world.families import family_of
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.lora import add_lora, lora_metadata
 from dsreason.world.models import load_transformer, load_vae
-from dsreason.world.rewards import ClipScorer, open_scorer
+from dsreason.world.rewards.scorer import ClipScorer, open_scorer
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import Share
 from dsreason.world.training.export import export_file, write_export

@@ -26,7 +26,7 @@ from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_components, check_installed, resolve_world_model
 from dsreason.world.noise import linear
-from dsreason.world.rewards import open_scorer
+from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.schema import WorldConfig, WorldDataConfig
 from dsreason.world.steps import step_of
 from dsreason.world.types import ClipSize

@@ -19,7 +19,7 @@ from dsreason.world.data import WorldDataset
 from dsreason.world.latents import LatentCodec
 from dsreason.world.losses import equal_groups, exponential, group_advantages
 from dsreason.world.noise import window
-from dsreason.world.rewards import Pending, Scores
+from dsreason.world.rewards.scorer import Pending, Scores
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
 from dsreason.world.schema import WorldConfig, WorldConfigSection

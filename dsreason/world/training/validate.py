@@ -19,7 +19,7 @@ from dsreason.train.common.answers import write_rows
 from dsreason.world.data import WorldDataset
 from dsreason.world.evaluation.history import small_video, write_run_page
 from dsreason.world.families.components import load_scheduler
-from dsreason.world.rewards import Scores
+from dsreason.world.rewards.scorer import Scores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
 from dsreason.world.training.clips import MicroBatch, Place, share_out

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
-from dsreason.world.rewards import ClipScorer
+from dsreason.world.rewards.scorer import ClipScorer
 from dsreason.world.sampler import Velocity, guided
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import MicroBatch, Share

@@ -24,7 +24,7 @@ from dsreason.secrets import without_credentials
 from dsreason.text import split_response
 from tests.fuzz.fuzzing import within_time
 
-LENGTH, SHORT_TIME, MOST_TIME = 40_000, 0.5, 20
+LENGTH, SHORT_TIME, MOST_TIME = 10_000, 0.1, 20
 """Characters, and seconds of processor time."""
 OPTIONS = {"A": "left turn", "B": "turn", "C": "3"}
 REFERENCES = {

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.hostile.expressions import ROOT, Use, slow_text
 
 
+@pytest.mark.nightly
 def test_the_time_of_every_expression_grows_with_the_length() -> None:
     """In a process of its own: it imports all that has one."""
     command = [sys.executable, "-m", "tests.unit.hostile.expressions"]

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards import remote as remote_rewards
 from dsreason.rewards.remote import RemoteReward
 from dsreason.rewards.scoring import Scorer
+from tests.quiet_server import QuietServer
 
 TOKEN = "very-secret-token"
 MESSAGES = [
@@ -59,7 +60,7 @@ class Server:
 
             def log_message(self, *args: object) -> None: ...
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/score"
 
     @staticmethod

@@ -365,13 +365,19 @@ ODD_VALUES: list[Any] = [
 def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
     """What is wrong is a ConfigError, from the import or from our own schema."""
     for key in keys:
+        taken_value, taken = None, None
         for value in ODD_VALUES:
             try:
-                found = convert(document(text, **{key.replace(".", "__"): value}))
-                found.check("x")
-                read_values(trainers()[found.trainer].schema, found.config, "x")
-                toml_of(found, "x")
+                converted = convert(document(text, **{key.replace(".", "__"): value}))
+                converted.check("x")
+                read_values(trainers()[converted.trainer].schema, converted.config, "x")
+                taken_value, taken = value, converted
             except ConfigError:
                 pass
             except Exception as error:
                 raise AssertionError(f"{key} = {value!r}") from error
+        try:
+            if taken is not None:
+                toml_of(taken, "x")
+        except Exception as error:
+            raise AssertionError(f"{key} = {taken_value!r}, written as TOML") from error

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,6 +20,7 @@ from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.rewards.service import RewardService, service_total
 from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
+from tests.quiet_server import QuietServer
 
 TOKEN = "very-secret-token"
 ROWS = [WorldRow("train.txt:1", "a red ship"), WorldRow("train.txt:2", "two\nlines, été")]
@@ -61,7 +62,7 @@ class Service:
 
             def log_message(self, *args: object) -> None: ...
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/api/reward/"
 
     def scores(self, not_yet: int = 0, **scores: dict[str, list[float]]) -> None:
@@ -80,7 +81,7 @@ class Service:
         self.answer = answer
 
 
-def running(http: ThreadingHTTPServer) -> Iterator[None]:
+def running(http: QuietServer) -> Iterator[None]:
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield

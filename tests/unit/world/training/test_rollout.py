@@ -17,7 +17,7 @@ from dsreason.config.schema import OptimConfig
 from dsreason.errors import DsReasonError, RewardError
 from dsreason.world.families import FAMILIES
 from dsreason.world.noise import linear
-from dsreason.world.rewards import Scores
+from dsreason.world.rewards.scorer import Scores
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import rollout
 from dsreason.world.training.clips import MicroBatch, Place, Sample, Share
