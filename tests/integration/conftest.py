@@ -21,9 +21,18 @@ def train_builtin(factory: pytest.TempPathFactory, *options: object) -> Path:
 
 
 @pytest.fixture(scope="session")
-def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wrong about half of the questions: as `dsreason demo` trains it, from a random model."""
-    return train_builtin(tmp_path_factory, "--config", "builtin_warm_start.toml")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished `dsreason demo` on two ranks: `sft`, `grpo`, `export` and `results`."""
+    folder = tmp_path_factory.mktemp("demo")
+    ended = dsreason("demo", "--nproc", 2, "--output-dir", "D", cwd=folder, timeout=2400)
+    assert ended.returncode == 0, ended.stderr
+    return folder / "D"
+
+
+@pytest.fixture(scope="session")
+def warm_start(demo: Path) -> Path:
+    """The demo's SFT run, which ends wrong about half of the questions."""
+    return demo / "sft"
 
 
 @pytest.fixture(scope="session")

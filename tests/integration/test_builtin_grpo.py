@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsreason.cli.demo import accuracy_by_medium
 from tests.integration.command import dsreason, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -37,16 +38,21 @@ def test_the_warm_start_is_half_wrong(warm_start: Path) -> None:
     assert 0.4 <= metrics(warm_start)[-1]["val/accuracy"] <= 0.6
 
 
-def test_the_reward_makes_the_answers_right(warm_start: Path, tmp_path: Path) -> None:
-    lines = train(warm_start, tmp_path, "--set", "train.max_steps=40")
+def test_the_reward_makes_the_answers_right(demo: Path) -> None:
+    lines = metrics(demo / "grpo")
     first, *_, last = accuracies(lines)
     assert 0.4 <= first <= 0.6
-    assert last >= first + 0.25  # the demo asks for 85 %; a test must pass on every machine
+    assert last >= first + 0.25  # 85 % to 94 % on the machines that were tried; a test must pass on every machine
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     assert sum(rewards[-10:]) > sum(rewards[:10]) + 0.7  # about two and a half deviations
     mismatches = [line["mismatch/max_abs_logprob"] for line in lines if "train/loss" in line]
-    assert len(mismatches) == 40
+    assert len(mismatches) == 60
     assert max(mismatches) <= 1e-4
+
+
+def test_the_export_answers_as_the_trained_model_did(demo: Path) -> None:
+    *_, trained = accuracies(metrics(demo / "grpo"))
+    assert accuracy_by_medium(demo / "results")["val/accuracy"] == pytest.approx(trained, abs=0.01)
 
 
 @pytest.mark.nightly
