@@ -134,7 +134,7 @@ def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:
     run(folder, ["-m", "dsreason"], "grpo.toml", PYTHONPATH=f"{os.environ['PYTHONPATH']}:")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_installed_script_and_its_engine_run_only_what_is_named(folder: Path) -> None:
     """And what vLLM starts."""
     script = folder.parent / "dsreason"
@@ -149,7 +149,7 @@ def test_the_installed_script_and_its_engine_run_only_what_is_named(folder: Path
         ["data", "validate", "--config", "grpo.toml", "--workers", "1"],
         ["plan", "--config", "grpo.toml", "--gpus", "1"],
         pytest.param(["doctor", "--quick"], marks=pytest.mark.nightly),
-        pytest.param(["eval", "--model", "tiny:qwen2_5_vl", "--data", "rows.jsonl"], marks=pytest.mark.long),
+        pytest.param(["eval", "--model", "tiny:qwen2_5_vl", "--data", "rows.jsonl"], marks=pytest.mark.nightly),
     ],
     ids=lambda command: command[0],
 )
@@ -162,7 +162,7 @@ def test_other_commands_run_only_what_is_named(folder: Path, command: list[str])
     assert ended.returncode in (0, 1), ended.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_rank_of_torchrun_runs_only_what_is_named(folder: Path) -> None:
     # The launcher itself is started like the installed `torchrun`, which has its own folder on the path.
     plant(folder, late_modules(folder))
@@ -177,7 +177,7 @@ def test_a_rank_of_torchrun_runs_only_what_is_named(folder: Path) -> None:
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", "29519", "--module", "dsreason")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_pythonsafepath_protects_the_processes_of_deepspeed_too(folder: Path) -> None:
     plant(folder, sys.stdlib_module_names)
     run(folder, [*DEEPSPEED], "sft.toml", PYTHONSAFEPATH="1", PATH="/usr/bin:/bin")

@@ -88,7 +88,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(folder: Path) -> None:
     check_resumed(folder)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_so_they_do_under_zero_2_in_the_other_family(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
     check_resumed(whole_and_resumed(tmp_path, tiny_qwen3_vl, "zero2.json"))
 

@@ -163,7 +163,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     return {name: grad.numpy() for name, grad in full_gradients(engine).items()}, total
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("deepspeed_defaults", "holds"), [(False, True), pytest.param(True, False, marks=pytest.mark.nightly)]
 )

@@ -126,7 +126,7 @@ def explore_transformers(explorer: LoRAExplorer, folder: Path) -> dict[str, floa
 
 @pytest.fixture(
     scope="module",
-    params=[SETUPS[0], pytest.param(SETUPS[1], marks=pytest.mark.long)],
+    params=[SETUPS[0], pytest.param(SETUPS[1], marks=pytest.mark.nightly)],
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

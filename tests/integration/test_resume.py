@@ -76,14 +76,14 @@ def test_three_and_three_steps_equal_six_bit_for_bit(folder):
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_another_number_of_ranks_continues_with_the_same_losses(folder):
     """One; test_checkpoint.py resumes on four, too, without the command."""
     resumed = train(folder, "on_1", ranks=1, resume="whole/checkpoints/step_3")
     assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_finished_run_resumes_to_nothing_but_a_missing_export(folder):
     before, export = metrics(folder / "whole"), folder / "whole" / "export" / "final"
     expected = load_file(export / "model.safetensors")

@@ -173,7 +173,7 @@ def test_drawing_does(model: str, devices: Devices) -> None:
     assert close(devices.on_stand_in(scenarios.drawing, model, "sdpa"), expected)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_drawing_does_where_part_of_the_weights_is_in_their_files(model: str, devices: Devices) -> None:
     expected = devices.on_stand_in(scenarios.drawing, model, "sdpa")
     assert devices.on_stand_in(scenarios.drawing, model, "sdpa", 0.8) == expected
@@ -193,7 +193,7 @@ def test_every_objective_does(devices: Devices) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.long), "grpo"])
+@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.nightly), "grpo"])
 def test_whole_runs_do_with_checkpoint_and_export(
     model: str, devices: Devices, rows: Path, tmp_path: Path, command: str
 ) -> None:

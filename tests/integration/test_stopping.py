@@ -70,7 +70,7 @@ def steps_done(run: Path) -> int:
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
         *(pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGUSR1, signal.SIGHUP)),
     ],
     ids=lambda number: number.name,
@@ -121,7 +121,7 @@ def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
     assert (folder / f"torchrun/checkpoints/step_{step}/COMPLETE").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
     """Also for rank 0, whose bar is drawn there."""
     run, ours = folder / "closed", os.openpty()
@@ -146,7 +146,7 @@ def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
     assert (run / f"checkpoints/step_{last}/COMPLETE").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
     try:
@@ -175,7 +175,7 @@ def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(fold
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_signal_ends_an_evaluation_whose_answers_stay(tmp_path: Path, tiny_qwen2_5_vl: Path, nproc: int) -> None:
     command = [*COMMAND, "eval", "--model", str(tiny_qwen2_5_vl), "--adapter", "builtin", "--limit", "4000"]
     command += ["--nproc", str(nproc), "--results-dir", "results", "--set", "evaluation.batch_size=16"]

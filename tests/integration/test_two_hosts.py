@@ -202,7 +202,7 @@ def ranks(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("launcher", "how", "place"),
     [
-        pytest.param("torchrun", "die", 'in phase "train"', marks=pytest.mark.long),
+        pytest.param("torchrun", "die", 'in phase "train"', marks=pytest.mark.nightly),
         pytest.param("deepspeed", "die", 'in phase "train"', marks=needs_ssh),
         ("torchrun", "early", "at its start"),
     ],

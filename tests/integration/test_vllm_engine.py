@@ -57,7 +57,7 @@ TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "mod
     scope="module",
     params=[
         SETUPS[0],
-        pytest.param(SETUPS[1], marks=pytest.mark.long),
+        pytest.param(SETUPS[1], marks=pytest.mark.nightly),
         pytest.param(SETUPS[2], marks=pytest.mark.nightly),
         SETUPS[3],
     ],

@@ -200,7 +200,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29517", "--no_local_rank"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*TORCHRUN, "ranks.py", "collective"])
     assert done.returncode == 1  # torchrun's own
@@ -211,7 +211,7 @@ def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("launcher", "how", "place"),
     [
-        pytest.param(TORCHRUN, "kill-1", 'in phase "rollout"', marks=pytest.mark.long),
+        pytest.param(TORCHRUN, "kill-1", 'in phase "rollout"', marks=pytest.mark.nightly),
         (TORCHRUN, "kill-0", 'in phase "train"'),
         pytest.param(DEEPSPEED, "kill-1", 'in phase "rollout"', marks=pytest.mark.nightly),
     ],

@@ -324,7 +324,7 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "group"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "group"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_an_average_half_way_has_half_of_the_change_and_the_policy_comes_back_exactly(ranks: int, group: int) -> None:
     """Also where hosts have copies of the weights, which must not be used while others are in place."""
     for before, after, half, back, whole in run_on_ranks(weights_on_ranks, ranks, group):
