@@ -25,6 +25,7 @@ from dsreason.train.grpo.build import GRPOTrainer, build_grpo
 from dsreason.train.grpo.engine_check import check_engine, prompt_per_modality
 from dsreason.train.grpo.reference import reset_reference
 from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
+from dsreason.train.grpo.sampling import SampledRollouts
 from dsreason.train.grpo.show import describe, show_rollouts
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
@@ -66,51 +67,67 @@ def check_rollout_engine(grpo: GRPOTrainer) -> None:
 
 def train_on_rollout(grpo: GRPOTrainer) -> None:
     """Sample completions of the policy as it is, and run the optimizer steps over them."""
-    run, job, config, world = grpo.run, grpo.job, grpo.job.config, grpo.job.world
+    run, watchdog = grpo.run, grpo.job.watchdog
     started = time.perf_counter()
-    with job.watchdog.phase("rollout"):
+    with watchdog.phase("rollout"):
         sampled = grpo.rollouts.sample(run.state.step)
-    finished = time.perf_counter()
-    with job.watchdog.phase("prepare"):
-        tokenizer = grpo.rows.encoder.processor.tokenizer
-        rollout_metrics = show_rollouts(
-            sampled,
-            run.state.step,
-            config,
-            tokenizer=tokenizer,
-            world=world,
-            output_dir=job.output_dir,
-            metrics=run.metrics,
-        )
-        rollouts = join_group(sampled.rollouts, sampled.prompts, lambda own: gather_in_group(own, world))
-        steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
-        grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
-        check_trained(grpo.num_untrained, run.state.step, config)
-        steps_left = run.total_steps - run.state.step  # fewer than `steps` if earlier rollouts left some out
-        steps = steps[:steps_left]
-        steps = add_fixed_logprobs(steps, grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids)
+    sampling_seconds, train_started = time.perf_counter() - started, time.perf_counter()
+    with watchdog.phase("prepare"):
+        rollout_metrics = show_sampled(grpo, sampled)
+        steps = prepare_steps(grpo, sampled)
     for micro_batches in steps:
         run.profiler.begin(run.state.step + 1)
-        with job.watchdog.phase("step"):
-            with run.memory.phase("train"):
-                metrics = grpo_step(
-                    grpo.engine,
-                    micro_batches,
-                    lr=run.learning_rate,
-                    config=config,
-                    world=world,
-                    banned_ids=grpo.banned_ids,
-                    step=run.state.step + 1,
-                    mismatch_folder=job.output_dir / "mismatch" if world.is_main else None,
-                )
-            batches = [micro_batch.batch for micro_batch in micro_batches]
-            metrics = run.finite.metrics(
-                metrics, batches, run.state.step + 1, partial(describe_batches, micro_batches, tokenizer)
-            )
+        with watchdog.phase("step"):
+            metrics = train_on_step(grpo, micro_batches)
             now = time.perf_counter()
-            times = {"time/rollout": finished - started, "time/train": now - finished}
+            times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
             finish_step(grpo, micro_batches, metrics | times, rollout_metrics)
-        finished = started = now  # a rollout's further steps cost no sampling
+        sampling_seconds, train_started = 0.0, now  # a rollout's further steps cost no sampling
+
+
+def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float]:
+    """Show the completions and return the metrics of the rollout."""
+    job = grpo.job
+    return show_rollouts(
+        sampled,
+        grpo.run.state.step,
+        job.config,
+        tokenizer=grpo.rows.encoder.processor.tokenizer,
+        world=job.world,
+        output_dir=job.output_dir,
+        metrics=grpo.run.metrics,
+    )
+
+
+def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[MicroBatch]]:
+    """Cut the rollouts into optimizer steps, with all log-probabilities that do not change while the policy trains."""
+    run, config, world = grpo.run, grpo.job.config, grpo.job.world
+    rollouts = join_group(sampled.rollouts, sampled.prompts, lambda own: gather_in_group(own, world))
+    steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
+    grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
+    check_trained(grpo.num_untrained, run.state.step, config)
+    steps_left = run.total_steps - run.state.step  # fewer than `steps` if earlier rollouts left some out
+    return add_fixed_logprobs(steps[:steps_left], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids)
+
+
+def train_on_step(grpo: GRPOTrainer, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    """Run one optimizer step over a part of a rollout. Return its metrics."""
+    run, job = grpo.run, grpo.job
+    step = run.state.step + 1
+    with run.memory.phase("train"):
+        metrics = grpo_step(
+            grpo.engine,
+            micro_batches,
+            lr=run.learning_rate,
+            config=job.config,
+            world=job.world,
+            banned_ids=grpo.banned_ids,
+            step=step,
+            mismatch_folder=job.output_dir / "mismatch" if job.world.is_main else None,
+        )
+    batches = [micro_batch.batch for micro_batch in micro_batches]
+    describe_rollouts = partial(describe_batches, micro_batches, grpo.rows.encoder.processor.tokenizer)
+    return run.finite.metrics(metrics, batches, step, describe_rollouts)
 
 
 def cut_into_steps(

@@ -41,15 +41,15 @@ def train(trainer: WorldTrainer) -> None:
         run.poll_checkpoint()
         started, first = time.perf_counter(), run.state.step
         parts, rollout_metrics = prepare_parts(trainer)
-        prepared = time.perf_counter()
+        rollout_seconds, train_started = time.perf_counter() - started, time.perf_counter()
         for part in parts:
             run.profiler.begin(run.state.step + 1)
             with trainer.job.watchdog.phase("step"):
                 metrics = train_on_part(trainer, part, first + 1)
                 now = time.perf_counter()
-                times = {"time/rollout": prepared - started, "time/train": now - prepared}
+                times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
                 finish_step(trainer, part, metrics | times | rollout_metrics)
-            prepared = started = now  # a rollout's further steps cost no sampling
+            rollout_seconds, train_started = 0.0, now  # a rollout's further steps cost no sampling
         run.after_steps(first, trainer.validate)
     run.finish()
 
