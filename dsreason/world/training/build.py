@@ -42,7 +42,6 @@ from dsreason.world.training.preflight import (
     check,
     find_model,
     open_data,
-    sigmas_of,
     step_order,
     total_steps,
 )
@@ -128,7 +127,6 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
             codec=codec,
             inputs=inputs,
             share=share,
-            sigmas=sigmas_of(config, folder),
             scorer=open_rewards(config, share, stack),
             device=world.device,
         )

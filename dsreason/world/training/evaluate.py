@@ -102,7 +102,6 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             codec=codec,
             inputs=inputs,
             share=share,
-            sigmas=torch.empty(0),  # an evaluation has no rollouts
             scorer=open_rewards(config, share, stack),
             device=world.device,
         )

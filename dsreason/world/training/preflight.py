@@ -111,7 +111,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
 
 
 def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
-    """The noise levels of a rollout, `[steps + 1]`, float64."""
+    """Return the noise levels of a rollout, `[steps + 1]`, float64."""
     steps = steps or config.world.sampling_steps
     if config.world.schedule == "linear":
         return linear(steps, config.world.shift)

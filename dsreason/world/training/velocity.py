@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from dsreason.world.sampler import Velocity, guided
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import MicroBatch, Share
 from dsreason.world.training.inputs import Inputs
+from dsreason.world.training.preflight import sigmas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,14 @@ class ClipMaker:
     codec: LatentCodec
     inputs: Inputs
     share: Share
-    sigmas: Tensor
-    """Noise levels of a rollout: `[sampling_steps + 1]`, float64, falling; the last one is 0."""
     scorer: ClipScorer | None
     """None on ranks that do not lead their share, and if there are no rewards, which a rollout cannot do without."""
     device: torch.device
+
+    @cached_property
+    def sigmas(self) -> Tensor:
+        """Noise levels of a rollout: `[sampling_steps + 1]`, float64, falling; the last one is 0."""
+        return sigmas_of(self.config, self.model_path)
 
 
 def build_velocity(maker: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:

@@ -57,7 +57,6 @@ def make_maker(config: WorldConfig) -> ClipMaker:
         codec=unused,
         inputs=Inputs(config, unused, unused, ClipSize(9, 32, 32, 16.0), (2, 3, 4, 4)),
         share=Share(0, 1),
-        sigmas=linear(10, 3.0),
         scorer=None,
         device=torch.device("cpu"),
     )

@@ -17,7 +17,7 @@ from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import FAMILIES
-from dsreason.world.noise import generator, linear, noise
+from dsreason.world.noise import generator, noise
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import gradients, nft, rollout, update
 from dsreason.world.training.clips import Sample, Share
@@ -101,6 +101,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_maker(settings: dict[str, Any]) -> ClipMaker:
     """Make clips of micro-batches of two: two prompts of three clips, with one or two given frames."""
     world = {"prompts_per_step": PROMPTS, "num_generations": GROUP, "sampling_steps": STEPS, "guidance_scale": SCALE}
+    world |= {"schedule": "linear", "shift": 3.0}
     world |= {"kl_coef": KL, "sde": "cps", "noise_level": ETA, "conditional_frames": (1, 2), "nft_beta": BETA}
     config = WorldConfig.model_validate(
         {"world": {**world, **settings}, "train": {"micro_batch_size": 2}, "data": {"workers": 0}}
@@ -115,7 +116,6 @@ def make_maker(settings: dict[str, Any]) -> ClipMaker:
         codec=codec,
         inputs=Inputs(config, source, source, ClipSize(9, 32, 32, 16.0), SHAPE),
         share=Share(0, 1),
-        sigmas=linear(STEPS, 3.0),
         scorer=source,
         device=torch.device("cpu"),
     )
