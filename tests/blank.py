@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dsreason.data.chat import Encoder, Medium
+from dsreason.data.chat import Encoder
+from dsreason.data.media_plan import Medium
 
 GREY = 128
 

@@ -8,18 +8,17 @@ with resizing and frame sampling off, so that the same decoded media and the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from transformers import ProcessorMixin
-from transformers.video_utils import VideoMetadata
 
 from dsreason.data.collate import GRIDS
+from dsreason.data.media_plan import Medium, PlannedMedium, describe_video, load_medium, video_metadata
 from dsreason.data.messages import joined_text, media_parts, media_paths, prompt_messages
 from dsreason.data.render import Segment, render_prompt, render_training
 from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Sample
@@ -28,27 +27,12 @@ from dsreason.families import Family
 from dsreason.families.family import Vision
 from dsreason.media import media, vision
 
-Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
-"""Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
-
 MAX_MEDIA_TOKENS = 1_000_000
 """More than any model takes: samples with more are refused before a list of that length is made."""
 
 
 class SampleTooLong(DataError):
     """A sample with more tokens than `max_length`. Nothing is ever cut off."""
-
-
-@dataclass(frozen=True)
-class PlannedMedium:
-    """A medium as it will be, known from its header. `size` is the (height, width) it is resized to."""
-
-    kind: MediaKind
-    path: str
-    size: tuple[int, int]
-    grid: tuple[int, int, int]  # patches: time, height, width
-    indices: tuple[int, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a video
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,7 @@ class Encoder:
         """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
         side, frames = self._limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
-        metadata = _metadata(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
+        metadata = describe_video(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
         planned = PlannedMedium(kind, "", size, self._grid(frames, size), metadata=metadata)
         loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
@@ -235,7 +219,7 @@ class Encoder:
             size = vision.video_size(info.height, info.width, count, part, limits, self._vision, patch)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        metadata = _metadata(info.num_frames, chosen, info.fps)
+        metadata = describe_video(info.num_frames, chosen, info.fps)
         return PlannedMedium("video", path, size, self._grid(count, size), chosen.indices, metadata)
 
     @property
@@ -322,7 +306,7 @@ class Encoder:
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
         """Each file decoded and resized once."""
         try:
-            return [_load_medium(medium, self.video_decoder) for medium in planned]
+            return [load_medium(medium, self.video_decoder) for medium in planned]
         except DataError as error:
             raise DataError(f"sample {sample.id!r}: {error}") from error
 
@@ -386,35 +370,6 @@ class Encoder:
             video.image_std,
         )
         return normalised.flatten(1)
-
-
-def _load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
-    if medium.kind == "video":
-        frames = media.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
-        return frames, dict(medium.metadata)
-    image = media.load_image(medium.path)
-    height, width = medium.size
-    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _metadata(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
-    """A video's description in the form that vLLM takes; `total_num_frames` counts the range that was sampled from.
-
-    The processors derive seconds per frame group from it: sampled fps = frames / total_num_frames x fps.
-    """
-    return {
-        "total_num_frames": chosen.range_frames,
-        "fps": fps,
-        "duration": num_frames / fps,
-        "video_backend": "pyav",
-        "frames_indices": list(chosen.indices),
-        "do_sample_frames": False,
-    }
-
-
-def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
-    fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
-    return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
 
 
 def _in_forward_dtype(value: Tensor | list[float]) -> Tensor:

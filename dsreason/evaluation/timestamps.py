@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from dsreason.data.chat import Medium, PlannedMedium
+from dsreason.data.media_plan import Medium, PlannedMedium
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.types import Sample
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from dsreason.data.chat import Medium
+from dsreason.data.media_plan import Medium
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens, single_turn
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsreason.data.chat import video_metadata
+from dsreason.data.media_plan import video_metadata
 
 
 def read_weights_beside_config(path: Path) -> None:

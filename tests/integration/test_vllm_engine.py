@@ -514,7 +514,7 @@ def make_prompts(encoder: Any, folder: Path) -> dict[str, Any]:
 
 def slowed(encoder: Any, prompt: Any, fps: float) -> Any:
     """The prompt with the same frames, said to be `fps` a second."""
-    from dsreason.data.chat import PlannedMedium
+    from dsreason.data.media_plan import PlannedMedium
 
     ((frames, metadata),) = prompt.media
     metadata = {**metadata, "fps": fps, "duration": len(frames) / fps}

@@ -313,10 +313,10 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 
 def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
-    from dsreason.data.contact_sheet import sheet_of_samples
     from dsreason.data.loader import read_row
     from dsreason.data.order import evenly
     from dsreason.data.types import Sample
+    from dsreason.train.common.contact_sheet import sheet_of_samples
 
     make_folder(folder, "--output")
     document = asdict(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsreason.data.chat import Encoder, PlannedMedium
+from dsreason.data.chat import Encoder
+from dsreason.data.media_plan import PlannedMedium
 from dsreason.data.messages import media_parts
 from dsreason.data.types import Sample
 from dsreason.errors import DataError

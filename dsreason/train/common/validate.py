@@ -15,7 +15,6 @@ from PIL import Image
 from dsreason.answers.correct import is_correct, reference_of
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.loader import first_fatal, in_workers, read_rows
 from dsreason.data.messages import media_paths
 from dsreason.data.micro_batches import align_micro_batches
@@ -39,6 +38,7 @@ from dsreason.train.common.answers import (
     question_of,
     score_completions,
 )
+from dsreason.train.common.contact_sheet import contact_sheet
 from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)

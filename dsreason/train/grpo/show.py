@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.messages import media_paths
 from dsreason.files.step_names import step_name
 from dsreason.job.ranks import World, gather_objects
 from dsreason.monitor.metrics import Metrics
 from dsreason.train.common.answers import modality_of, question_of, write_rows
+from dsreason.train.common.contact_sheet import contact_sheet
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.sampling import SampledRollouts
 

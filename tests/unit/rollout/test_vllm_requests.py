@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
-from dsreason.data.chat import Medium
+from dsreason.data.media_plan import Medium
 from dsreason.rollout import vllm_requests
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.vllm_requests import Request, digest, request_seed, to_inputs

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from dsreason.config.schema import MonitorConfig, SFTConfig
-from dsreason.data.contact_sheet import contact_sheet
 from dsreason.data.types import Sample
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import open_metrics
 from dsreason.train.common import validate as validation
 from dsreason.train.common.answers import Answer, ValidationResult, accuracies, mean_rewards, modality_of
+from dsreason.train.common.contact_sheet import contact_sheet
 from dsreason.train.common.validate import HeldOut
 
 

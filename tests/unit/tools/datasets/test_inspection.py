@@ -15,9 +15,7 @@ from PIL import Image
 
 from dsreason.cli.data.inspection_tables import facts
 from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
-from dsreason.data import contact_sheet
 from dsreason.data.chat import Encoder
-from dsreason.data.contact_sheet import sheet_of_samples
 from dsreason.data.labels import short_answer
 from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset, open_datasets
@@ -34,6 +32,8 @@ from dsreason.tools.datasets.inspection import (
 )
 from dsreason.tools.datasets.rendering import render_rows
 from dsreason.tools.datasets.row_facts import UnusableRow, normalised
+from dsreason.train.common import contact_sheet
+from dsreason.train.common.contact_sheet import sheet_of_samples
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
 

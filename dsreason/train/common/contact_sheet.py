@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from dsreason.data.chat import Medium
+from dsreason.data.media_plan import Medium
 from dsreason.data.order import evenly
 from dsreason.data.types import Sample
 from dsreason.errors import DataError

@@ -1,0 +1,61 @@
+"""A medium between its file and the processor: planned from its header, then decoded and resized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from dsreason.data.types import MediaKind
+from dsreason.media import media, vision
+
+Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
+"""Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
+
+
+@dataclass(frozen=True)
+class PlannedMedium:
+    """A medium as it will be, known from its header. `size` is the (height, width) it is resized to."""
+
+    kind: MediaKind
+    path: str
+    size: tuple[int, int]
+    grid: tuple[int, int, int]  # patches: time, height, width
+    indices: tuple[int, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a video
+
+
+def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
+    """Decode the file and resize what it shows to the planned size."""
+    if medium.kind == "video":
+        frames = media.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
+        return frames, dict(medium.metadata)
+    image = media.load_image(medium.path)
+    height, width = medium.size
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
+    """Return a video's description in the form that vLLM takes; `total_num_frames` counts the range that was sampled from.
+
+    The processors derive seconds per frame group from it: sampled fps = frames / total_num_frames x fps.
+    """
+    return {
+        "total_num_frames": chosen.range_frames,
+        "fps": fps,
+        "duration": num_frames / fps,
+        "video_backend": "pyav",
+        "frames_indices": list(chosen.indices),
+        "do_sample_frames": False,
+    }
+
+
+def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
+    """Return the description in the form that transformers' processors take."""
+    fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
+    return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})
