@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
 from dsreason.config.messages import path_in, reworded
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.config.shipped import find_file, shipped_file
 from dsreason.errors import ConfigError
 from dsreason.problems import config_error, parse_error

@@ -12,12 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.schema_data import Count, DataConfig, Share
+from dsreason.config.schema_data import SourceConfig as SourceConfig  # what adapters import from here
 from dsreason.config.schema_lora import LoRAConfig
-from dsreason.config.section import Section, check_regex, check_temperature, refuse_flag
+from dsreason.config.section import Section, check_regex, check_temperature
 from dsreason.errors import ConfigError
-
-Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=0)]
 
 
 class JobModelConfig(Section):
@@ -51,130 +50,6 @@ class ModelConfig(JobModelConfig):
     @classmethod
     def check_patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check_regex, patterns))
-
-
-class VisionConfig(Section):
-    """How media are sampled and resized. A part's own key in a sample wins over these."""
-
-    fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. Unset together with nframes: 2."""
-    nframes: int | None = Field(None, ge=1)
-    """Number of frames to sample, instead of `fps`; rounded to a multiple of 2, which the models take together."""
-    min_frames: int | None = Field(None, ge=1)
-    """At least this many frames (with `fps`). Unset: 4, or `max_frames` where that is less."""
-    max_frames: int | None = Field(None, ge=1)
-    """At most this many frames (with `fps`). Unset: 768, or `min_frames` where that is more."""
-    min_pixels: int | None = Field(None, ge=1)
-    """Smallest size of an image or frame, in pixels. Unset: 4 tokens of an image, 128 of a frame."""
-    max_pixels: int | None = Field(None, ge=1)
-    """Largest size of an image or frame, in pixels. Unset: 16384 tokens of an image, 768 of a frame."""
-    total_pixels: int | None = Field(None, ge=1)
-    """Largest sum of pixels over the frames of one video, where two frames that the model takes together count once, as far
-    as min_pixels lets it. Unset: 115200 tokens."""
-    video_start: float | None = Field(None, ge=0)
-    """Seconds at which a video begins."""
-    video_end: float | None = Field(None, gt=0)
-    """Seconds at which a video ends."""
-
-    @model_validator(mode="after")
-    def check_together(self) -> Self:
-        self.check_exclusive("fps", "nframes")
-        self.check_order("min_frames", "max_frames")
-        self.check_order("min_pixels", "max_pixels")
-        self.check_order("video_start", "video_end")
-        return self
-
-
-class SourceConfig(Section):
-    """One data set."""
-
-    adapter: str = "jsonl"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
-    path: str = ""
-    """File, folder, hub name or `s3://…` that the adapter reads."""
-    media_path: str = ""
-    """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
-    allow_absolute_paths: bool | None = None
-    """Whether rows may name media outside that folder by absolute paths. Unset: yes, but not with a `media_path`, nor in data
-    sets of the hub: others have written those."""
-    subset: str | None = None
-    """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
-    revision: str | None = None
-    """Hub revision."""
-    split: str | tuple[str, ...] = "train"
-    """One split or several, concatenated; row ranges as in `train[:100]`."""
-    limit: int | None = Field(None, ge=1)
-    """At most this many rows, from the first on."""
-    columns: dict[str, str] = {}
-    """Fields that the adapter reads, and what the rows call them: `{question = "problem", answer = "solution"}`."""
-    system_prompt: str = ""
-    """System message for samples that have none."""
-    question: str = "Describe what you see in this video."
-    """Question for data sets that have only labels (adapter `local_labels`)."""
-    video_pattern: str | None = None
-    """Which videos belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`: `*` is the id of
-    the label, and may be left out in front of a dot. Unset: the only one that is called like the id, with a camera or
-    without."""
-    vision: VisionConfig = VisionConfig()
-
-    @field_validator("video_pattern")
-    @classmethod
-    def check_one_star(cls, pattern: str | None) -> str | None:
-        if pattern is not None and pattern.startswith(".") and "*" not in pattern:
-            return f"*{pattern}"
-        if pattern is not None and pattern.count("*") != 1:
-            raise ValueError(f"{pattern!r} must have one *, for the id, such as *.camera_front_wide_120fov.mp4")
-        return pattern
-
-
-class WeightedSourceConfig(SourceConfig):
-    weight: float = Field(1.0, gt=0)
-    """How often an epoch sees each row: 1 once, 2 twice, 0.5 a (seeded) half of them."""
-
-
-class DataConfig(SourceConfig):
-    adapter: str = "builtin"
-    """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
-    sources: tuple[WeightedSourceConfig, ...] = ()
-    """Several data sets instead of the one above."""
-    validation: Share | Count | SourceConfig = 0
-    """Share (0 to 1) or number of rows held out of training, or a data set of its own."""
-    on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
-    workers: int = Field(2, ge=0, le=1024)
-    """Processes per rank that decode media; 0 decodes in the training process."""
-    prefetch: int = Field(4, ge=1, le=10_000)
-    """Steps that are decoded ahead."""
-    shuffle: bool = True
-    """New order every epoch, derived from `train.seed`."""
-    video_decoder: Literal["pyav", "torchcodec"] = "pyav"
-    """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` use pyav. torchcodec
-    is a package of its own that needs the libraries of FFmpeg, and is not kept to the formats that docs/security.md names."""
-    balance: str | None = None
-    """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
-    one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
-
-    check_validation = field_validator("validation", mode="before")(refuse_flag)
-
-    @field_validator("balance", mode="before")
-    @classmethod
-    def check_named(cls, balance: object) -> object:
-        if isinstance(balance, bool) or (isinstance(balance, str) and not balance.strip()):
-            raise ValueError(f"{balance!r} does not say what to balance; name answer, or a field of the rows")
-        return balance
-
-    @model_validator(mode="after")
-    def check_sources(self) -> DataConfig:
-        owned = set(SourceConfig.model_fields) & self.model_fields_set
-        if self.sources and owned:
-            raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
-        return self
-
-    def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
-        """The training sources: `sources`, or the section itself as the only one."""
-        if self.sources:
-            return self.sources
-        return (WeightedSourceConfig(**{k: getattr(self, k) for k in SourceConfig.model_fields}),)
 
 
 class OptimConfig(Section):

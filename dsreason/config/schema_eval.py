@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field
 
 from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import aliases
-from dsreason.config.schema import SourceConfig, VisionConfig
+from dsreason.config.schema_data import SourceConfig, VisionConfig
 from dsreason.config.section import Section, check_temperature
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})

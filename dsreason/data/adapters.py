@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.data.rows import ListRows, Rows, SelectedRows, read_rows
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError

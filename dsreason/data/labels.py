@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.messages import text_of
 from dsreason.data.options import option_letter
 from dsreason.data.order import Part

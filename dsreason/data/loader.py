@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dsreason.config.schema import DataConfig, RunConfig
+from dsreason.config.schema import RunConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, work_of
 from dsreason.data.sources import SampleDataset

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import Budget, unpacked

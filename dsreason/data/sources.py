@@ -13,7 +13,7 @@ import numpy as np
 from huggingface_hub import constants
 from numpy.typing import NDArray
 
-from dsreason.config.schema import DataConfig, SourceConfig, VisionConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
 from dsreason.data.messages import check_characters, media_parts
 from dsreason.data.options import with_options

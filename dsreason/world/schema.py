@@ -7,16 +7,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from dsreason.config.schema import (
-    Count,
     JobConfig,
     JobModelConfig,
     JobTrainConfig,
     JobValidationConfig,
     RewardFunctionsConfig,
     RewardWeight,
-    Share,
 )
 from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.schema_data import Count, Share
 from dsreason.config.schema_lora import AdapterConfig
 from dsreason.config.section import Section, refuse_flag
 from dsreason.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from PIL import Image
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.messages import media_paths
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError

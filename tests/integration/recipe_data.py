@@ -13,7 +13,7 @@ import numpy as np
 
 from dsreason.builtin_task.clips import BALLS, WAYS, write_medium
 from dsreason.builtin_task.scenes import COLOURS, falling_ball, moving_ball, one_shape
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 
 NUM_ROWS = 400
 """More than a published batch and the rows held out of it."""

@@ -24,8 +24,9 @@ from huggingface_hub import constants
 from moto.server import ThreadedMotoServer
 from PIL import Image
 
-from dsreason.config.schema import DataConfig, ModelConfig
+from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
 from dsreason.files import remote, retries, s3

@@ -223,7 +223,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     """What the update of each algorithm finds on completions of text, an image and a video, and its gradient's norm."""
     import torch
 
-    from dsreason.config.schema import DataConfig
+    from dsreason.config.schema_data import DataConfig
     from dsreason.data.sources import open_datasets
     from dsreason.engine.engine import engine_grad_norm, set_learning_rate
     from dsreason.engine.reference import ReferencePolicy

@@ -20,7 +20,8 @@ from data_adapters import jsonl
 from dsreason.cli.main import app
 from dsreason.config.keys import all_keys, dotted
 from dsreason.config.load import load_config
-from dsreason.config.schema import DataConfig, SFTConfig
+from dsreason.config.schema import SFTConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig

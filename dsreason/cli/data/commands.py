@@ -15,7 +15,8 @@ import typer
 from dsreason.cli.job import ConfigOption, SetOption, Trainer, trainers
 from dsreason.config.load import read_config, read_values
 from dsreason.config.output import default_output_dir
-from dsreason.config.schema import DataConfig, RunConfig, SFTConfig, SourceConfig
+from dsreason.config.schema import RunConfig, SFTConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.disk import check_writable, make_folder
 from dsreason.imports import quick_imports

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from dsreason.answers.correct import kind_of, reference_of
 from dsreason.answers.parsing import parse
 from dsreason.answers.types import Kind
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.messages import media_parts, prompt_messages, text_of
 from dsreason.data.options import option_letter, options_in_question, with_options

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.data.rows import JSON_SUFFIXES, read_rows
 from dsreason.errors import DataError
 from dsreason.problems import listed

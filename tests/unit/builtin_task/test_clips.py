@@ -13,7 +13,7 @@ from data_adapters import builtin as adapter
 from dsreason.builtin_task import clips as builtin
 from dsreason.builtin_task import scenes
 from dsreason.builtin_task.clips import BLOCK, MISLABELLED, block, builtin_folder, mislabelled, write_builtin
-from dsreason.config.schema import SourceConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
 from dsreason.errors import DataError

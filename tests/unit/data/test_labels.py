@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.labels import Label, balance, count_labels, label_of, labels_of, labels_per_epoch, order_parts
 from dsreason.data.order import Part, StepOrder
 from dsreason.data.sources import SampleDataset, open_datasets

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from dsreason.answers.correct import is_correct, kind_of
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.messages import text_of
 from dsreason.data.options import listed_options, option_letter, with_options
 from dsreason.data.sources import open_datasets

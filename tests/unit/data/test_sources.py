@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.errors import ConfigError, DataError
 

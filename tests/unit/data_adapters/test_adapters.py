@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from data_adapters import builtin, conversations, cosmos_reason1, jsonl, llava, local_labels
-from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
 from dsreason.data.sources import open_datasets, open_source
 from dsreason.errors import ConfigError, DataError

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from data_adapters import cosmos_reason1
-from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from dsreason.rewards.text import COSMOS_FORMAT, FORMAT, REQUEST, format_problem

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from data_adapters import builtin, jsonl, preferences
-from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.sources import open_datasets, open_source
 from dsreason.errors import DataError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dsreason.config.load import load_config
-from dsreason.config.schema import SFTConfig, SourceConfig
+from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_checkpoint import CheckpointConfig
+from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import HubAddress, S3Address, parse_s3, parse_target

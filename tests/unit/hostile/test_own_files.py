@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from PIL import Image
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data import rows
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from dsreason.config.schema import DataConfig, SourceConfig
+from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.sources import absolute_paths_allowed, open_datasets
 from dsreason.errors import DataError
 from tests.unit.hostile.guard import guarded, refused

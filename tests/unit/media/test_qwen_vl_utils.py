@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks.pixels import CLIPS, LIMITED, PATCH_SIZES, SETTINGS, Clip, Shown, compare, open_published, theirs
 from benchmarks.pixels import without_decoding as qwen_without_decoding
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.config.schema import DataConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import open_datasets
 from dsreason.train.common.digest import MOST_ROWS, rows_digest, samples_digest
 

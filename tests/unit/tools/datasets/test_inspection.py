@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from dsreason.cli.data.inspection_tables import facts
-from dsreason.config.schema import DataConfig, ModelConfig, SFTConfig
+from dsreason.config.schema import ModelConfig, SFTConfig
+from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.labels import short_answer
 from dsreason.data.order import evenly
