@@ -58,7 +58,7 @@ import signal  # noqa: E402
 
 
 def end_at_signals() -> None:
-    """Until `launch.end_at_signals`: the imports take a second, and Python answers Ctrl-C in them with a traceback.
+    """Until `signals.end_at_signals`: the imports take a second, and Python answers Ctrl-C in them with a traceback.
 
     A rank ends without a word: its launcher says what ended it.
     """

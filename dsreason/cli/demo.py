@@ -22,7 +22,7 @@ from dsreason.config.load import as_toml, load_config
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError, Stopped
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.job.failures import RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import PART, Part, duration
@@ -89,8 +89,8 @@ def told_of_the_demo(folder: Path) -> Iterator[None]:
     what = f"what was written is in {folder}, and the next demo begins anew"
     try:
         yield
-    except launch.Interrupted as stop:
-        raise launch.Interrupted(f"{str(stop).partition(';')[0]}; {what}") from None
+    except signals.Interrupted as stop:
+        raise signals.Interrupted(f"{str(stop).partition(';')[0]}; {what}") from None
     except RankError as error:
         if error.exit_code != Stopped.exit_code:
             raise

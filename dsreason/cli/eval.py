@@ -18,7 +18,7 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.files.disk import check_writable
 from dsreason.imports import quick_imports
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.job.gpu import check_gpus
 from dsreason.problems import instead_of_file
 from dsreason.screen import say
@@ -121,7 +121,7 @@ def evaluate(
         ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
     folder = Path(loaded.results_dir).expanduser()
     check_writable(folder, "--results-dir")
-    with launch.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
+    with signals.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
         if ranks == 1:
             launch.end_children_with_us()
             run(loaded)

@@ -21,7 +21,7 @@ from dsreason.config.output import check_output_dir, default_output_dir, resume_
 from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.job.gpu import check_gpus
 from dsreason.screen import say, write
 from dsreason.tools.cosmos_rl.loading import load_run
@@ -196,7 +196,7 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
         return output_dir
     before = _checkpoints_in(output_dir)
     say(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
-    with launch.when_stopped("no step was under way, what is saved stays, and --resume auto continues"):
+    with signals.when_stopped("no step was under way, what is saved stays, and --resume auto continues"):
         launch.start_ranks(
             lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
             ranks=ranks,

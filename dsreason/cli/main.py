@@ -17,7 +17,7 @@ from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
 from dsreason.cli.job import trainers
 from dsreason.errors import Stopped
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.job.failures import crash_text
 from dsreason.screen import outlive_terminal, say, write
 from dsreason.secrets import HidingFormatter, VisibleRecord
@@ -75,13 +75,13 @@ def main() -> None:
         if launch.is_rank():
             launch.enter_rank()
         else:
-            launch.end_at_signals()
+            signals.end_at_signals()
         app()
-    except launch.Interrupted as stop:
+    except signals.Interrupted as stop:
         say(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
-        if launch.STOPPED_BY:
-            say(f"stopped by {launch.STOPPED_BY[0]}", err=True)
+        if signals.STOPPED_BY:
+            say(f"stopped by {signals.STOPPED_BY[0]}", err=True)
             sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

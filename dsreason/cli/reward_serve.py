@@ -14,7 +14,7 @@ import typer
 
 from dsreason.errors import ConfigError
 from dsreason.imports import quick_imports
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.screen import say
 from dsreason.secrets import HidingFormatter
 from dsreason.user_code import restore_script_folders
@@ -118,7 +118,7 @@ def asked_to_stop() -> threading.Event:
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in launch.heeded(launch.ASK_TO_STOP):
+    for number in signals.heeded(signals.ASK_TO_STOP):
         signal.signal(number, end)
     return stop
 

@@ -8,8 +8,9 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from dsreason.job.launch import ASK_TO_STOP, demands_immediate_end, heeded, started_by_us
+from dsreason.job.launch import started_by_us
 from dsreason.job.ranks import gather_objects
+from dsreason.job.signals import ASK_TO_STOP, demands_immediate_end, heeded
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.job import launch as launching
+from dsreason.job import signals
 from dsreason.job.failures import Failure, first_failure
-from dsreason.job.launch import forwarded_signals
+from dsreason.job.signals import forwarded_signals
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -154,8 +154,8 @@ def started_ranks(folder: Path) -> list[int]:
 def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
     monkeypatch: pytest.MonkeyPatch, echo_time: float, told: list[str]
 ) -> None:
-    monkeypatch.setattr(launching, "ECHO_TIME", echo_time)
-    monkeypatch.setenv(launching.LAUNCHER_PID, str(os.getpid()))
+    monkeypatch.setattr(signals, "ECHO_TIME", echo_time)
+    monkeypatch.setenv(signals.LAUNCHER_PID, str(os.getpid()))
     traps = 'for s in USR1 TERM; do trap "echo $s" $s; done; echo ready; for i in $(seq 20); do sleep 0.1; done'
     with subprocess.Popen(["bash", "-c", traps], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -171,7 +171,7 @@ def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
 def test_a_signal_before_the_first_rank_ends_the_command() -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as other,
-        pytest.raises(launching.Interrupted, match=r"^SIGTERM$"),
+        pytest.raises(signals.Interrupted, match=r"^SIGTERM$"),
         forwarded_signals() as received,
     ):
         try:

@@ -213,9 +213,9 @@ def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
 import signal
 signal.signal({int(number)}, signal.SIG_IGN)
 from dsreason.__main__ import end_at_signals
-from dsreason.job import launch
+from dsreason.job import signals
 end_at_signals()
-launch.end_at_signals()
+signals.end_at_signals()
 signal.raise_signal({int(number)})
 print("goes on")
 """
@@ -227,12 +227,12 @@ print("goes on")
 def test_a_second_signal_ends_a_command_at_once(number: signal.Signals) -> None:
     code = f"""
 import signal, time
-from dsreason.job import launch
-launch.ECHO_TIME = 0.0
-launch.end_at_signals()
+from dsreason.job import signals
+signals.ECHO_TIME = 0.0
+signals.end_at_signals()
 try:
     signal.raise_signal({int(number)})
-except launch.Interrupted:
+except signals.Interrupted:
     signal.raise_signal({int(number)})
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

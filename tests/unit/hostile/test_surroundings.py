@@ -14,7 +14,7 @@ import pytest
 
 from dsreason.cli import demo, main
 from dsreason.errors import ConfigError, Stopped
-from dsreason.job import launch
+from dsreason.job import launch, signals
 from dsreason.job.failures import Failure, RankError
 from dsreason.secrets import VisibleRecord
 from tests.integration.command import COMMAND
@@ -80,11 +80,11 @@ def test_an_error_that_a_library_made_of_a_signal_is_still_that_signal(
     def imports() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
-        except launch.Interrupted as stop:
+        except signals.Interrupted as stop:
             raise ModuleNotFoundError("transformers' words for whatever happens in an import") from stop
 
-    before = [(number, signal.getsignal(number)) for number in launch.ASK_TO_STOP]
-    monkeypatch.setattr(launch, "STOPPED_BY", [])
+    before = [(number, signal.getsignal(number)) for number in signals.ASK_TO_STOP]
+    monkeypatch.setattr(signals, "STOPPED_BY", [])
     monkeypatch.setattr(main, "app", imports)
     try:
         assert call(monkeypatch=monkeypatch) == Stopped.exit_code
@@ -203,8 +203,8 @@ def test_a_reward_server_ends_at_a_signal(here: Path, number: signal.Signals) ->
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
-        (launch.Interrupted("SIGINT"), "SIGINT; what"),
-        (launch.Interrupted("SIGINT; no step was under way, and --resume auto continues"), "SIGINT; what"),
+        (signals.Interrupted("SIGINT"), "SIGINT; what"),
+        (signals.Interrupted("SIGINT; no step was under way, and --resume auto continues"), "SIGINT; what"),
         (
             stopped("stopped by SIGINT after step 3, which is saved; --resume auto continues there"),
             "stopped by SIGINT after",
@@ -212,7 +212,7 @@ def test_a_reward_server_ends_at_a_signal(here: Path, number: signal.Signals) ->
     ],
 )
 def test_a_stop_of_the_demo_gives_no_advice_that_it_cannot_follow(raised: BaseException, told: str) -> None:
-    with pytest.raises((launch.Interrupted, Stopped)) as caught, demo.told_of_the_demo(Path("d")):
+    with pytest.raises((signals.Interrupted, Stopped)) as caught, demo.told_of_the_demo(Path("d")):
         raise raised
     assert str(caught.value).startswith(told)
     assert str(caught.value).endswith("; what was written is in d, and the next demo begins anew")

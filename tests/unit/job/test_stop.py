@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsreason.job import launch, stop
+from dsreason.job import signals, stop
 from dsreason.job.stop import StopRequest
 
 
@@ -29,7 +29,7 @@ def test_a_scheduler_and_torchrun_that_send_the_same_signal_ask_once(ended: list
 
 
 def test_a_later_second_signal_acts_at_once(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ECHO_TIME", 0.0)
+    monkeypatch.setattr(signals, "ECHO_TIME", 0.0)
     with StopRequest() as request:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -38,7 +38,7 @@ def test_a_later_second_signal_acts_at_once(ended: list[int], monkeypatch: pytes
 
 
 def test_warnings_may_be_repeated(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ECHO_TIME", 0.0)
+    monkeypatch.setattr(signals, "ECHO_TIME", 0.0)
     with StopRequest() as request:
         for _ in range(3):
             signal.raise_signal(signal.SIGUSR1)
