@@ -24,6 +24,7 @@ def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, d
     return ended.returncode, {found["name"]: found for found in map(json.loads, ended.stdout.splitlines())}
 
 
+@pytest.mark.long
 def test_a_machine_that_runs_these_tests_is_well(tmp_path: Path) -> None:
     code, found = run(tmp_path)
     assert code == 0, found

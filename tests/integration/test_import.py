@@ -91,6 +91,7 @@ def test_sft_of_a_file_of_cosmos_rl_runs_as_it_is(tmp_path: Path) -> None:
     assert (written["train"]["global_batch_size"], written["data"]["vision"]["nframes"]) == (4, 4)
 
 
+@pytest.mark.long
 def test_grpo_of_an_imported_file_runs_with_the_names_of_the_rows(tmp_path: Path) -> None:
     rows = [{"problem": f"{i} + 1?", "solution": f"#### {i + 1}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -54,6 +54,7 @@ def test_table_has_a_row_per_phase(profiled: Path) -> None:
     assert {"data", "forward", "backward", "optimizer", "outside of phases"} <= set(rows)
 
 
+@pytest.mark.long
 def test_metrics_are_those_of_a_run_without_profile(profiled: Path, tmp_path: Path) -> None:
     plain = train(tmp_path / "run")
     assert not (plain / "profile").exists()

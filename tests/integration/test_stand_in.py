@@ -138,6 +138,7 @@ def close(found: Any, expected: Any) -> bool:
     return found == (pytest.approx(expected, rel=2e-3, abs=1e-5) if isinstance(expected, float) else expected)
 
 
+@pytest.mark.long
 def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devices) -> None:
     found = devices.stand_in.submit(scenarios.refused).result()
     accepted = [expression for expression, is_refused in found.items() if not is_refused]

@@ -784,6 +784,7 @@ def second_job(first: subprocess.Popen[str], job: list[str], folder: Path) -> su
     return ended
 
 
+@pytest.mark.long
 def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_shows_no_secret(
     server: Any, proxy: Proxy, tmp_path: Path, job: list[str]
 ) -> None:

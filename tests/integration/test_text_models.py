@@ -32,6 +32,7 @@ exact_match = 1.0
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2", marks=pytest.mark.nightly)])
 def test_grpo_of_a_text_model_draws_from_the_policy_that_it_trains(tmp_path: Path, family: str) -> None:
     rows = [{"id": str(i), "question": f"How many are {i} and one?", "answer": str(i + 1)} for i in range(24)]

@@ -173,6 +173,7 @@ def test_the_hostfile_gives_the_losses_of_the_ordinary_start(
     assert all((folder / "hostfile_run/logs" / f"rank_{rank}.log").is_file() for rank in range(2))
 
 
+@pytest.mark.long
 def test_torchrun_gives_the_losses_of_the_ordinary_start(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:

@@ -64,6 +64,7 @@ def means(results: Path) -> dict[str, float]:
     return {name: one["mean"] for name, one in summary["values"].items()}
 
 
+@pytest.mark.long
 def test_an_evaluation_finds_what_the_last_validation_found(folder: Path) -> None:
     """The same prompts, noise, guidance and given frames, on two ranks in other micro-batches, of the exported average."""
     last = metrics(folder / "run")[-1]
