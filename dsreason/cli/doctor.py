@@ -72,7 +72,7 @@ def findings(
 
 def load(config: Path) -> object:
     """The configuration, whichever training command it is for."""
-    from dsreason.cli.data.commands import choose_trainer
+    from dsreason.cli.data.chosen_run import choose_trainer
     from dsreason.tools.cosmos_rl.loading import load_run
 
     trainer = choose_trainer(config, None, None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsreason.cli.data.commands import choose_trainer, load_run
+from dsreason.cli.data.chosen_run import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError

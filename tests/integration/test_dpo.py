@@ -208,7 +208,8 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 
 def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsreason.cli.data.commands import choose_trainer, encoded_parts, load_run
+    from dsreason.cli.data.chosen_run import choose_trainer, load_run
+    from dsreason.cli.data.commands import encoded_parts
     from dsreason.tools.datasets.rendering import render_rows
 
     monkeypatch.chdir(folder)

@@ -104,7 +104,8 @@ def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
 
 @pytest.mark.usefixtures("_toy")
 def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
-    from dsreason.cli.data.commands import choose_trainer, encoded_parts, load_run
+    from dsreason.cli.data.chosen_run import choose_trainer, load_run
+    from dsreason.cli.data.commands import encoded_parts
     from dsreason.tools.datasets.rendering import render_rows
 
     trainer = choose_trainer(folder / "run.toml", None, None)

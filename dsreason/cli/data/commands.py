@@ -8,12 +8,13 @@ import shlex
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import typer
 
-from dsreason.cli.job import ConfigOption, SetOption, Trainer, trainers
-from dsreason.config.load import read_config, read_values
+from dsreason.cli.data.chosen_run import choose_trainer, load_run, of_rows
+from dsreason.cli.job import ConfigOption, SetOption, Trainer
+from dsreason.config.load import read_values
 from dsreason.config.output import default_output_dir
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_data import DataConfig, SourceConfig
@@ -22,8 +23,6 @@ from dsreason.files.disk import check_writable, make_folder
 from dsreason.imports import quick_imports
 from dsreason.job import launch
 from dsreason.screen import say, write
-from dsreason.tools.cosmos_rl.loading import find_import
-from dsreason.tools.cosmos_rl.loading import load_run as load_any
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
@@ -379,41 +378,6 @@ def encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset,
     as_trained = trainer.row_encoder(run, encoder)
     held_out = as_trained if run.held_out_as_trained else encoder.encode
     return [("training", training, as_trained), ("validation", validation, held_out)]
-
-
-def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
-    """Whose `command` is named, else the one that alone knows most sections of the configuration; SFT where there is none.
-
-    Raises:
-        ConfigError: no training command has the name.
-    """
-    known = trainers()
-    if command is not None:
-        if command not in known:
-            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(known)}")
-        return known[command]
-    if imported := find_import(config):
-        return known[imported.trainer]
-    document = {} if config is None else read_config(config)
-    sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
-    chosen = max(known.values(), key=lambda trainer: len(trainer.own_sections & sections))
-    return chosen if chosen.own_sections & sections else known["sft"]
-
-
-def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
-    """The trainer, where its rows are questions and answers. ConfigError where they are clips."""
-    if not issubclass(trainer.schema, RunConfig):
-        raise ConfigError(
-            f"the configuration is of `dsreason {trainer.name}`, whose rows are clips and prompts; "
-            f"`dsreason {trainer.name} --dry-run` looks at them"
-        )
-    return trainer
-
-
-def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
-    if config is None:
-        say(f"no --config: the built-in recipe {trainer.recipe}", err=True)
-    return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]
 
 
 def num_workers(workers: int | None) -> int:

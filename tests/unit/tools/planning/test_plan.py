@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.cli.data.commands import choose_trainer
+from dsreason.cli.data.chosen_run import choose_trainer
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig
 from dsreason.tools.planning.advice import changed, suggestions

@@ -1,0 +1,52 @@
+"""The training run that `data`, `plan` and `doctor` look at: its trainer and its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dsreason.cli.job import Trainer, trainers
+from dsreason.config.load import read_config
+from dsreason.config.schema import RunConfig
+from dsreason.errors import ConfigError
+from dsreason.screen import say
+from dsreason.tools.cosmos_rl.loading import find_import
+from dsreason.tools.cosmos_rl.loading import load_run as load_any
+
+R = TypeVar("R", bound=RunConfig)
+
+
+def choose_trainer(config: Path | None, overrides: list[str] | None, command: str | None) -> Trainer[Any]:
+    """Return the trainer of `command`; without one, the trainer that knows most of the configuration's own sections, or SFT.
+
+    Raises:
+        ConfigError: no training command has the name.
+    """
+    known = trainers()
+    if command is not None:
+        if command not in known:
+            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(known)}")
+        return known[command]
+    if imported := find_import(config):
+        return known[imported.trainer]
+    document = {} if config is None else read_config(config)
+    sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
+    chosen = max(known.values(), key=lambda trainer: len(trainer.own_sections & sections))
+    return chosen if chosen.own_sections & sections else known["sft"]
+
+
+def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
+    """Return the trainer. ConfigError if its rows are clips, not questions and answers."""
+    if not issubclass(trainer.schema, RunConfig):
+        raise ConfigError(
+            f"the configuration is of `dsreason {trainer.name}`, whose rows are clips and prompts; "
+            f"`dsreason {trainer.name} --dry-run` looks at them"
+        )
+    return trainer
+
+
+def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
+    """Load the configuration, or the trainer's built-in recipe if there is none."""
+    if config is None:
+        say(f"no --config: the built-in recipe {trainer.recipe}", err=True)
+    return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]
