@@ -155,11 +155,12 @@ def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
 
 def ours(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
     from dsreason.data.types import Sample
-    from dsreason.media import media
+    from dsreason.media import videos
+    from dsreason.media.vision import VideoInfo
 
-    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
     part = {"type": "video", "video": clip.path, **settings}
-    with patch.object(media, "probe_video", return_value=info):
+    with patch.object(videos, "probe_video", return_value=info):
         (planned,) = encoder.plan_media(Sample("clip", [{"role": "user", "content": [part]}]))
     return Shown(list(planned.indices), planned.size, planned.grid[0] * planned.grid[1] * planned.grid[2] // 4)
 

@@ -108,9 +108,9 @@ class Ours:
 
     def encode(self, messages: list[dict[str, Any]]) -> Encoded:
         from dsreason.data.types import Sample
-        from dsreason.media import media
+        from dsreason.media import videos
 
-        media._probed.cache_clear()
+        videos._probed.cache_clear()
         prompt = self.encoder.encode_prompt(Sample("clip", messages))
         inputs, (_, metadata) = prompt.encoded.mm_kwargs, prompt.media[0]
         grid = inputs["video_grid_thw"][0].tolist()

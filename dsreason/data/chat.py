@@ -25,7 +25,7 @@ from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
 from dsreason.families.family import Vision
-from dsreason.media import media, vision
+from dsreason.media import images, videos, vision
 
 MAX_MEDIA_TOKENS = 1_000_000
 """More than any model takes: samples with more are refused before a list of that length is made."""
@@ -201,7 +201,7 @@ class Encoder:
 
     def _plan_image(self, part: Mapping[str, Any]) -> PlannedMedium:
         path = str(part["image"])
-        height, width = media.probe_image(path)
+        height, width = images.probe_image(path)
         try:
             limits = vision.image_limits(self._limits("image"), self._vision)
             size = vision.image_size(height, width, part, limits)
@@ -211,7 +211,7 @@ class Encoder:
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
         path, patch = str(part["video"]), self._temporal_patch
-        info = media.probe_video(path)
+        info = videos.probe_video(path)
         try:
             chosen = vision.sample_frames(info, part, self._vision, patch)
             count = len(chosen.indices)
@@ -335,15 +335,15 @@ class Encoder:
 
     def _mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
         """The model's keyword arguments, made by its own processor from media that already have their final size."""
-        images = [medium for medium in loaded if isinstance(medium, Image.Image)]
-        videos = [medium for medium in loaded if not isinstance(medium, Image.Image)]
+        pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
+        clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
-        if images:  # its part alone: the whole processor would check and merge all settings again, for every row
-            inputs |= self.processor.image_processor(images, do_resize=False, return_tensors="pt")
-        if videos:
+        if pictures:  # its part alone: the whole processor would check and merge all settings again, for every row
+            inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
+        if clips:
             inputs |= self.processor(
-                videos=[frames for frames, _ in videos],
-                video_metadata=[video_metadata(metadata) for _, metadata in videos],
+                videos=[frames for frames, _ in clips],
+                video_metadata=[video_metadata(metadata) for _, metadata in clips],
                 do_sample_frames=False,
                 do_resize=False,
                 do_rescale=False,

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from dsreason.data.types import MediaKind
-from dsreason.media import media, vision
+from dsreason.media import images, videos, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
 """Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
@@ -33,9 +33,9 @@ class PlannedMedium:
 def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
     """Decode the file and resize what it shows to the planned size."""
     if medium.kind == "video":
-        frames = media.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
+        frames = videos.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
         return frames, dict(medium.metadata)
-    image = media.load_image(medium.path)
+    image = images.load_image(medium.path)
     height, width = medium.size
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 

@@ -32,7 +32,8 @@ from dsreason.evaluation.timestamps import TimestampEncoder, frame_times
 from dsreason.files.cache import cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
-from dsreason.media.media import probe_image, probe_video
+from dsreason.media.images import probe_image
+from dsreason.media.videos import probe_video
 from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
 from dsreason.models.placement import load_where_it_fits
 from dsreason.rewards.text import REQUEST

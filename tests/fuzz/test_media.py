@@ -12,8 +12,9 @@ import pytest
 from hypothesis import strategies as st
 
 from dsreason.errors import DataError
-from dsreason.media import media
-from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from dsreason.media import images, videos
+from dsreason.media.images import load_image, probe_image
+from dsreason.media.videos import load_video, probe_video
 from tests.fuzz.fuzzing import Fuzz, damaged
 from tests.unit.hostile.guard import guarded
 from tests.unit.hostile.test_images import KINDS, progressive
@@ -25,7 +26,8 @@ VIDEOS = {"mp4": "libx264", "mov": "libx264", "mkv": "libx264", "ts": "libx264",
 
 
 def test_media(fuzz: Fuzz, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "MAX_IMAGE_PIXELS", 10_000_000)  # decoding larger ones takes long
+    for module in (images, videos):
+        monkeypatch.setattr(module, "MAX_IMAGE_PIXELS", 10_000_000)  # decoding larger ones takes long
     clips = [write_video(here / f"clip.{name}", codec=codec).read_bytes() for name, codec in VIDEOS.items()]
     pictures = [*KINDS.values(), progressive(64, 64, 3)]
 
@@ -37,8 +39,8 @@ def test_media(fuzz: Fuzz, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         except DataError as error:
             assert "a.mp4" in str(error), str(error)
 
-    images = st.tuples(st.just(True), damaged(st.sampled_from(pictures)))
-    fuzz(check, st.one_of(images, st.tuples(st.just(False), damaged(st.sampled_from(clips)))))
+    damaged_pictures = st.tuples(st.just(True), damaged(st.sampled_from(pictures)))
+    fuzz(check, st.one_of(damaged_pictures, st.tuples(st.just(False), damaged(st.sampled_from(clips)))))
 
 
 def use_picture(path: Path) -> None:

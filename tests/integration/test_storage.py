@@ -32,7 +32,7 @@ from dsreason.errors import CheckpointError, ConfigError, DataError, StorageErro
 from dsreason.files import remote, retries, s3
 from dsreason.files.address import S3Address, parse_target
 from dsreason.files.remote import local_copy, local_folder
-from dsreason.media.media import load_image, probe_image
+from dsreason.media.images import load_image, probe_image
 from dsreason.models.load import load_processor, resolve_model
 from dsreason.storage import storage_s3
 from dsreason.storage.package import Sent, open_package

@@ -19,7 +19,8 @@ from PIL import Image
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.qwen import vision_defaults
-from dsreason.media import media, vision
+from dsreason.media import images, videos, vision
+from dsreason.media.files import local_path
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
@@ -75,8 +76,8 @@ def as_pictures(part: Part) -> list[Part]:
 
 def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
     """The clip, and how vLLM has to read it."""
-    path = media.local_path(part["video"])
-    info, chosen = media.probe_video(path), chosen_frames(part)
+    path = local_path(part["video"])
+    info, chosen = videos.probe_video(path), chosen_frames(part)
     count = len(chosen.indices)
     if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
@@ -95,7 +96,7 @@ def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
 
 
 def chosen_frames(part: Part) -> vision.FrameChoice:
-    info = media.probe_video(part["video"])
+    info = videos.probe_video(part["video"])
     try:
         return vision.sample_frames(info, part, DEFAULTS)
     except DataError as error:
@@ -104,15 +105,15 @@ def chosen_frames(part: Part) -> vision.FrameChoice:
 
 def jpegs(part: Part) -> list[bytes]:
     """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
-    indices, info = chosen_frames(part).indices, media.probe_video(part["video"])
+    indices, info = chosen_frames(part).indices, videos.probe_video(part["video"])
     size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, DEFAULTS)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
-    frames: NDArray[np.uint8] = media.load_video(part["video"], indices, size=None if fits else size)
+    frames: NDArray[np.uint8] = videos.load_video(part["video"], indices, size=None if fits else size)
     return [as_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 
 
 def sized_image(part: Part) -> Image.Image:
-    image = media.load_image(part["image"])
+    image = images.load_image(part["image"])
     if all(part.get(key) is None for key in PIXELS):
         return image
     height, width = vision.image_size(image.height, image.width, part, IMAGE_LIMITS)

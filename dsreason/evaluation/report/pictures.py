@@ -13,7 +13,8 @@ from rich.progress import track
 
 from dsreason.errors import DataError
 from dsreason.evaluation.types import Result
-from dsreason.media.media import load_image, load_video, probe_video
+from dsreason.media.images import load_image
+from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6

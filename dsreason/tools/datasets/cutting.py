@@ -16,8 +16,9 @@ from av.video.frame import PictureType, VideoFrame
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import draft_of
-from dsreason.media.media import UnusableTimes, frames_by_count, frames_by_time, load_image, opened_video, packet_times
+from dsreason.media.images import load_image
 from dsreason.media.time_limit import time_limit
+from dsreason.media.videos import UnusableTimes, frames_by_count, frames_by_time, opened_video, packet_times
 from dsreason.tools.datasets.clip_rules import Cut
 
 ENCODER: Final = "libx264"

@@ -22,7 +22,7 @@ from dsreason.data.order import evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.errors import DataError
 from dsreason.files.disk import sha256_of
-from dsreason.media.media import local_path
+from dsreason.media.files import local_path
 from dsreason.tools.datasets.processes import tracked
 from dsreason.tools.datasets.row_facts import (
     MediumFacts,

@@ -11,8 +11,9 @@ from dsreason.data.messages import media_parts
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media import qwen_vl_utils
-from dsreason.media.media import probe_image, probe_video
+from dsreason.media.images import probe_image
 from dsreason.media.qwen_vl_utils import Shown
+from dsreason.media.videos import probe_video
 
 
 def pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:

@@ -16,7 +16,9 @@ from dsreason.data.options import options_in_question
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.media.media import local_path, probe_image, probe_video
+from dsreason.media.files import local_path
+from dsreason.media.images import probe_image
+from dsreason.media.videos import probe_video
 from dsreason.text import split_response
 from dsreason.tools.datasets.pixels import pixel_differences
 

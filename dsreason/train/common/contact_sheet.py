@@ -11,7 +11,8 @@ from dsreason.data.media_plan import Medium
 from dsreason.data.order import evenly
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.media.media import load_image, load_video, probe_video
+from dsreason.media.images import load_image
+from dsreason.media.videos import load_video, probe_video
 
 WIDTH, THUMBNAIL, MAX_FRAMES = 640, 156, 8
 FONT_SIZE, LINE, CHARACTERS = 14, 19, 84

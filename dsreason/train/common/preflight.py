@@ -25,7 +25,7 @@ from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
-from dsreason.media.media import check_torchcodec
+from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
 from dsreason.models.load import empty_model, model_config, open_encoder, parameter_names, resolve_model
 from dsreason.models.lora import adapted_layers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
-from dsreason.media.media import load_video, probe_video
+from dsreason.media.videos import load_video, probe_video
 from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 

@@ -17,7 +17,8 @@ from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.media.media import load_image, load_video
+from dsreason.media.images import load_image
+from dsreason.media.videos import load_video
 
 NUM_TRAIN, NUM_VALIDATION = 3 * BLOCK, 2 * BLOCK
 

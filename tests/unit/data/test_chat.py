@@ -17,7 +17,7 @@ from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.families import family_of
-from dsreason.media import media
+from dsreason.media import images, videos
 from dsreason.models.mrope import position_ids
 from dsreason.train.dpo.pairs import pair_encoder
 from dsreason.train.grpo.preflight import prompt_encoder
@@ -247,8 +247,8 @@ def test_measure_is_exact_and_decodes_nothing(encoder, files, parts, monkeypatch
     def refuse(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(media, "load_image", refuse)
-    monkeypatch.setattr(media, "load_video", refuse)
+    monkeypatch.setattr(images, "load_image", refuse)
+    monkeypatch.setattr(videos, "load_video", refuse)
     assert encoder.measure(sample) == length
 
 
@@ -268,22 +268,22 @@ def test_a_sample_that_is_too_long_names_itself_and_both_numbers(encoder, files)
 
 def test_each_file_is_decoded_once(encoder, files, monkeypatch):
     opened = []
-    load_image, load_video = media.load_image, media.load_video
-    monkeypatch.setattr(media, "load_image", lambda path: opened.append(path) or load_image(path))
-    monkeypatch.setattr(media, "load_video", lambda path, *a, **k: opened.append(path) or load_video(path, *a, **k))
+    load_image, load_video = images.load_image, videos.load_video
+    monkeypatch.setattr(images, "load_image", lambda path: opened.append(path) or load_image(path))
+    monkeypatch.setattr(videos, "load_video", lambda path, *a, **k: opened.append(path) or load_video(path, *a, **k))
     encoder.encode(conversation(files))
     assert sorted(opened) == sorted(files[name] for name in ("wide", "small", "long", "short"))
 
 
 @pytest.mark.parametrize("rows", ["training rows", "prompts of GRPO", "pairs of DPO"])
 def test_videos_are_decoded_by_the_configured_library(encoder, files, monkeypatch, rows):
-    load_video, decoders = media.load_video, []
+    load_video, decoders = videos.load_video, []
 
     def load(path, indices, *, size, decoder):
         decoders.append(decoder)
         return load_video(path, indices, size=size)
 
-    monkeypatch.setattr(media, "load_video", load)
+    monkeypatch.setattr(videos, "load_video", load)
     encoder = replace(encoder, video_decoder="torchcodec")
     if rows == "prompts of GRPO":
         config = {"reward": {"functions": {"format": 1.0}}, "rollout": {"max_completion_length": 9}}

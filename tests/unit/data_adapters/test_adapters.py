@@ -20,7 +20,7 @@ from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.adapters import find_adapter
 from dsreason.data.sources import open_datasets, open_source
 from dsreason.errors import ConfigError, DataError
-from dsreason.media.media import load_image
+from dsreason.media.images import load_image
 from tests.unit.media.videos import write_video
 
 HUMAN, GPT = "human", "gpt"

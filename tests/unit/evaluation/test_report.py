@@ -21,7 +21,7 @@ from dsreason.evaluation.report import pictures
 from dsreason.evaluation.report.report import question_text, read_settings, write_report, write_reports
 from dsreason.evaluation.report.results import find_run, write_results
 from dsreason.evaluation.report.score import Summary
-from dsreason.media.media import load_video
+from dsreason.media.videos import load_video
 from tests.unit.evaluation.made_results import made
 from tests.unit.media.videos import number_frame, read_number, write_video
 

@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from dsreason.errors import DataError
-from dsreason.media import media
-from dsreason.media.media import load_image, probe_image
+from dsreason.media import images
+from dsreason.media.images import load_image, probe_image
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import chunk, damaged, orientation, png, text_chunk, with_exif
 
@@ -197,7 +197,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_damage_is_an_error_or_harmless(here: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(media, "MAX_IMAGE_PIXELS", 10_000_000)  # decoding larger ones takes long
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 10_000_000)  # decoding larger ones takes long
     chance = random.Random(0)
 
     def load_damaged() -> None:

@@ -19,8 +19,9 @@ from PIL import Image
 
 from dsreason.data.loader import in_workers
 from dsreason.errors import ConfigError, DataError
-from dsreason.media import media, time_limit
-from dsreason.media.media import load_image, load_video, probe_image, probe_video
+from dsreason.media import time_limit
+from dsreason.media.images import load_image, probe_image
+from dsreason.media.videos import codec_threads, load_video, probe_video
 from dsreason.tools.datasets.cutting import timing
 from dsreason.tools.datasets.processes import run_tasks
 from tests.unit.hostile.guard import guarded, refused
@@ -189,4 +190,4 @@ def test_each_file_has_its_own_limit_and_other_threads_have_one_codec_thread(her
         assert probe_image(here / "a.png") == (4, 4)
         assert len(time_limit._limits) == 1
     assert time_limit._limits == {}
-    assert media.codec_threads() >= 1
+    assert codec_threads() >= 1

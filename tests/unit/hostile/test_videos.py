@@ -15,8 +15,8 @@ from PIL import Image
 
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
-from dsreason.media import media
-from dsreason.media.media import load_video, probe_video
+from dsreason.media import videos
+from dsreason.media.videos import load_video, probe_video
 from dsreason.media.vision import PixelLimits, sample_frames, video_size
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import SAMPLE_TABLE, box_start, damaged, edited
@@ -182,7 +182,7 @@ def test_frames_that_grow_on_the_way_are_resized(here: Path, files: dict[str, by
 def test_frames_that_grow_beyond_the_limit_are_refused(
     here: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "MAX_IMAGE_PIXELS", 100 * 100)
+    monkeypatch.setattr(videos, "MAX_IMAGE_PIXELS", 100 * 100)
     (here / "a.ts").write_bytes(files["ts"] + files["large ts"])
     refused(lambda: load_video(here / "a.ts", [0, 20], size=(28, 28)), DataError, "a.ts")
 
@@ -194,8 +194,8 @@ def test_frames_that_cost_more_than_the_file_is_worth_are_not_decoded(
 ) -> None:
     """A hundred frames behind one key frame; by their times, and where these are of no use (AVI)."""
     write_video(here / f"a.{name}", 100, gop=1000, codec="mpeg4" if name == "avi" else "libx264")
-    monkeypatch.setattr(media, "DECODED_PIXELS_PER_BYTE", 0)
-    monkeypatch.setattr(media, "FEWEST_DECODED_PIXELS", 50 * 48 * 64)
+    monkeypatch.setattr(videos, "DECODED_PIXELS_PER_BYTE", 0)
+    monkeypatch.setattr(videos, "FEWEST_DECODED_PIXELS", 50 * 48 * 64)
     words = ["1.6e+05 pixels would be decoded, more than 1.5e+05", "more key frames"]
     refused(lambda: load_video(here / f"a.{name}", wanted, size=(28, 28)), DataError, f"a.{name}", *words)
     assert guarded(lambda: load_video(here / f"a.{name}", [0, 40], size=(28, 28)).shape) == (2, 28, 28, 3)
@@ -204,7 +204,7 @@ def test_frames_that_cost_more_than_the_file_is_worth_are_not_decoded(
 def test_many_packets_of_which_none_can_be_decoded_are_not_all_tried(
     here: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(media, "MAX_UNUSABLE_PACKETS", 0)
+    monkeypatch.setattr(videos, "MAX_UNUSABLE_PACKETS", 0)
     (here / "a.mp4").write_bytes(files["mp4"])
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", "can be decoded")
 

@@ -9,8 +9,9 @@ import torch
 from PIL import Image, ImageFile
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.media import media
-from dsreason.media.media import check_torchcodec, load_image, load_video, probe_image, probe_video
+from dsreason.media import images, videos
+from dsreason.media.images import load_image, probe_image
+from dsreason.media.videos import check_torchcodec, load_video, probe_video
 from dsreason.media.vision import VideoInfo
 from tests.unit.media.videos import read_number, write_video
 
@@ -89,7 +90,7 @@ def test_a_truncated_image_names_the_file(tmp_path):
 
 
 def test_an_image_that_claims_too_many_pixels_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(media, "MAX_IMAGE_PIXELS", 100)
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 100)
     Image.new("RGB", (11, 10)).save(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"11x10 = 110 pixels, more than 100"):
         probe_image(tmp_path / "a.png")
@@ -192,11 +193,11 @@ def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tm
     noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
     frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
     path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
-    found, expected = media.frames_by_time(path, wanted), media.frames_by_count(path, wanted)
+    found, expected = videos.frames_by_time(path, wanted), videos.frames_by_count(path, wanted)
     for frame, same in zip(found, expected, strict=True):
         assert np.array_equal(frame.to_ndarray(), same.to_ndarray())
-    with media.opened_video(path) as (container, stream):
-        decoded = [frame.pts for frame in media._decoded(container, stream, chosen={-1})]
+    with videos.opened_video(path) as (container, stream):
+        decoded = [frame.pts for frame in videos._decoded(container, stream, chosen={-1})]
         assert 0 < len(decoded) < 60
 
 
@@ -207,9 +208,9 @@ def test_seeking_without_usable_times_decodes_from_the_start(tmp_path):
 
 def test_a_frame_that_cannot_be_converted_names_the_file(tmp_path, monkeypatch):
     def refuse(frame, size):
-        raise media.av.FFmpegError(22, "no path between colorspaces")
+        raise videos.av.FFmpegError(22, "no path between colorspaces")
 
-    monkeypatch.setattr(media, "_to_array", refuse)
+    monkeypatch.setattr(videos, "_to_array", refuse)
     with pytest.raises(DataError, match=r"a\.mp4: not a usable video: no path between colorspaces"):
         load_video(write_video(tmp_path / "a.mp4", 3), [0, 2])
 
@@ -261,7 +262,7 @@ def test_a_sound_file_has_no_video_stream(tmp_path):
 
 def test_too_many_frames_are_refused(tmp_path, monkeypatch):
     path = write_video(tmp_path / "a.mp4", 12)
-    monkeypatch.setattr(media, "MAX_VIDEO_FRAMES", 10)
+    monkeypatch.setattr(videos, "MAX_VIDEO_FRAMES", 10)
     with pytest.raises(DataError, match=r"a\.mp4: claims 12 frames; at most 10"):
         probe_video(path)
 

@@ -20,7 +20,8 @@ from dsreason.data.chat import Encoder
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.media import media, qwen_vl_utils
+from dsreason.media import images, qwen_vl_utils, videos
+from dsreason.media.vision import VideoInfo
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def test_the_settings_of_a_data_set_are_those_of_cosmos_rl(
     row = {"id": "1", "video": "clip.mp4", "question": "What happens?", "answer": "Nothing."}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     dataset, _ = open_datasets(DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), vision=settings))
-    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
-    with patch.object(media, "probe_video", return_value=info):
+    info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    with patch.object(videos, "probe_video", return_value=info):
         (planned,) = encoder.plan_media(dataset[0])
         tokens = encoder.measure(dataset[0])
     expected = theirs(utils, clip, settings, PATCH_SIZES[model_type])
@@ -110,7 +111,7 @@ IMAGE_SETTINGS: list[dict[str, float]] = [{}, {"max_pixels": 81_920}, {"min_pixe
 def test_images_have_the_sizes_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
     for (height, width), settings in product(IMAGE_SIZES, IMAGE_SETTINGS):
         part = {"type": "image", "image": "a.png", **settings}
-        with patch.object(media, "probe_image", return_value=(height, width)):
+        with patch.object(images, "probe_image", return_value=(height, width)):
             (planned,) = encoder.plan_media(Sample("image", [{"role": "user", "content": [part]}]))
         image = Image.new("RGB", (width, height))
         with patch.object(Image.Image, "resize", lambda self, size: Image.new("1", size)):
@@ -145,7 +146,7 @@ def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: st
 
 
 def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | None:
-    info = media.VideoInfo(*clip, duration=clip.num_frames / clip.fps)
+    info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
     try:
         shown = qwen_vl_utils.video(info, settings, 2 * patch_size)
     except DataError:
@@ -164,7 +165,7 @@ def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | Non
 def test_a_low_max_pixels_is_read_as_by_version_0_0_11(
     height: int, width: int, settings: dict[str, float], expected: tuple[int, int]
 ) -> None:
-    shown = qwen_vl_utils.video(media.VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
+    shown = qwen_vl_utils.video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
     assert (shown.height, shown.width) == expected
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.media.media import load_video, probe_video
+from dsreason.media.videos import load_video, probe_video
 from dsreason.tools.datasets.clip import cut_clips, needed_clips
 from dsreason.tools.datasets.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
 from dsreason.tools.datasets.cutting import IMAGE_FPS, cut_clip, encode

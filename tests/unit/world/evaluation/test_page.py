@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsreason.errors import DataError
-from dsreason.media.media import probe_video
+from dsreason.media.videos import probe_video
 from dsreason.train.common.answers import write_rows
 from dsreason.world.evaluation import page as pages
 from dsreason.world.evaluation.history import chosen, small_video, write_run_page

@@ -1,21 +1,16 @@
-"""Image and video files: sizes from their headers, pixels as uint8 RGB. A file that cannot be used is a `DataError`."""
+"""Video files: frame counts, rates and sizes, and frames as uint8 RGB. A file that cannot be used is a `DataError`."""
 
 from __future__ import annotations
 
 import importlib
-import io
-import os
-import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from itertools import islice
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote
 
 import av
 import numpy as np
@@ -24,170 +19,25 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
-from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.files.address import is_s3
-from dsreason.files.remote import local_copy
-from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, size_on_disk, time_limit
+from dsreason.errors import ConfigError, DataError
+from dsreason.media.files import OTHER_FORMATS, VIDEO_FORMATS, local_path
+from dsreason.media.time_limit import check_time, size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
 """Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
-MAX_SCANNED_PIXELS = 5_000_000_000
-"""Pixels of a JPEG times its scans, each of which may pass over all of them: 33 scans of the largest image; usual are ten.
-A scan of a few bytes costs as much, so neither the file's size nor the picture's says how long it takes."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
 """Of a video, whose frames between two key frames are all decoded: what a file of its size may cost, and what every file may.
 A still scene is some thousand pixels a byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
 MAX_UNUSABLE_PACKETS = 10_000
 """At the beginning of a video, of which none can be decoded by itself."""
-JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
-"""Begins a segment; compressed pixels hold none but those left out here."""
-JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-"""Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
-VIDEO_FORMATS = (
-    *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
-    *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
-)
-"""FFmpeg knows more, among them playlists, which would make it open other files."""
-OTHER_FORMATS = (
-    *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
-    *("wav", "mp3", "aac", "flac"),
-)
-"""Not videos, but opened for a better message."""
 SEEK_FROM_FRAME = 128
 """When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
 MAX_REORDERING = 32
 """No codec shows a frame more than 16 packets after it was read; twice that, to be safe."""
-
-EXIF_ORIENTATION = 0x0112
-
-
-def local_path(path: str | Path) -> Path:
-    """The file behind a path, `file://` or `s3://` address (then a local copy).
-
-    Raises:
-        DataError: it is not a readable, non-empty file.
-        StorageError: S3 cannot be reached or refuses.
-    """
-    text = str(path)
-    if is_s3(text):
-        text = str(local_copy(text))
-    elif "://" in text:
-        if not text.startswith(("file:///", "file://localhost/")):
-            raise DataError(f"{text}: media must be local files or s3:// addresses; download it and give the path")
-        text = unquote(text.removeprefix("file://").removeprefix("localhost"))
-    file = Path(text)
-    if not os.path.exists(file):  # unlike Path.exists, False for a path that is too long
-        raise DataError(f"{text:.300}: no such file")
-    if not file.is_file():
-        raise DataError(f"{file}: is not a file")
-    if not os.access(file, os.R_OK):
-        raise DataError(f"{file}: no permission to read it")
-    if file.stat().st_size == 0:
-        raise DataError(f"{file}: the file is empty (0 bytes)")
-    return file
-
-
-# ---------------------------------------------------------------- images
-
-
-def probe_image(path: str | Path) -> tuple[int, int]:
-    """(height, width) after EXIF rotation, from the header alone."""
-    with _opened_image(local_path(path)) as image:
-        width, height = image.size
-        return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
-
-
-def load_image(path: str | Path) -> Image.Image:
-    """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
-    file = local_path(path)
-    with _opened_image(file) as image:
-        rotated = _orientation(image) != 1
-        _check_scans(file, image)
-        image.load()
-        return _to_rgb(ImageOps.exif_transpose(image) if rotated else image)
-
-
-def _orientation(image: Image.Image) -> int:
-    """What is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
-    `PngImageFile.getexif` would decode the picture, to look for more behind the pixels."""
-    return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
-
-
-class TimedFile(io.BufferedReader):
-    """Pillow comes here for every chunk of a header or of pixels, so that this is where it can be ended."""
-
-    reads = 0
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(io.FileIO(file))
-        self.file = file
-
-    def __repr__(self) -> str:  # in Pillow's errors
-        return repr(str(self.file))
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self.reads += 1
-        if self.reads % 16 == 0:
-            check_time()
-        return super().read(size)
-
-
-@contextmanager
-def _opened_image(file: Path) -> Iterator[Image.Image]:
-    try:
-        with (
-            time_limit(file, most=MOST_OF_AN_IMAGE),
-            TimedFile(file) as opened,
-            Image.open(opened, formats=IMAGE_FORMATS) as image,
-        ):
-            image.filename = str(file)  # so that raw pixels are mapped
-            if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
-                raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
-            yield image
-    except DsReasonError:
-        raise
-    except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
-        raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
-
-
-def _check_scans(file: Path, image: Image.Image) -> None:
-    if image.info.get("progressive"):
-        for scans in _scans(file):
-            if scans * image.width * image.height > MAX_SCANNED_PIXELS:
-                raise DataError(
-                    f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels, which make the "
-                    f"{MAX_SCANNED_PIXELS:.1e} that are read; save it as an ordinary JPEG"
-                )
-
-
-def _scans(file: Path) -> Iterator[int]:
-    """Counts the scans of a JPEG up to its end, behind which phones put a video; what its segments hold is no scan."""
-    scans, place = 0, 0
-    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
-        while (found := JPEG_MARKER.search(content, place)) and found[1] != JPEG_END:
-            check_time()
-            place = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
-            if found[1] == JPEG_SCAN:
-                yield (scans := scans + 1)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a sample: Pillow's own conversion would clip at 255
-        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, image).convert("RGB")
-    return image.convert("RGB")
-
-
-# ---------------------------------------------------------------- videos
 
 
 def probe_video(path: str | Path) -> VideoInfo:
