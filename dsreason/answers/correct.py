@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from dsreason.answers.parsing import parse
-from dsreason.answers.types import Kind
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
 from dsreason.text import normalized_answer, split_response
@@ -18,10 +18,10 @@ def is_correct(completion: str, sample: Sample) -> bool:
     return reference is not None and is_same(answer, reference, kind, sample.options)
 
 
-def kind_of(sample: Sample) -> Kind:
+def kind_of(sample: Sample) -> QuestionKind:
     """`meta["question_kind"]` where it is a kind; else by what the reference is: one of the options, yes or no, another text."""
-    given: Kind = sample.meta.get("question_kind", "")
-    if given in get_args(Kind):
+    given: QuestionKind = sample.meta.get("question_kind", "")
+    if given in get_args(QuestionKind):
         return given
     reference = reference_of(sample) or ""
     if sample.options and parse(reference, "reasoning", options=sample.options).answer:
@@ -41,7 +41,7 @@ def reference_of(sample: Sample) -> str | None:
     return reply if reply.strip() else None
 
 
-def is_same(answer: str, reference: str, kind: Kind, options: dict[str, str] | None = None) -> bool:
+def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
     """Whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
     right = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not right:

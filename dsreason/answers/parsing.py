@@ -10,8 +10,9 @@ from dsreason.answers.choices import read_option
 from dsreason.answers.compat import parse_compat
 from dsreason.answers.phrases import VERDICT
 from dsreason.answers.text import last_boxed, without_markup
-from dsreason.answers.types import AnswerType, Kind, Parsed
+from dsreason.answers.types import AnswerType, Parsed
 from dsreason.answers.verdicts import UNREAD, read_yes_no, verdicts
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.text import Response, split_response
 
 Parser = Literal["default", "compat"]
@@ -27,7 +28,7 @@ def parse(
     answer_type: AnswerType,
     parser: Parser = "default",
     *,
-    kind: Kind = "multiple_choice",
+    kind: QuestionKind = "multiple_choice",
     options: dict[str, str] | None = None,
 ) -> Parsed:
     """What a response answers, why, and by which rule that was read.
@@ -48,7 +49,7 @@ def parse(
     """
     _check("answer_type", answer_type, get_args(AnswerType))
     _check("parser", parser, get_args(Parser))
-    _check("kind", kind, get_args(Kind))
+    _check("kind", kind, get_args(QuestionKind))
     if parser == "compat":
         return parse_compat(text, answer_type)
     response = split_response(text)
@@ -63,7 +64,7 @@ def _check(name: str, value: str, known: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 
-def _read(response: Response, kind: Kind, options: dict[str, str] | None) -> tuple[str, str]:
+def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None) -> tuple[str, str]:
     if kind == "multiple_choice":
         return read_option(response.answer, options)
     if kind == "yes_no":

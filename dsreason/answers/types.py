@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 AnswerType = Literal["letter", "reasoning"]
-Kind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
 
 
 class Parsed(NamedTuple):

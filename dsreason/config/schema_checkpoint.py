@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.section import Section
-from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.address import HubAddress, UploadAddress, parse_target
 
 UploadWhat = Literal["final", "all"]
 UploadKind = Literal["export", "checkpoint", "logs"]
@@ -21,7 +21,7 @@ AddressOrNone = Annotated[str, AfterValidator(lambda target: str(parse_target(ta
 class UploadTarget:
     """Example: `UploadTarget(HubAddress("user/name"), what="final", include=("export",))`."""
 
-    address: S3Address | HubAddress
+    address: UploadAddress
     what: UploadWhat
     include: tuple[UploadKind, ...]
 
@@ -93,7 +93,7 @@ class CheckpointConfig(Section):
         given = [UploadConfig(to=one) if isinstance(one, str) else one for one in listed]
         return tuple(self._target(parse_target(one.to), one) for one in given)
 
-    def _target(self, address: S3Address | HubAddress, given: UploadConfig) -> UploadTarget:
+    def _target(self, address: UploadAddress, given: UploadConfig) -> UploadTarget:
         usual: tuple[UploadKind, ...] = ("export",) if isinstance(address, HubAddress) else ("export", "checkpoint")
         return UploadTarget(address, given.what or self.upload_what, given.include or self.upload_include or usual)
 

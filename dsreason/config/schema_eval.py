@@ -21,12 +21,16 @@ DEFAULT_FPS = 4.0
 """cosmos-reason1's."""
 
 
+QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
+"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
+
+
 class EvalSourceConfig(SourceConfig):
     """Questions from a data set's rows. What its own `vision` leaves unset is that of `[vision]`."""
 
     name: str | None = None
     """What the data set is called in the results; unset: `subset`, else the name of the file or folder, else the adapter's."""
-    kind: Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"] | None = None
+    kind: QuestionKind | None = None
     """How the answers are graded; unset: each row's `question_kind`, else by its options and answer."""
 
     @property

@@ -1,13 +1,14 @@
-"""What a sample's messages say and show."""
+"""Messages of a sample: what is accepted, and what they say and show."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dsreason.data.types import Message, Sample
+from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
+from dsreason.families import control_tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """Half a character: valid in JSON, but tokenizers reject it."""
@@ -16,6 +17,44 @@ SURROGATE = re.compile("[\\ud800-\\udfff]")
 def check_characters(text: str) -> None:
     if SURROGATE.search(text):
         raise DataError(f"the text contains a lone surrogate (half a character): {text!r:.200}")
+
+
+def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
+    """Raise DataError if these are no messages of a conversation; their media are not opened."""
+    if not messages:
+        raise DataError(f"{name}: the list is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
+            raise DataError(f"{name}[{i}]: role must be system, user or assistant, in {message!r:.200}")
+        if not isinstance(message.get("content"), str | list):
+            raise DataError(
+                f"{name}[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
+            )
+        if message["role"] == "system" and i > 0:
+            raise DataError(f"{name}[{i}]: a system message must be the first")
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            check_part(part)
+
+
+def check_part(part: Any) -> None:
+    """Raise DataError if a part is neither text nor a medium."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", *TOKEN_TYPES):
+        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
+    if kind == "text":
+        check_text(part.get("text"))
+
+
+def check_text(text: Any) -> None:
+    """Raise DataError if a text cannot be tokenized or would be read as more than text."""
+    if not isinstance(text, str):
+        raise DataError(f"text {text!r:.200} is not a string")
+    check_characters(text)
+    for token in control_tokens():
+        if token in text:
+            raise DataError(
+                f"the text contains the model's special token {token}, which only media parts and turns may make: {text!r:.200}"
+            )
 
 
 def text_of(message: Message) -> str:
@@ -37,7 +76,7 @@ def joined_text(message: Message) -> str:
 def media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """The images and videos, in the order in which they are shown."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part for content in contents for part in content if part["type"] in ("image", "video")]
+    return [part for content in contents for part in content if part["type"] in TOKEN_TYPES]
 
 
 def media_paths(messages: Iterable[Message]) -> list[str]:

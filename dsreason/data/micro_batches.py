@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
-from dsreason.data.row_parts import take_part
+from dsreason.data.rank_parts import take_part
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.errors import DataError
 from dsreason.job.part_of import WHOLE, PartOf

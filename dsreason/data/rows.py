@@ -18,7 +18,7 @@ from dsreason.config.schema_data import SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import Budget, unpacked
-from dsreason.files.own_files import README, SPLITS, STATE, check_configs, check_hub_configs, check_saved
+from dsreason.files.own_files import README, check_configs, check_hub_configs, check_saved, has_configs, is_saved
 from dsreason.files.remote import local_copy, local_folder
 from dsreason.problems import instead_of_file, parse_error
 
@@ -316,19 +316,15 @@ def _check_text(path: Path) -> None:
 
 
 def _read_folder(folder: Path, data: SourceConfig) -> Rows:
-    if _is_saved(folder):
+    if is_saved(folder):
         return _read_saved(folder, data)
-    if _has_configs(folder):
+    if has_configs(folder):
         check_configs(folder)
         return _load_table(str(folder), f"{folder} ({data.subset or 'default'}, {data.split})", data)
     inside = folder / data.subset if data.subset else folder
-    if data.subset and _is_saved(inside):
+    if data.subset and is_saved(inside):
         return _read_saved(inside, data)
     return _read_files(_split_files(inside, str(data.split)), data)
-
-
-def _is_saved(folder: Path) -> bool:
-    return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> Rows:
@@ -344,15 +340,6 @@ def _read_saved(folder: Path, data: SourceConfig) -> Rows:
     if data.split not in saved:
         raise DataError(f'{folder}: no split "{data.split}"; it has {", ".join(saved)}')
     return TableRows(saved[data.split], f"{folder} ({data.split})")
-
-
-def _has_configs(folder: Path) -> bool:
-    """Whether a README in the hub's format says which files make up which split."""
-    readme = folder / README
-    if not readme.is_file():
-        return False
-    parts = readme.read_text(errors="replace").split("---", 2)
-    return len(parts) == 3 and not parts[0].strip() and "\nconfigs:" in parts[1]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
 from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
-from dsreason.data.messages import check_characters, media_parts
+from dsreason.data.messages import check_messages, check_text, media_parts
 from dsreason.data.options import with_options
 from dsreason.data.order import Part
 from dsreason.data.rows import Rows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.errors import ConfigError, DataError, StorageError
-from dsreason.families import control_tokens
 from dsreason.files.address import S3Address, is_s3
 from dsreason.files.archives import embedded_file, media_cache
 from dsreason.files.cache import cache_dir
@@ -244,30 +243,6 @@ def first_path(messages: Sequence[Message]) -> str:
     return paths[0] if paths and isinstance(paths[0], str) else ""
 
 
-def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
-    if not messages:
-        raise DataError(f"{name}: the list is empty")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise DataError(f"{name}[{i}]: role must be system, user or assistant, in {message!r:.200}")
-        if not isinstance(message.get("content"), str | list):
-            raise DataError(
-                f"{name}[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
-            )
-        if message["role"] == "system" and i > 0:
-            raise DataError(f"{name}[{i}]: a system message must be the first")
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            check_part(part)
-
-
-def check_part(part: Any) -> None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "image", "video"):
-        raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
-    if kind == "text":
-        check_text(part.get("text"))
-
-
 def finish_message(message: Message, vision: VisionConfig, media_root: Path | S3Address) -> Message:
     content = message["content"]
     if isinstance(content, str):
@@ -289,17 +264,6 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
             )
     path = locate_medium(part.get(kind), kind, media_root)
     return {**vision_settings(part, vision, kind), **part, kind: str(path)}
-
-
-def check_text(text: Any) -> None:
-    if not isinstance(text, str):
-        raise DataError(f"text {text!r:.200} is not a string")
-    check_characters(text)
-    for token in control_tokens():
-        if token in text:
-            raise DataError(
-                f"the text contains the model's special token {token}, which only media parts and turns may make: {text!r:.200}"
-            )
 
 
 def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:

@@ -99,6 +99,14 @@ def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
         group["lr"] = lr
 
 
+def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
+    """Run the optimizer step at this learning rate. Return the rate and the gradient norm, as metrics."""
+    set_learning_rate(engine, lr)
+    with record_phase("optimizer"):
+        engine.step()
+    return {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+
+
 def engine_grad_norm(engine: DeepSpeedEngine) -> float:
     """Norm of the whole gradient of the last step, before clipping; `inf` where DeepSpeed refused the step."""
     if engine.optimizer.overflow:

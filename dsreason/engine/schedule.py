@@ -52,4 +52,6 @@ def _decay(schedule: str, progress: float) -> float:
         return 1 - progress
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1 - math.sqrt(progress)  # sqrt and wsd
+    if schedule in ("sqrt", "wsd"):
+        return 1 - math.sqrt(progress)
+    raise ValueError(f"schedule {schedule!r}: has no decay")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pydantic import StrictBool
 
-from dsreason.answers.types import Kind
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.types import Sample
 
 KIND = "kind"
@@ -26,7 +26,7 @@ class Question:
     dataset: str
     video_id: str
     """Names the result file: a clip's name without its ending, or a row's id."""
-    kind: Kind
+    kind: QuestionKind
     sample: Sample
     """As it is asked: `messages` end with the user's, media paths are absolute."""
     answer: str
@@ -54,7 +54,7 @@ class Result:
     is_correct: StrictBool
     id: str
     """Of the question."""
-    kind: Kind
+    kind: QuestionKind
     options: dict[str, str] | None
     media: list[str]
     """Paths, in the order in which they are shown."""

@@ -82,7 +82,11 @@ def parse_s3(text: str) -> S3Address:
     return S3Address(bucket, _checked(key.strip("/"), f"{S3}{bucket}/{key}"))
 
 
-def parse_target(text: str) -> S3Address | HubAddress:
+UploadAddress = S3Address | HubAddress
+"""Where uploads may go."""
+
+
+def parse_target(text: str) -> UploadAddress:
     """Where something is uploaded to. Raises ValueError that says what is wrong with it."""
     if is_s3(text):
         return parse_s3(text)

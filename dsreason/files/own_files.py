@@ -133,3 +133,17 @@ def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:
         )
     if not is_inside(base.absolute() / given, folder.absolute()):
         raise DataError(f"{file}: {key}: {given} leads out of {folder}; move the file there, or give it as data.path")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    return (folder / SPLITS).is_file() or (folder / STATE).is_file()
+
+
+def has_configs(folder: Path) -> bool:
+    """Whether a README in the hub's format says which files make up which split."""
+    readme = folder / README
+    if not readme.is_file():
+        return False
+    parts = readme.read_text(errors="replace").split("---", 2)
+    return len(parts) == 3 and not parts[0].strip() and "\nconfigs:" in parts[1]

@@ -35,3 +35,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "json_fields": json_fields,
     "judge": judge,
 }
+WITHOUT_ANSWER = {"format", "overlong", "judge"}
+"""Those that need no reference answer."""
+READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
+"""Those that read the reference answer before the completion. They raise DataError if they cannot read it."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dsreason.answers.compat import tagged_answer
 from dsreason.answers.correct import is_same, kind_of
 from dsreason.answers.parsing import parse
-from dsreason.answers.types import Kind
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import option_letter
 from dsreason.data.types import Sample
 
@@ -32,7 +32,7 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
     if sample.answer is None:
         return 0.0
     names_option = parse(sample.answer, "reasoning", options=sample.options).answer != ""
-    kind: Kind = "multiple_choice" if names_option else kind_of(replace(sample, options=None, meta={}))
+    kind: QuestionKind = "multiple_choice" if names_option else kind_of(replace(sample, options=None, meta={}))
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return float(is_same(answer, sample.answer, kind, sample.options))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards import BUILT_IN
+from dsreason.rewards import BUILT_IN, READS_REFERENCE
 from dsreason.rewards.fields import check_fields, json_fields
 from dsreason.rewards.judge import check_judge
 from dsreason.rewards.latex import boxed_math, direct_math
@@ -25,8 +25,6 @@ ADVICE = (
     f"Built in: {', '.join(BUILT_IN)}. "
     "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
 )
-READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
-"""Built-in rewards that read the reference answer before they look at a completion, with a DataError where they cannot."""
 REMOTE = "remote:"
 """Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
 

@@ -37,7 +37,14 @@ from dsreason.rollout.vllm_process import (
     set_environment,
     unique_shared_memory,
 )
-from dsreason.rollout.vllm_requests import Request, check_output, request_seed, to_completion, to_inputs
+from dsreason.rollout.vllm_requests import (
+    Request,
+    check_output,
+    make_sampling_params,
+    request_seed,
+    to_completion,
+    to_inputs,
+)
 from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
 from dsreason.rollout.weight_sync import (
     WeightStream,
@@ -54,7 +61,6 @@ from dsreason.rollout.weight_sync import (
 )
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
     from dsreason.data.chat import EncodedPrompt
@@ -219,7 +225,7 @@ class VLLMEngine(RolloutEngine):
                         running[str(self.llm.request_counter.counter)] = (
                             number  # as outputs call it; enqueue returns another
                         )
-                        params = self._params(request.sampling, request.seed)
+                        params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
                         self.llm.enqueue([given], [params], use_tqdm=False)
                     while running and not ended:
                         ended = [output for output in self.llm.llm_engine.step() if output.finished]
@@ -315,23 +321,3 @@ class VLLMEngine(RolloutEngine):
                     f"sample {request.sample_id!r}: {num_prompt} prompt tokens and {longest} for the completion are more "
                     f"than the engine's {self.max_model_len}"
                 )
-
-    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            max_tokens=sampling.max_completion_length,
-            seed=seed,
-            logprobs=0,  # of the drawn token alone
-            ignore_eos=True,  # the stop tokens are those of the generation config, not the tokenizer's as well
-            stop_token_ids=self.stop_ids,
-            # Added before the temperature divides: any finite number would let a hot sampler through.
-            logit_bias=dict.fromkeys(self.banned_ids, -float("inf")),
-            detokenize=False,
-        )

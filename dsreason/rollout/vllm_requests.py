@@ -14,6 +14,7 @@ from dsreason.data.media_plan import Medium
 from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens, single_turn
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
 
@@ -31,6 +32,30 @@ class Request(NamedTuple):
 def request_seed(seed: int, stream: int) -> int:
     """What names a random stream to vLLM: 63 bits, as its seeds are signed."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def make_sampling_params(
+    sampling: Sampling, seed: int, stop_ids: Sequence[int], banned_ids: Collection[int]
+) -> SamplingParams:
+    """Make vLLM's parameters of a request. Completions end at `stop_ids` and never hold `banned_ids`."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        max_tokens=sampling.max_completion_length,
+        seed=seed,
+        logprobs=0,  # only of the sampled token
+        ignore_eos=True,  # the stop tokens are those of the generation config, not the tokenizer's as well
+        stop_token_ids=list(stop_ids),
+        # Added before the temperature divides: any finite number would let a hot sampler through.
+        logit_bias=dict.fromkeys(banned_ids, -float("inf")),
+        detokenize=False,
+    )
 
 
 def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import logging
 from typing import Protocol
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.address import HubAddress, S3Address, UploadAddress, parse_target
 from dsreason.monitor.progress import Advance
 from dsreason.storage.package import EXPORTS, Package, Sent
 
@@ -26,7 +26,7 @@ class Storage(Protocol):
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
 
-def open_storage(target: S3Address | HubAddress) -> Storage:
+def open_storage(target: UploadAddress) -> Storage:
     """No request is made yet."""
     if isinstance(target, S3Address):
         from dsreason.storage.storage_s3 import S3Storage
@@ -37,7 +37,7 @@ def open_storage(target: S3Address | HubAddress) -> Storage:
     return HubStorage(target)
 
 
-def read_target(text: str, option: str) -> S3Address | HubAddress:
+def read_target(text: str, option: str) -> UploadAddress:
     try:
         return parse_target(text)
     except ValueError as error:
@@ -61,7 +61,7 @@ def check_target(
         log.warning("%s: %s; training goes on, and uploads are tried when there is something to upload", option, error)
 
 
-def upload(package: Package, target: S3Address | HubAddress, advance: Advance = lambda count: None) -> Sent:
+def upload(package: Package, target: UploadAddress, advance: Advance = lambda count: None) -> Sent:
     """Upload a checkpoint or an export so that its files lie right below `target`.
 
     Raises:
@@ -74,7 +74,7 @@ def upload(package: Package, target: S3Address | HubAddress, advance: Advance = 
         raise StorageError(f"{package.folder}: cannot be read: {error}") from error
 
 
-def place_in(target: S3Address | HubAddress, name: str) -> S3Address | HubAddress:
+def place_in(target: UploadAddress, name: str) -> UploadAddress:
     """Where the folder `name` of a run (`checkpoints/step_4`, `export/final`) goes.
 
     The final export is what a repository on the Hub is loaded by, so it goes to the top of it.

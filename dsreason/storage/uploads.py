@@ -26,7 +26,7 @@ from rich.filesize import decimal
 
 from dsreason.config.schema_checkpoint import CheckpointConfig, UploadKind, UploadWhat
 from dsreason.errors import DsReasonError, Stopped, StorageError
-from dsreason.files.address import HubAddress, S3Address
+from dsreason.files.address import HubAddress, UploadAddress
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import json_object
 from dsreason.job.failures import CRASH_LOG, failure_of
@@ -148,7 +148,7 @@ class Uploader:
 
     def __init__(
         self,
-        target: S3Address | HubAddress,
+        target: UploadAddress,
         *,
         what: UploadWhat = "final",
         include: Sequence[UploadKind] = ("export",),
@@ -244,7 +244,7 @@ class Uploader:
             lines += [f"  {folder}: {why}", f"    upload it with: {command}"]
         return "\n".join(lines)
 
-    def _place(self, folder: Path) -> S3Address | HubAddress:
+    def _place(self, folder: Path) -> UploadAddress:
         return place_in(self.target, name_of(folder))
 
     def _work(self) -> None:

@@ -6,10 +6,14 @@ Noise depends on what it is for, and on nothing else: not on the number of ranks
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dsreason.world.families import family_of
+from dsreason.world.schema import WorldConfig
 
 
 def generator(*key: object) -> np.random.Generator:
@@ -36,6 +40,19 @@ def linear(steps: int, shift: float) -> Tensor:
     """Equal steps from 1 to 0, shifted by s → shift·s / (1 + (shift − 1)·s): `[steps + 1]`, float64."""
     s = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * s / (1 + (shift - 1) * s)
+
+
+def compute_sigmas(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
+    """Return the noise levels of a rollout of the model in `folder`: `[steps + 1]`, float64, falling to 0.
+
+    Without `steps` there are `world.sampling_steps`.
+    """
+    steps = steps or config.world.sampling_steps
+    match config.world.schedule:
+        case "linear":
+            return linear(steps, config.world.shift)
+        case "family":
+            return family_of(folder).sigmas(folder, steps)
 
 
 def window(size: int, steps: int, *, seed: int, step: int) -> range:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dsreason.answers.correct import is_same
 from dsreason.answers.parsing import Parser, parse
-from dsreason.answers.types import AnswerType, Kind
+from dsreason.answers.types import AnswerType
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import listed_options
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
@@ -68,12 +69,12 @@ def check(text: str, choices: dict[str, str] | None, reference: str) -> None:
     normalise(text)
     listed_options(text)
     for parser in get_args(Parser):
-        for kind in get_args(Kind):
+        for kind in get_args(QuestionKind):
             for answer_type in get_args(AnswerType):
                 parsed = parse(text, answer_type, parser, kind=kind, options=choices)
                 assert all(isinstance(part, str) for part in parsed)
                 assert parse(text, answer_type, parser, kind=kind, options=choices) == parsed
-    for kind in get_args(Kind):
+    for kind in get_args(QuestionKind):
         is_same(parse(text, "reasoning", kind=kind, options=choices).answer, reference, kind, choices)
     for name, reward in BUILT_IN.items():
         if name not in ELSEWHERE:

@@ -12,9 +12,8 @@ from typing import Any, get_args
 
 import torch
 
-from dsreason.answers.types import Kind
 from dsreason.config.schema import ModelConfig
-from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_eval import EvalConfig, QuestionKind
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer, Gather, alone
@@ -163,7 +162,7 @@ def resolved(config: EvalConfig, own: Path | None) -> Path:
 
 def prompt_room(config: EvalConfig, length: int) -> int:
     """Tokens for a prompt, so that the longest first answer fits behind it."""
-    longest = max(max_tokens(config, kind) for kind in get_args(Kind))
+    longest = max(max_tokens(config, kind) for kind in get_args(QuestionKind))
     if longest >= length:
         raise ConfigError(
             f"generation.max_tokens ({longest}) leaves no room for a prompt in model.max_length ({length}); "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dsreason.answers.types import Kind
-from dsreason.config.schema_eval import PENALTIES, EvalConfig
+from dsreason.config.schema_eval import PENALTIES, EvalConfig, QuestionKind
 from dsreason.rollout.protocol import Sampling
 
 RETRY_TOKENS = 256
@@ -14,7 +13,7 @@ TEXT_TOKENS = 256
 TEXT_KINDS = ("open", "free_text")
 
 
-def sampling(config: EvalConfig, kind: Kind, attempt: int = 0) -> Sampling:
+def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampling:
     """Of a question that is asked for the first time (`attempt` 0), or for the k-th time again.
 
     `letter` takes the most probable token (top_k 1, also where a retry is hotter: it is longer, not different),
@@ -43,7 +42,7 @@ def sampling(config: EvalConfig, kind: Kind, attempt: int = 0) -> Sampling:
     )
 
 
-def max_tokens(config: EvalConfig, kind: Kind) -> int:
+def max_tokens(config: EvalConfig, kind: QuestionKind) -> int:
     """Longest first answer to a question of this kind, in tokens."""
     if config.evaluation.answer_type == "reasoning":
         return config.generation.max_tokens or REASONING_TOKENS

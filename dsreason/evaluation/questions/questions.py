@@ -20,13 +20,12 @@ from typing import Any, get_args
 
 from dsreason.answers.correct import kind_of, reference_of
 from dsreason.answers.parsing import parse
-from dsreason.answers.types import Kind
 from dsreason.config.schema_data import SourceConfig
-from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
-from dsreason.data.messages import media_parts, prompt_messages, text_of
+from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig, QuestionKind
+from dsreason.data.messages import check_text, media_parts, prompt_messages, text_of
 from dsreason.data.options import option_letter, options_in_question, with_options
 from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
-from dsreason.data.sources import check_text, missing_medium, open_source, vision_settings
+from dsreason.data.sources import missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
@@ -136,7 +135,9 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     return clip, f"video: no file {clip}{hint}"
 
 
-def benchmark_sample(clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig) -> tuple[Sample, Kind]:
+def benchmark_sample(
+    clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig
+) -> tuple[Sample, QuestionKind]:
     options = options_field(pair.get("index2ans"), "index2ans")
     if options is None and pair.get("index2ans") is not None:
         raise DataError(f"field 'index2ans' is {pair['index2ans']!r:.100}; it must have a string for each letter")
@@ -190,7 +191,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
 # ---------------------------------------------------------------- both
 
 
-def with_checked_answer(sample: Sample, kind: Kind | None = None) -> Sample:
+def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
     """With the answer written as the option's letter is. DataError where it is none of them.
 
     Where the question itself shows the options the answer may also be `(A)` or an option's text, and stays that where the
@@ -208,7 +209,7 @@ def with_checked_answer(sample: Sample, kind: Kind | None = None) -> Sample:
     return replace(sample, answer=letter)
 
 
-def with_format_request(messages: list[Message], kind: Kind, config: EvalConfig) -> list[Message]:
+def with_format_request(messages: list[Message], kind: QuestionKind, config: EvalConfig) -> list[Message]:
     """With the request for thoughts, where the answer type is `reasoning` and no message asks for a format."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
@@ -232,7 +233,7 @@ def with_line(message: Message, line: str) -> Message:
 
 
 def to_question(
-    dataset: str, video_id: str, kind: Kind, sample: Sample, problem: str | None, seen: Counter[str]
+    dataset: str, video_id: str, kind: QuestionKind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
     words = "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
@@ -250,15 +251,15 @@ def to_question(
     )
 
 
-def check_reference(sample: Sample, kind: Kind) -> None:
+def check_reference(sample: Sample, kind: QuestionKind) -> None:
     """DataError where the reference is none of its kind: no answer could be right."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
-def checked_kind(sample: Sample) -> Kind:
+def checked_kind(sample: Sample) -> QuestionKind:
     """DataError where the row names a kind that there is none of; it would else be graded as another."""
     given = sample.meta.get("question_kind")
-    if given is not None and given not in get_args(Kind):
-        raise DataError(f"question_kind is {given!r}; it must be one of {', '.join(get_args(Kind))}")
+    if given is not None and given not in get_args(QuestionKind):
+        raise DataError(f"question_kind is {given!r}; it must be one of {', '.join(get_args(QuestionKind))}")
     return kind_of(sample)

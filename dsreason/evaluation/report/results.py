@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dsreason.answers.types import Kind
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
@@ -263,7 +263,7 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 
-def _kind_of_answer(reference: object) -> Kind:
+def _kind_of_answer(reference: object) -> QuestionKind:
     is_letter = isinstance(reference, str) and re.fullmatch(r"\s*[A-Za-z]\s*", reference)
     return "multiple_choice" if is_letter else "open"
 

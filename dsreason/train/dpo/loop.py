@@ -10,9 +10,8 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema_dpo import DPOConfig, PreferenceConfig
-from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import take_optimizer_step
 from dsreason.job.ranks import World
-from dsreason.phases import record_phase
 from dsreason.train.common.global_batches import show_batches, train_on_loader
 from dsreason.train.dpo.build import DPOTrainer, build_dpo
 from dsreason.train.dpo.loader import StepPairs
@@ -58,12 +57,9 @@ def dpo_step(
     world: World,
 ) -> dict[str, float]:
     """Run one optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
-    set_learning_rate(engine, lr)
     settings = settings_of(config, baseline)
     pairs = accumulate_gradients(engine, batches, reference, config, world, baseline)
-    with record_phase("optimizer"):
-        engine.step()
-    metrics = {"train/loss": 0.0, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    metrics = {"train/loss": 0.0} | take_optimizer_step(engine, lr)
     if len(pairs.chosen) == 0:  # all rows of the step are left out
         return metrics
     measured = metrics_of(pairs, config, settings)

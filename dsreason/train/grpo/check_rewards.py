@@ -14,14 +14,11 @@ from dsreason.data.messages import prompt_messages, text_of
 from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.rewards import BUILT_IN
-from dsreason.rewards.functions import READS_REFERENCE, REMOTE, check_references, check_reward
+from dsreason.rewards import BUILT_IN, READS_REFERENCE, WITHOUT_ANSWER
+from dsreason.rewards.functions import REMOTE, check_references, check_reward
 from dsreason.rewards.scoring import open_remote
 from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
 from dsreason.train.grpo.teacher_server import check_no_media
-
-WITHOUT_ANSWER = {"format", "overlong", "judge"}
-"""Built-in rewards that can do without a reference answer."""
 
 
 def check_functions(config: GRPOConfig) -> None:

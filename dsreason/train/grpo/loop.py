@@ -14,12 +14,11 @@ from torch import Tensor
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.micro_batches import work_of
-from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import take_optimizer_step
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import World, gather_in_group, gather_objects
 from dsreason.losses.objective import Objective
-from dsreason.phases import record_phase
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPOTrainer, build_grpo
 from dsreason.train.grpo.engine_check import check_engine, prompt_per_modality
@@ -167,13 +166,10 @@ def grpo_step(
 
     `mismatch_folder` is where rank 0 saves completions whose log-probabilities differ between engine and trainer.
     """
-    set_learning_rate(engine, lr)
     metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
     if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
         mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
-    with record_phase("optimizer"):
-        engine.step()
-    return metrics | {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    return metrics | take_optimizer_step(engine, lr)
 
 
 def describe_batches(micro_batches: list[MicroBatch], tokenizer: Any) -> list[list[Any]]:

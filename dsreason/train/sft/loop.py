@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
-from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import add_gradient, take_optimizer_step
 from dsreason.job.ranks import World, all_sum
 from dsreason.losses.sft import sft_loss
 from dsreason.phases import record_phase
@@ -39,11 +39,8 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
     """Run one optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
-    set_learning_rate(engine, lr)
     loss = accumulate_gradients(engine, batches, world)
-    with record_phase("optimizer"):
-        engine.step()
-    return {"train/loss": loss, "train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    return {"train/loss": loss} | take_optimizer_step(engine, lr)
 
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
-from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import take_optimizer_step
 from dsreason.job.ranks import World
-from dsreason.phases import record_phase
 from dsreason.world.losses import nft_decay
 from dsreason.world.schema import WorldConfig, WorldConfigSection
 from dsreason.world.training import nft, sft, update
@@ -88,17 +87,13 @@ def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
 def train_on_part(trainer: WorldTrainer, part: Part, rollout_step: int) -> dict[str, float]:
     """Run one optimizer step, however its clips are cut into micro-batches and over ranks. Return its metrics."""
     run, maker = trainer.run, trainer.clip_maker
-    engine, step, lr = run.engine, run.state.step + 1, run.learning_rate
-    set_learning_rate(engine, lr)
+    engine, step = run.engine, run.state.step + 1
     with run.memory.phase("train"):
         metrics = accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=trainer.job.world)
         if step == rollout_step and "policy/ratio_error" in metrics:
             trainer.ratio_check.check(metrics["policy/ratio_error"], step)
-        with record_phase("optimizer"):
-            engine.step()
-    norm = engine_grad_norm(engine)
-    grad_over_eps = trainer.epsilon_check.measure(engine, norm, step)
-    metrics |= {"train/learning_rate": lr, "train/grad_norm": norm, "train/grad_over_eps": grad_over_eps}
+        metrics |= take_optimizer_step(engine, run.learning_rate)
+    metrics["train/grad_over_eps"] = trainer.epsilon_check.measure(engine, metrics["train/grad_norm"], step)
     metrics = run.finite.metrics(
         metrics, [list_tensors(item) for item in part], step, lambda: [describe_clips(item) for item in part]
     )

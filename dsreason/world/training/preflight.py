@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from dsreason.config.deepspeed import zero_section
 from dsreason.data.order import Part, StepOrder
@@ -25,7 +24,7 @@ from dsreason.world.families import WorldFamily, family_of
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_components, check_installed, resolve_world_model
-from dsreason.world.noise import linear
+from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import open_scorer
 from dsreason.world.schema import WorldConfig, WorldDataConfig
 from dsreason.world.steps import step_of
@@ -58,7 +57,7 @@ def check(config: WorldConfig) -> None:
     check_exchange(config)
     check_bad_rows(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
-        trained_steps(config, [float(s) for s in sigmas_of(config, folder)])
+        trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
     order = step_order(config, len(training))
@@ -108,14 +107,6 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
     if config.world.algorithm == "sft":
         return order.num_steps
     return order.num_steps * config.world.optimizer_steps_per_rollout
-
-
-def sigmas_of(config: WorldConfig, folder: Path, steps: int | None = None) -> Tensor:
-    """Return the noise levels of a rollout, `[steps + 1]`, float64."""
-    steps = steps or config.world.sampling_steps
-    if config.world.schedule == "linear":
-        return linear(steps, config.world.shift)
-    return family_of(folder).sigmas(folder, steps)
 
 
 def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:

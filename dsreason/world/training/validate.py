@@ -19,12 +19,12 @@ from dsreason.train.common.answers import write_rows
 from dsreason.world.data import WorldDataset
 from dsreason.world.evaluation.history import small_video, write_run_page
 from dsreason.world.families.components import load_scheduler
+from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import Scores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
 from dsreason.world.training.clips import MicroBatch, Place, share_out
 from dsreason.world.training.inputs import loss_rows, validation_rows
-from dsreason.world.training.preflight import sigmas_of
 from dsreason.world.training.rollout import decode_pixels, start_scoring
 from dsreason.world.training.sft import measure_held_out_loss
 from dsreason.world.training.show import Look, look_at, looks
@@ -162,7 +162,7 @@ def solve_ode(maker: ClipMaker, batch: MicroBatch) -> Tensor:
         scheduler = load_scheduler(maker.model_path)
         latents = solve(velocity, batch.start, scheduler, steps, maker.family.solver_times)
     else:
-        levels = sigmas_of(config, maker.model_path, steps)
+        levels = compute_sigmas(config, maker.model_path, steps)
         euler = [step_of("ode", float(s), float(s_next)) for s, s_next in zip(levels, levels[1:], strict=False)]
         latents = sample(velocity, batch.start, levels, euler, refuse_noise, ()).latents
     return restore_given_frames(latents, batch)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
+from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import ClipScorer
 from dsreason.world.sampler import Velocity, guided
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import MicroBatch, Share
 from dsreason.world.training.inputs import Inputs
-from dsreason.world.training.preflight import sigmas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ClipMaker:
     @cached_property
     def sigmas(self) -> Tensor:
         """Noise levels of a rollout: `[sampling_steps + 1]`, float64, falling; the last one is 0."""
-        return sigmas_of(self.config, self.model_path)
+        return compute_sigmas(self.config, self.model_path)
 
 
 def build_velocity(maker: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:

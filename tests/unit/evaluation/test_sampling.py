@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.answers.types import Kind
-from dsreason.config.schema_eval import EvalConfig
+from dsreason.config.schema_eval import EvalConfig, QuestionKind
 from dsreason.evaluation.ask.sampling import sampling
 from dsreason.rollout.protocol import Sampling
 
@@ -55,7 +54,7 @@ def test_what_is_set_is_used() -> None:
         ("multiple_choice", {"letter_max_tokens": 400}, 400),
     ],
 )
-def test_texts_have_more_room_than_letters(kind: Kind, given: dict[str, int], tokens: int) -> None:
+def test_texts_have_more_room_than_letters(kind: QuestionKind, given: dict[str, int], tokens: int) -> None:
     assert sampling(config("letter", **given), kind).max_completion_length == tokens
 
 

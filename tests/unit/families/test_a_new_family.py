@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLConfig,
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.collate import collate
-from dsreason.data.sources import check_text
+from dsreason.data.messages import check_text
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of

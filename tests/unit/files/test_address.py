@@ -10,7 +10,7 @@ from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.errors import ConfigError, DataError
-from dsreason.files.address import HubAddress, S3Address, parse_s3, parse_target
+from dsreason.files.address import HubAddress, S3Address, UploadAddress, parse_s3, parse_target
 from dsreason.secrets import hidden, hide_secrets, without_credentials
 
 
@@ -25,7 +25,7 @@ from dsreason.secrets import hidden, hide_secrets, without_credentials
         ("hub:user/name/runs/7@try/two", HubAddress("user/name", "runs/7", "try/two")),
     ],
 )
-def test_a_target_is_taken_apart_and_put_together(text: str, expected: S3Address | HubAddress) -> None:
+def test_a_target_is_taken_apart_and_put_together(text: str, expected: UploadAddress) -> None:
     assert parse_target(text) == expected
     assert str(expected) == text.rstrip("/")
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from dsreason.answers.parsing import parse
-from dsreason.answers.types import Kind
+from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import listed_options, option_letter
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
@@ -36,7 +36,9 @@ REFERENCES = {
 }
 
 
-def parsing(kind: Kind, parser: Any = "default", options: dict[str, str] | None = OPTIONS) -> Callable[[str], object]:
+def parsing(
+    kind: QuestionKind, parser: Any = "default", options: dict[str, str] | None = OPTIONS
+) -> Callable[[str], object]:
     return lambda text: parse(text, "reasoning", parser, kind=kind, options=options)
 
 
@@ -49,7 +51,7 @@ def one_option(text: str) -> object:
 
 
 READERS: dict[str, Callable[[str], object]] = {
-    **{f"answers: {kind}": parsing(kind) for kind in get_args(Kind)},
+    **{f"answers: {kind}": parsing(kind) for kind in get_args(QuestionKind)},
     "answers: letters": parsing("multiple_choice", options=None),
     "answers: compat": parsing("open", "compat"),
     "thoughts": split_response,

@@ -18,7 +18,7 @@ import pytest
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
 from dsreason.files import retries
-from dsreason.files.address import HubAddress, S3Address, parse_target
+from dsreason.files.address import HubAddress, S3Address, UploadAddress, parse_target
 from dsreason.files.disk import json_object
 from dsreason.files.retries import with_retries
 from dsreason.job import watchdog
@@ -513,7 +513,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """By target what arrived there: the name of the folder and its files."""
     found: dict[str, list[str]] = {"s3": [], "hub": []}
 
-    def upload(package: Package, target: S3Address | HubAddress, advance: Advance) -> Sent:
+    def upload(package: Package, target: UploadAddress, advance: Advance) -> Sent:
         kind = "hub" if isinstance(target, HubAddress) else "s3"
         if "refuses" in str(target):
             raise StorageError(f"{target}: the server answers 403")

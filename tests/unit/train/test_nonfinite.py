@@ -18,7 +18,7 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate, pack
-from dsreason.data.row_parts import take_part
+from dsreason.data.rank_parts import take_part
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.job.part_of import PartOf

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsreason.data.collate import pack
-from dsreason.data.row_parts import share_media, take_part
+from dsreason.data.rank_parts import share_media, take_part
 from dsreason.data.types import EncodedSample, MediaPart, MediaTokens, Segment
 from dsreason.job.part_of import PartOf
 
