@@ -147,7 +147,7 @@ def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
     """The encoder of that model."""
     import torch
 
-    from dsreason.models.load import open_encoder
+    from dsreason.models.processors.loading import open_encoder
 
     path = published_model(tiny, model_type, folder)
     return open_encoder(path, dtype=torch.bfloat16, max_length=10**6, max_length_key="model.max_length")

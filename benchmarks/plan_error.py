@@ -256,7 +256,8 @@ def vllm_side(task: dict[str, Any]) -> None:
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.files.cache import cache_dir
     from dsreason.job.ranks import init_world
-    from dsreason.models.load import load_processor, resolve_model
+    from dsreason.models.load import resolve_model
+    from dsreason.models.processors.loading import load_processor
     from dsreason.rollout.opening import open_rollout_engine
     from dsreason.tools.planning.request import Request
     from dsreason.tools.planning.sampling import VLLM

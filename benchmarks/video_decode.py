@@ -83,10 +83,11 @@ def start(name: str, threads: int) -> None:
 def load_processor() -> tuple[Any, Path]:
     """Qwen2.5-VL's, with its limits, and the folder of the tiny model that it comes from."""
     from dsreason.files.cache import cache_dir
-    from dsreason.models import load
+    from dsreason.models.load import tiny_model
+    from dsreason.models.processors import loading
 
-    folder = load.tiny_model("qwen2_5_vl", cache_dir() / "models")
-    processor = load.load_processor(folder)
+    folder = tiny_model("qwen2_5_vl", cache_dir() / "models")
+    processor = loading.load_processor(folder)
     processor.video_processor.size = FRAME_LIMITS
     return processor, folder
 

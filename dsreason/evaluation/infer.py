@@ -34,8 +34,9 @@ from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.images import probe_image
 from dsreason.media.videos import probe_video
-from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
+from dsreason.models.load import checked_model, model_config, resolve_model
 from dsreason.models.placement import load_where_it_fits
+from dsreason.models.processors.loading import open_encoder
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids

@@ -1,1 +1,1 @@
-"""The model: loading, positions, log-probabilities, and tiny models to try everything with."""
+"""The model: loading it and its processor, positions, log-probabilities, and tiny models to try everything with."""

@@ -1,9 +1,8 @@
-"""From `model.path` to a model: folder, processor, and weights that no rank ever holds as a whole under ZeRO-3."""
+"""From `model.path` to a model: folder, configuration, and weights that no rank ever holds as a whole under ZeRO-3."""
 
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,40 +11,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    ProcessorMixin,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from dsreason.config.schema import ModelConfig
-from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES, family_of
-from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
 from dsreason.models.attention import use_segments
 from dsreason.models.folder import MODEL_FILES, check_sizes, download_folder, fetch_folder, find_folder, tiny_folder
 from dsreason.models.fused_kernels import use_fused_kernels
 from dsreason.models.media_features import adapt_vision
-from dsreason.models.mrope import position_ids
 from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
-from dsreason.models.template import check_template
 from dsreason.models.weights import Weights, find_weights
 from dsreason.problems import listed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 TINY_VERSION = 2
 """In the name of the cached folder: one more whenever `build_tiny` makes other models."""
 MAX_BUFFER = 10_000_000
 """Values in one buffer; rotary frequencies are half a head's size."""
-MAX_PATCH = 64
-"""Pixels of a patch's side, patches merged along one, and frames taken together; real models have 2 to 16."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
@@ -109,138 +94,6 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     if dtype is not None:
         config.dtype = dtype
     return config
-
-
-def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing.
-
-    Of a model that reads text alone, a processor that is its tokenizer.
-    """
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    if family_of(config.model_type).vision is None:
-        return load_text_processor(path, trust_remote_code=trust_remote_code)
-    try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as above, and tokenizers raises bare Exceptions
-        raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
-    if not isinstance(processor, ProcessorMixin):
-        raise CheckpointError(
-            f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
-        )
-    check_chat_template(path, processor)
-    check_length(path, processor.tokenizer)
-    # transformers makes an empty tokenizer where the files are missing
-    for kind, found, expected in (
-        ("image", processor.image_token_id, config.image_token_id),
-        ("video", processor.video_token_id, config.video_token_id),
-    ):
-        if found != expected:
-            raise CheckpointError(
-                f"{path}: the tokenizer has id {found} for {kind} placeholders, config.json says {expected}; "
-                "copy the tokenizer files of the same model there"
-            )
-    check_patches(path, processor, config.vision_config)
-    check_template(path, processor)
-    return processor
-
-
-class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is not typed
-    """A tokenizer in the place of a processor."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, chat_template=tokenizer.chat_template)
-
-
-def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-    check_chat_template(path, tokenizer)
-    check_length(path, tokenizer)
-    processor = TextProcessor(tokenizer)
-    check_template(path, processor)
-    return processor
-
-
-def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not is_above(tokenizer.model_max_length, 0):
-        raise CheckpointError(
-            f"{path}: tokenizer_config.json has model_max_length {tokenizer.model_max_length!r:.100}; it must be a number above 0"
-        )
-
-
-def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:
-    if not isinstance(holder.chat_template, str):
-        raise CheckpointError(
-            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
-        )
-
-
-def open_encoder(
-    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
-) -> Encoder:
-    """The encoder of a Hugging Face folder.
-
-    Args:
-        dtype: of the engine that serves the model: it rounds video times to it.
-        max_length_key: the setting that `max_length` comes from, for messages.
-    """
-    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
-    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
-    family = family_of(config.model_type)
-    positions = partial(position_ids, family.grids, config=config)
-    return Encoder(processor, family, positions, max_length, max_length_key)
-
-
-def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
-    expected = {
-        "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-    }
-    for media in (processor.image_processor, processor.video_processor):
-        for name, value in expected.items():
-            found = media.to_dict().get(name)
-            if found != value:
-                raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {found}, config.json says {value}; "
-                    "copy the processor files of the same model there"
-                )
-            if type(found) is not int or not 1 <= found <= MAX_PATCH:
-                raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
-                )
-        check_scaling(path, media)
-        for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
-            value = dict(media.size).get(name)
-            if not isinstance(value, int | float) or not 1 <= value <= most:
-                raise CheckpointError(
-                    f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
-                    f"least 1 and at most {most}"
-                )
-
-
-def check_scaling(path: Path, media: Any) -> None:
-    """CheckpointError where pixels would be scaled by what is no number."""
-    for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
-        values = media.to_dict().get(name)
-        numbers = values if isinstance(values, list | tuple) else [values] * 3
-        if media.do_normalize and not (len(numbers) == 3 and all(is_above(one, least) for one in numbers)):
-            raise CheckpointError(
-                f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
-                + (" above 0" if least == 0 else "")
-            )
-    factor = media.to_dict().get("rescale_factor")
-    if media.do_rescale and not is_above(factor, 0):
-        raise CheckpointError(
-            f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}; it must be a number above 0"
-        )
-
-
-def is_above(value: Any, least: float) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > least
 
 
 def parameter_names(path: Path) -> list[str]:

@@ -16,7 +16,8 @@ from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint,
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
 from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
 from dsreason.errors import CheckpointError
-from dsreason.models.load import load_processor, model_config
+from dsreason.models.load import model_config
+from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.transformers_engine import stop_token_ids
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values

@@ -30,7 +30,7 @@ from dsreason.evaluation.questions.grading import Grader
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import find_run, read_run
 from dsreason.evaluation.run import Evaluation
-from dsreason.models.load import open_encoder
+from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.protocol import Completion
 from dsreason.rollout.transformers_engine import TransformersEngine
 from tests.distributed import run_on_ranks

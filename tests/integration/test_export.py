@@ -47,7 +47,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
     from dsreason.checkpoints.export import export_engine
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
-    from dsreason.models.load import load_processor
+    from dsreason.models.processors.loading import load_processor
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import save_checkpoint
 

@@ -25,7 +25,7 @@ DS_CONFIG: dict[str, Any] = {
 
 
 def inputs_of(folder: Path) -> dict[str, Any]:
-    from dsreason.models.load import load_processor
+    from dsreason.models.processors.loading import load_processor
 
     random = np.random.default_rng(0)
     metadata = {"fps": 1.0, "total_num_frames": 4, "duration": 4.0, "frames_indices": [0, 1, 2, 3]}

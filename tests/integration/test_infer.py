@@ -13,7 +13,7 @@ import typer
 from dsreason.cli.infer import infer as command
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.infer import InferSettings, draw_batch, infer, prompt_encoder, sample_of
-from dsreason.models.load import load_processor
+from dsreason.models.processors.loading import load_processor
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from tests.integration.command import dsreason

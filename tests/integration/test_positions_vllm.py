@@ -123,8 +123,9 @@ def compare(folder: str) -> dict[str, Any]:
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
     from dsreason.families import family_of
-    from dsreason.models.load import load_model, load_processor
+    from dsreason.models.load import load_model
     from dsreason.models.mrope import position_ids
+    from dsreason.models.processors.loading import load_processor
     from tests.positions import patch_positions
 
     processor = load_processor(Path(folder))

@@ -32,7 +32,8 @@ from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.ask.server_messages import as_request
 from dsreason.evaluation.types import Question
-from dsreason.models.load import load_model, open_encoder
+from dsreason.models.load import load_model
+from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.protocol import Sampling, single_turn
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.train.grpo.rollouts import Rollout

@@ -33,7 +33,8 @@ from dsreason.files import remote, retries, s3
 from dsreason.files.address import S3Address, parse_target
 from dsreason.files.remote import local_copy, local_folder
 from dsreason.media.images import load_image, probe_image
-from dsreason.models.load import load_processor, resolve_model
+from dsreason.models.load import resolve_model
+from dsreason.models.processors.loading import load_processor
 from dsreason.storage import storage_s3
 from dsreason.storage.package import Sent, open_package
 from dsreason.storage.storage import check_target, upload

@@ -24,7 +24,8 @@ from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
 from dsreason.models.folder import model_fingerprint
-from dsreason.models.load import checked_model, model_config, open_encoder, resolve_model
+from dsreason.models.load import checked_model, model_config, resolve_model
+from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine

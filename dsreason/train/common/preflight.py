@@ -27,8 +27,9 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import cache_dir
 from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import empty_model, model_config, open_encoder, parameter_names, resolve_model
+from dsreason.models.load import empty_model, model_config, parameter_names, resolve_model
 from dsreason.models.lora import adapted_layers
+from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.sinks.wandb import check_wandb
 from dsreason.problems import config_error, listed, nearest
 from dsreason.storage.storage import check_target

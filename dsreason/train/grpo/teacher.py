@@ -21,8 +21,9 @@ from dsreason.families import family_of
 from dsreason.files.cache import cache_dir
 from dsreason.job.ranks import World, on_rank_zero
 from dsreason.models.folder import model_fingerprint
-from dsreason.models.load import load_model, load_processor, model_config, resolve_model
+from dsreason.models.load import load_model, model_config, resolve_model
 from dsreason.models.policy import Policy
+from dsreason.models.processors.loading import load_processor
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.grpo.rollouts import MicroBatch
 from dsreason.train.grpo.teacher_server import TeacherServer, check_server

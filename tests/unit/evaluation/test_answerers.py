@@ -17,7 +17,7 @@ from dsreason.evaluation.ask import answerers
 from dsreason.evaluation.ask.answerers import build_engine, check_model
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.job.ranks import World
-from dsreason.models.load import open_encoder
+from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.transformers_engine import TransformersEngine
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))

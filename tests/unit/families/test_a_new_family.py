@@ -21,8 +21,9 @@ from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES, family_of
 from dsreason.families.family import Family, Tiny, Tokens, Vision
 from dsreason.families.qwen3_vl import QWEN3_VL, tiny_processor
-from dsreason.models.load import load_model, open_encoder, resolve_model
+from dsreason.models.load import load_model, resolve_model
 from dsreason.models.policy import Policy
+from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.flops import model_flops
 from dsreason.rollout.protocol import media_token_ids
 from tests.unit.media.videos import write_video

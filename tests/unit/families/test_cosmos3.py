@@ -16,9 +16,10 @@ from dsreason.data.collate import collate, joined, pack
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES
-from dsreason.models.load import load_model, open_encoder
+from dsreason.models.load import load_model
 from dsreason.models.lora import adapted_layers
 from dsreason.models.policy import Policy
+from dsreason.models.processors.loading import open_encoder
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.protocol import single_turn
 from dsreason.train.grpo.rollouts import Rollout, training_sample

@@ -13,9 +13,10 @@ from dsreason.data.collate import collate, pack
 from dsreason.data.micro_batches import align_batches
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
-from dsreason.models.load import load_model, load_processor, open_encoder
+from dsreason.models.load import load_model
 from dsreason.models.lora import adapted_layers
 from dsreason.models.policy import Policy
+from dsreason.models.processors.loading import load_processor, open_encoder
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine

@@ -19,7 +19,7 @@ from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError, St
 from dsreason.evaluation.infer import read_prompts
 from dsreason.files.cache import cache_errors
 from dsreason.job.failures import dead_worker, error_for_people
-from dsreason.models import template
+from dsreason.models.processors import template
 from dsreason.world.data.prompts import read_prompts as read_world_prompts
 from tests.integration.command import COMMAND
 from tests.unit.hostile.guard import refused

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.models.load import load_processor, model_config
+from dsreason.models.load import model_config
+from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.transformers_engine import stop_token_ids
 from tests.unit.hostile.guard import guarded, refused

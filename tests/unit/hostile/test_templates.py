@@ -11,8 +11,8 @@ from dsreason.data.render import render_prompt
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, DataError
 from dsreason.families import FAMILIES
-from dsreason.models import template
-from dsreason.models.load import load_processor
+from dsreason.models.processors import template
+from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 from tests.unit.hostile.guard import guarded, refused
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsreason.errors import CheckpointError
-from dsreason.models.load import load_model, load_processor, model_config
+from dsreason.models.load import load_model, model_config
+from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import change_json, safetensors, tensor

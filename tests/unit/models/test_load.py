@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.models.attention import TEXT, VISION
-from dsreason.models.load import load_model, load_processor, model_config, parameter_names, resolve_model
+from dsreason.models.load import load_model, model_config, parameter_names, resolve_model
+from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

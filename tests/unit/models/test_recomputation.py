@@ -12,8 +12,9 @@ from torch import Tensor
 from dsreason.data.collate import pack
 from dsreason.models import policy
 from dsreason.models.freeze import freeze
-from dsreason.models.load import load_model, open_encoder
+from dsreason.models.load import load_model
 from dsreason.models.policy import base_output, enable_gradient_checkpointing
+from dsreason.models.processors.loading import open_encoder
 
 
 def gradients(path: Path, frozen: list[str], *, offload: bool) -> dict[str, Tensor]:

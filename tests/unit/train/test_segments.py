@@ -13,8 +13,9 @@ from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.collate import collate, joined, pack
 from dsreason.data.micro_batches import work_of
 from dsreason.data.types import EncodedSample, Sample
-from dsreason.models.load import load_model, open_encoder
+from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
+from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.protocol import Completion, CompletionSegment
 from dsreason.train.grpo.mismatch import mismatches
 from dsreason.train.grpo.rollouts import Rollout, flatten, training_sample

@@ -1,0 +1,82 @@
+"""A processor's settings, checked before rows are encoded with them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import ProcessorMixin
+
+from dsreason.errors import CheckpointError
+from dsreason.media.vision import MAX_IMAGE_PIXELS, MAX_SETTING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_PATCH = 64
+"""Pixels of a patch's side, patches merged along one, and frames taken together; real models have 2 to 16."""
+
+
+def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not is_above(tokenizer.model_max_length, 0):
+        raise CheckpointError(
+            f"{path}: tokenizer_config.json has model_max_length {tokenizer.model_max_length!r:.100}; it must be a number above 0"
+        )
+
+
+def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizerBase) -> None:
+    if not isinstance(holder.chat_template, str):
+        raise CheckpointError(
+            f"{path}: no chat template; copy chat_template.jinja (or .json) of the original model there"
+        )
+
+
+def check_patches(path: Path, processor: Any, vision: Any) -> None:
+    """CheckpointError where the processors cut media in other patches than the model expects, or in impossible ones."""
+    expected = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for media in (processor.image_processor, processor.video_processor):
+        for name, value in expected.items():
+            found = media.to_dict().get(name)
+            if found != value:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has {name} {found}, config.json says {value}; "
+                    "copy the processor files of the same model there"
+                )
+            if type(found) is not int or not 1 <= found <= MAX_PATCH:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
+                )
+        check_scaling(path, media)
+        for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
+            value = dict(media.size).get(name)
+            if not isinstance(value, int | float) or not 1 <= value <= most:
+                raise CheckpointError(
+                    f"{path}: {type(media).__name__} has size.{name} {value!r:.100}; it must be a number of pixels of at "
+                    f"least 1 and at most {most}"
+                )
+
+
+def check_scaling(path: Path, media: Any) -> None:
+    """CheckpointError where pixels would be scaled by what is no number."""
+    for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
+        values = media.to_dict().get(name)
+        numbers = values if isinstance(values, list | tuple) else [values] * 3
+        if media.do_normalize and not (len(numbers) == 3 and all(is_above(one, least) for one in numbers)):
+            raise CheckpointError(
+                f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
+                + (" above 0" if least == 0 else "")
+            )
+    factor = media.to_dict().get("rescale_factor")
+    if media.do_rescale and not is_above(factor, 0):
+        raise CheckpointError(
+            f"{path}: {type(media).__name__} has rescale_factor {factor!r:.100}; it must be a number above 0"
+        )
+
+
+def is_above(value: Any, least: float) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > least

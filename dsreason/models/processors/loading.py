@@ -1,0 +1,89 @@
+"""From a model folder to its processor, or to the encoder that uses it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
+
+from dsreason.data.chat import Encoder
+from dsreason.errors import CheckpointError
+from dsreason.families import family_of
+from dsreason.models.load import model_config
+from dsreason.models.mrope import position_ids
+from dsreason.models.processors.checks import check_chat_template, check_length, check_patches
+from dsreason.models.processors.template import check_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing.
+
+    Of a model that reads text alone, a processor that is its tokenizer.
+    """
+    config = model_config(path, trust_remote_code=trust_remote_code)
+    if family_of(config.model_type).vision is None:
+        return load_text_processor(path, trust_remote_code=trust_remote_code)
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # as in `model_config`, and tokenizers raises bare Exceptions
+        raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise CheckpointError(
+            f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
+        )
+    check_chat_template(path, processor)
+    check_length(path, processor.tokenizer)
+    # transformers makes an empty tokenizer where the files are missing
+    for kind, found, expected in (
+        ("image", processor.image_token_id, config.image_token_id),
+        ("video", processor.video_token_id, config.video_token_id),
+    ):
+        if found != expected:
+            raise CheckpointError(
+                f"{path}: the tokenizer has id {found} for {kind} placeholders, config.json says {expected}; "
+                "copy the tokenizer files of the same model there"
+            )
+    check_patches(path, processor, config.vision_config)
+    check_template(path, processor)
+    return processor
+
+
+class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is not typed
+    """A tokenizer in the place of a processor."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, chat_template=tokenizer.chat_template)
+
+
+def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    check_chat_template(path, tokenizer)
+    check_length(path, tokenizer)
+    processor = TextProcessor(tokenizer)
+    check_template(path, processor)
+    return processor
+
+
+def open_encoder(
+    model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
+) -> Encoder:
+    """The encoder of a Hugging Face folder.
+
+    Args:
+        dtype: of the engine that serves the model: it rounds video times to it.
+        max_length_key: the setting that `max_length` comes from, for messages.
+    """
+    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+    processor = load_processor(model_path, trust_remote_code=trust_remote_code)
+    family = family_of(config.model_type)
+    positions = partial(position_ids, family.grids, config=config)
+    return Encoder(processor, family, positions, max_length, max_length_key)
