@@ -1,11 +1,13 @@
-"""The parts of a response, and texts without what does not count."""
+"""The parts of a response, the kinds of its answer, and texts without what does not count."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
+"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 

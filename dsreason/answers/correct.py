@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import get_args
 
 from dsreason.answers.parsing import parse
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
-from dsreason.text import normalized_answer, split_response
+from dsreason.text import QuestionKind, normalized_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:

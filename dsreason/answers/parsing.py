@@ -12,8 +12,7 @@ from dsreason.answers.phrases import VERDICT
 from dsreason.answers.text import last_boxed, without_markup
 from dsreason.answers.types import AnswerType, Parsed
 from dsreason.answers.verdicts import UNREAD, read_yes_no, verdicts
-from dsreason.config.schema_eval import QuestionKind
-from dsreason.text import Response, split_response
+from dsreason.text import QuestionKind, Response, split_response
 
 Parser = Literal["default", "compat"]
 

@@ -15,14 +15,11 @@ from dsreason.config.engine_options import EVALUATION, check_owned
 from dsreason.config.keys import aliases
 from dsreason.config.schema_data import SourceConfig, VisionConfig
 from dsreason.config.section import Section, check_temperature
+from dsreason.text import QuestionKind
 
 PENALTIES = frozenset({"repetition_penalty", "presence_penalty", "frequency_penalty"})
 DEFAULT_FPS = 4.0
 """cosmos-reason1's."""
-
-
-QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
 
 
 class EvalSourceConfig(SourceConfig):

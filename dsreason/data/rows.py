@@ -344,22 +344,19 @@ def _read_saved(folder: Path, data: SourceConfig) -> Rows:
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Data files of one kind whose name has the split's name as a word; without such names everything is `train`."""
+    words = {path: set(re.split(r"[^a-zA-Z0-9]+", path.stem)) for path in (*folder.glob("*"), *folder.glob("data/*"))}
     for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
-        files = sorted(f for f in (*folder.glob("*"), *folder.glob("data/*")) if f.suffix.lower() in suffixes)
+        files = sorted(file for file in words if file.suffix.lower() in suffixes)
         named = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
-        named = named or [f for f in files if split in _words(f)]
+        named = named or [f for f in files if split in words[f]]
         if named:
             return named
         others = {"train", "test", "val", "validation", "valid", "dev", "eval"}
-        if files and split == "train" and not any(others & _words(f) for f in files):
+        if files and split == "train" and not any(others & words[f] for f in files):
             return files
         if files:
             raise DataError(f'{folder}: no file for split "{split}" among {", ".join(f.name for f in files[:8])}')
     raise DataError(f"{folder}: no JSON, JSON lines, Parquet, Arrow or CSV file in this folder; check data.path")
-
-
-def _words(path: Path) -> set[str]:
-    return set(re.split(r"[^a-zA-Z0-9]+", path.stem))
 
 
 def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, list[str]] | None = None) -> TableRows:

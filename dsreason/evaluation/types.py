@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from pydantic import StrictBool
 
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.types import Sample
+from dsreason.text import QuestionKind
 
 KIND = "kind"
 """What decides whether an answer is right where no scorer does: the rule of its question's kind."""

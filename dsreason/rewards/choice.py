@@ -8,9 +8,9 @@ from dataclasses import replace
 from dsreason.answers.compat import tagged_answer
 from dsreason.answers.correct import is_same, kind_of
 from dsreason.answers.parsing import parse
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import option_letter
 from dsreason.data.types import Sample
+from dsreason.text import QuestionKind
 
 
 def single_choice(completion: str, sample: Sample) -> float:

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from dsreason.answers.correct import is_same
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.types import AnswerType
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import listed_options
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.latex import normalise
-from dsreason.text import split_response
+from dsreason.text import QuestionKind, split_response
 from tests.fuzz.fuzzing import Fuzz
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import torch
 
 from dsreason.config.schema import ModelConfig
-from dsreason.config.schema_eval import EvalConfig, QuestionKind
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
 from dsreason.evaluation.ask.asking import Answerer, Gather, alone
@@ -32,6 +32,7 @@ from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
 from dsreason.secrets import hidden
+from dsreason.text import QuestionKind
 
 TRANSFORMERS_BATCH = 64
 """Questions that the transformers engine answers together, where the configuration does not say."""

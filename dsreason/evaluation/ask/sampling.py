@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dsreason.config.schema_eval import PENALTIES, EvalConfig, QuestionKind
+from dsreason.config.schema_eval import PENALTIES, EvalConfig
 from dsreason.rollout.protocol import Sampling
+from dsreason.text import QuestionKind
 
 RETRY_TOKENS = 256
 RETRY_TEMPERATURE = 0.05

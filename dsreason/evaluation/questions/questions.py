@@ -21,7 +21,7 @@ from typing import Any, get_args
 from dsreason.answers.correct import kind_of, reference_of
 from dsreason.answers.parsing import parse
 from dsreason.config.schema_data import SourceConfig
-from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig, QuestionKind
+from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.messages import check_text, media_parts, prompt_messages, text_of
 from dsreason.data.options import option_letter, options_in_question, with_options
 from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
@@ -33,7 +33,7 @@ from dsreason.evaluation.types import Question
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.own_files import is_inside
 from dsreason.problems import nearest
-from dsreason.text import split_response
+from dsreason.text import QuestionKind, split_response
 
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
 PUBLISHED = ("robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail")

@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.errors import DataError
 from dsreason.evaluation.questions.identity import question_id, question_key
 from dsreason.evaluation.types import Result
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import read_small
 from dsreason.problems import first_problem, parse_error
+from dsreason.text import QuestionKind
 
 RUN_FILE = "run.json"
 """Settings of the evaluation, beside its `<dataset>/` folders."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from dsreason.config.schema_eval import EvalConfig, QuestionKind
+from dsreason.config.schema_eval import EvalConfig
 from dsreason.evaluation.ask.sampling import sampling
 from dsreason.rollout.protocol import Sampling
+from dsreason.text import QuestionKind
 
 
 def config(answer_type: str, **generation: Any) -> EvalConfig:

@@ -14,14 +14,13 @@ from typing import Any, get_args
 import pytest
 
 from dsreason.answers.parsing import parse
-from dsreason.config.schema_eval import QuestionKind
 from dsreason.data.options import listed_options, option_letter
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.latex import normalise
 from dsreason.screen import visible
 from dsreason.secrets import without_credentials
-from dsreason.text import split_response
+from dsreason.text import QuestionKind, split_response
 from tests.fuzz.fuzzing import within_time
 
 LENGTH, SHORT_TIME, MOST_TIME = 10_000, 0.1, 20
