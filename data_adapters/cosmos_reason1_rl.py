@@ -21,7 +21,8 @@ import numpy as np
 
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
-from dsreason.data.rows import Rows, option_lines, optional_text, options_field, own_letter, read_rows, text_field
+from dsreason.data.options import option_lines, options_field, own_letter
+from dsreason.data.rows import Rows, optional_text, read_rows, text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsreason.data.rows import as_list, option_lines, optional_text, options_field, text_field
+from dsreason.data.options import option_lines, options_field
+from dsreason.data.rows import as_list, optional_text, text_field
 from dsreason.data.types import Message, Sample
 
 

@@ -1,14 +1,17 @@
-"""Options that stand in the question's text rather than in a field of the row."""
+"""Options of a question: in a field of the row, as the question shows them, and where only its text lists them."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from string import ascii_uppercase
+from typing import Any
 
 from dsreason.data.messages import text_of
 from dsreason.data.types import Sample
+from dsreason.errors import DataError
 from dsreason.text import bare, split_response
 
 WIDE = str.maketrans(
@@ -58,6 +61,28 @@ LEAD = re.compile(
     re.IGNORECASE,
 )
 LONGEST = 1000
+
+
+def options_field(given: Any, field: str) -> dict[str, str] | None:
+    """Options by letter, or None where there are none; numbers become strings. DataError for anything else.
+
+    Without the None entries that Arrow fills in so that all rows have the same letters.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
+        raise DataError(f"field {field!r} is {given!r:.100}; it must have a string for each letter")
+    return {letter: str(text) for letter, text in given.items() if text is not None} or None
+
+
+def option_lines(options: Mapping[str, str] | None) -> list[str]:
+    """As a question shows them, a line each: `(A) left`."""
+    return [f"({letter}) {text}" for letter, text in (options or {}).items()]
+
+
+def own_letter(answer: str, options: Iterable[str]) -> str | None:
+    """The answer as the option's letter is written, whatever its case; None where it is none of them."""
+    return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
 def with_options(sample: Sample) -> Sample:

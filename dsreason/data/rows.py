@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsreason.config.schema_data import SourceConfig
+from dsreason.data.options import option_lines as option_lines  # what adapters import from here
+from dsreason.data.options import options_field as options_field
+from dsreason.data.options import own_letter as own_letter
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import Budget, unpacked
@@ -241,28 +244,6 @@ def as_list(value: Any) -> list[Any]:
     if not value:
         return []
     return value if isinstance(value, list) else [value]
-
-
-def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Options by letter, or None where there are none; numbers become strings. DataError for anything else.
-
-    Without the None entries that Arrow fills in so that all rows have the same letters.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, dict) or not all(isinstance(text, str | int | float | None) for text in given.values()):
-        raise DataError(f"field {field!r} is {given!r:.100}; it must have a string for each letter")
-    return {letter: str(text) for letter, text in given.items() if text is not None} or None
-
-
-def option_lines(options: Mapping[str, str] | None) -> list[str]:
-    """As a question shows them, a line each: `(A) left`."""
-    return [f"({letter}) {text}" for letter, text in (options or {}).items()]
-
-
-def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """The answer as the option's letter is written, whatever its case; None where it is none of them."""
-    return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
 def only_train(data: SourceConfig, what: str) -> None:

@@ -23,8 +23,15 @@ from dsreason.answers.parsing import parse
 from dsreason.config.schema_data import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
 from dsreason.data.messages import check_text, media_parts, prompt_messages, text_of
-from dsreason.data.options import option_letter, options_in_question, with_options
-from dsreason.data.rows import option_lines, options_field, own_letter, read_rows, text_field
+from dsreason.data.options import (
+    option_letter,
+    option_lines,
+    options_field,
+    options_in_question,
+    own_letter,
+    with_options,
+)
+from dsreason.data.rows import read_rows, text_field
 from dsreason.data.sources import missing_medium, open_source, vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
