@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from dsreason.cli.data.chosen_run import choose_trainer, load_run, of_rows
+from dsreason.cli.data.fetch import CutDataset, DataDirOption, Task, fetch
 from dsreason.cli.job import ConfigOption, SetOption, Trainer
 from dsreason.config.load import read_values
 from dsreason.config.output import default_output_dir
@@ -26,7 +25,6 @@ from dsreason.screen import say, write
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
-    from dsreason.tools.datasets.fetch import Plan
     from dsreason.tools.datasets.inspection import Inspection
     from dsreason.tools.datasets.rendering import Encode
 
@@ -37,148 +35,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command()(fetch)
 
 SHEET_SAMPLES = 12
-
-
-Task = StrEnum("Task", ["benchmark", "sft", "rl"])
-Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
-CutDataset = Literal["agibot", "bridgev2", "holoassist"]
-DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/, sft/ and rl/.")]
 WorkersOption = Annotated[
     int | None, typer.Option(min=0, help="Processes; default: one per CPU core; 0 works in this one.")
 ]
-
-
-@app.command()
-def fetch(
-    task: Annotated[list[Task] | None, typer.Option(help="What for; several are possible. Default: benchmark.")] = None,
-    dataset: Annotated[list[Dataset] | None, typer.Option(help="Only these; default: all that there are.")] = None,
-    data_dir: DataDirOption = Path("data"),
-    repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
-    file: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only such paths, as '*.json'.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Also the raw videos of agibot, bridgev2 and holoassist, for `data clip`.")
-    ] = False,
-    raw_from: Annotated[
-        str | None,
-        typer.Option(metavar="PLACE", help="With --raw: another data set of the Hub (agibot), or address of a folder."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be fetched, and stop.")] = False,
-) -> None:
-    """Download benchmark, SFT or RL data from the Hugging Face Hub, with the token in HF_TOKEN.
-
-    Only what is missing is downloaded, and what was cut is continued. Archives of clips are unpacked. With --raw the raw
-    videos of clips that the Hub does not have come from where their publishers offer them, as far as clips need them;
-    what they do not offer is listed, and the exit code is 1.
-    """
-    tasks = task or [Task.benchmark]
-    if raw_from and (not raw or len(dataset or []) != 1):
-        raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
-    if repo and len(tasks) > 1:
-        raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
-    launch.prepare_environment()
-    from dsreason.tools.datasets import fetch as fetching
-
-    if raw_from and dataset:
-        from dsreason.tools.datasets.raw import check_origin
-
-        check_origin(dataset[0], raw_from)
-    plans = [
-        fetching.plan_fetch(
-            one, data_dir=data_dir, repo=repo, revision=revision, datasets=dataset or [], patterns=file or []
-        )
-        for one in tasks
-    ]
-    if not dry_run and any(plan.missing for plan in plans):
-        check_writable(data_dir, "--data-dir")
-    for plan in plans:
-        show_plan(plan, dry_run)
-        if not dry_run:
-            fetching.fetch(plan)
-            say(f"{plan.repo}: complete in {plan.folder}")
-    uncut = [(name, one) for one, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
-    wanted = [(name, one) for name, one in uncut if raw and name in get_args(CutDataset)]
-    for name, one in uncut:
-        if (name, one) not in wanted:
-            say(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
-    if fetch_all_raw_videos(wanted, data_dir, raw_from, dry_run):
-        raise typer.Exit(1)
-
-
-def fetch_all_raw_videos(
-    wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
-) -> list[str]:
-    """Of these data sets for these tasks; prints and returns a text for each clip whose raw video is not offered.
-
-    Raises:
-        DataError: what failed, once the others are fetched.
-    """
-    missing: list[str] = []
-    failed: list[str] = []
-    for name, task in wanted:
-        try:
-            missing += fetch_raw_videos(name, task, data_dir, raw_from, dry_run)
-        except DataError as error:
-            failed.append(str(error))
-    for text in missing:
-        say(text)
-    if failed:
-        raise DataError("\n".join(failed))
-    return missing
-
-
-def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
-    """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
-    from dsreason.tools.datasets.clip import needed_clips
-    from dsreason.tools.datasets.raw import fetch_raw, plan_raw
-
-    folder = data_dir / task / name
-    if dry_run and not folder.is_dir():
-        say(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
-        return []
-    plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
-    clips = sum(map(len, plan.videos.values()))
-    say(
-        f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
-    )
-    if dry_run:
-        say(f"  by hand: {plan.by_hand}")
-        return []
-    missing = fetch_raw(plan)
-    say(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
-    return missing
-
-
-def show_plan(plan: Plan, with_files: bool) -> None:
-    from dsreason.tools.datasets.fetch import gigabytes
-
-    missing, total = len(plan.missing), len(plan.files)
-    say(
-        f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
-        f"{gigabytes(plan.num_bytes)} ({gigabytes(plan.disk_bytes)} of disk)"
-    )
-    if with_files:
-        wanted = set(plan.missing)
-        for one in plan.files:
-            say(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
-
-
-def advice_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
-    if name not in get_args(CutDataset):
-        return "the repository has no clips of it"
-    options = clip_options(name, task, data_dir)
-    given = {"--repo": repo, "--revision": revision}
-    source = "".join(f" {key} {shlex.quote(value)}" for key, value in given.items() if value)
-    return (
-        "its clips are not on the Hub; get the raw videos and cut them: "
-        f"dsreason data fetch --raw {options}{source}, then dsreason data clip {options}"
-    )
-
-
-def clip_options(name: str, task: Task, data_dir: Path) -> str:
-    return f"--dataset {name} --task {task} --data-dir {shlex.quote(str(data_dir))}"
 
 
 @app.command()
