@@ -133,8 +133,10 @@ def full_parameters(
     trained ones) and hold until the next one is asked for: copy what is kept. At most about `bucket_mb` MiB are whole
     at a time.
     """
-    chosen = [((hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if hf_name(name) not in without]
-    for name, parameter in while_whole(chosen, bucket_mb):
+    named_parameters = [
+        ((hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if hf_name(name) not in without
+    ]
+    for name, parameter in while_whole(named_parameters, bucket_mb):
         yield name, values_of(parameter, master=master)
 
 

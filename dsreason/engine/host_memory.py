@@ -44,12 +44,12 @@ class HostBuffer:
         """Equally long parts, `[bytes]`: here, and of a tensor."""
         begin = 0
         for tensor in tensors:
-            rest = as_bytes(tensor)
-            while len(rest):
+            remaining = as_bytes(tensor)
+            while len(remaining):
                 number, offset = divmod(begin, PIECE)
-                piece = self.pieces[number][offset:][: len(rest)]
-                yield piece, rest[: len(piece)]
-                rest, begin = rest[len(piece) :], begin + len(piece)
+                piece = self.pieces[number][offset:][: len(remaining)]
+                yield piece, remaining[: len(piece)]
+                remaining, begin = remaining[len(piece) :], begin + len(piece)
 
 
 class StagedCopy:

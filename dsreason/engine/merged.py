@@ -40,13 +40,15 @@ def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
     parameters = {hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
     scales = {hf_name(name): scale for name, scale in adapter_scales(engine.module).items()}
     quantized = {
-        f"{hf_name(name)}.weight": one for name, one in engine.module.named_modules() if isinstance(one, NF4Linear)
+        f"{hf_name(name)}.weight": module
+        for name, module in engine.module.named_modules()
+        if isinstance(module, NF4Linear)
     }
     return [
         Weight(
             base_name(name),
             parameter,
-            tuple(parameters[one] for one in adapter_names(name)),
+            tuple(parameters[adapter_name] for adapter_name in adapter_names(name)),
             scales.get(name.removesuffix(f"{BASE}.weight"), 0.0),
             quantized.get(name),
         )
@@ -82,9 +84,9 @@ def unmerged_parameters(
     adapter are whole together, and at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in weights_of(engine) if weight.name not in without]
-    for weight in while_whole([(one, [one.parameter, *one.adapter]) for one in weights], bucket_mb):
+    for weight in while_whole([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):
         delta = None
         if weight.adapter:
-            a, b = (values_of(one, master=master) for one in weight.adapter)
+            a, b = (values_of(adapter_weight, master=master) for adapter_weight in weight.adapter)
             delta = Delta(a, b, weight.scale)
         yield weight.name, weight.values(master=master), delta

@@ -19,14 +19,14 @@ def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
     """What a person should know of a warmup that takes the whole run; None for a shorter one."""
     if warmup_steps(total_steps, optim) < total_steps:
         return None
-    asked = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
+    warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
     is_longer = optim.warmup > total_steps
     length = (
         f"longer than the run ({total_steps}) and is clipped to it"
         if is_longer
         else f"as long as the run ({total_steps})"
     )
-    return f"optim.warmup ({asked}) is {length}: optim.lr is reached in the last step only; lower it"
+    return f"optim.warmup ({warmup}) is {length}: optim.lr is reached in the last step only; lower it"
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:

@@ -36,8 +36,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
     Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one has no others and gives 0.
     """
-    others = rewards.sum(dim=1, keepdim=True) - rewards
-    return _zero_where_equal(rewards - others / (rewards.shape[1] - 1 or 1), rewards)
+    sum_of_others = rewards.sum(dim=1, keepdim=True) - rewards
+    return _zero_where_equal(rewards - sum_of_others / (rewards.shape[1] - 1 or 1), rewards)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ def distillation_advantages(
     if not discount:
         return advantages
     lengths = torch.unique_consecutive(sequence, return_counts=True)[1].tolist()
-    found = []
-    for own in advantages.double().split(lengths):
+    discounted = []
+    for sequence_advantages in advantages.double().split(lengths):
         later = 0.0
-        for value in reversed(own.tolist()):
+        for value in reversed(sequence_advantages.tolist()):
             later = value + discount * later
-            found.append(later)
-        found[-len(own) :] = reversed(found[-len(own) :])
-    return torch.tensor(found, dtype=advantages.dtype, device=advantages.device)
+            discounted.append(later)
+        discounted[-len(sequence_advantages) :] = reversed(discounted[-len(sequence_advantages) :])
+    return torch.tensor(discounted, dtype=advantages.dtype, device=advantages.device)

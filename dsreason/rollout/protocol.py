@@ -187,8 +187,8 @@ class RolloutEngine(Protocol):
         holds other weights than `version`, or none.
         """
         streams = range(len(prompts)) if streams is None else streams
-        found = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
-        return [found[i] for i in range(len(prompts))]
+        completions = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
+        return [completions[i] for i in range(len(prompts))]
 
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]

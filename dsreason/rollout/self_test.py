@@ -64,11 +64,11 @@ def self_test(
     real = run(REAL, weights())
     moved = run(PERTURBED, perturbed(weights()))
     raise_on_all_ranks(unmoved(real, moved, tolerance))
-    again = run(REAL, weights())
-    raise_on_all_ranks(not_restored(real, again, tolerance, "after perturbing, sleeping, waking and syncing"))
+    second_logprobs = run(REAL, weights())
+    raise_on_all_ranks(not_restored(real, second_logprobs, tolerance, "after perturbing, sleeping, waking and syncing"))
     if engine.keeps_weights:
-        again = run(REAL, None)
-        raise_on_all_ranks(not_restored(real, again, tolerance, "after sleeping and waking without a sync"))
+        second_logprobs = run(REAL, None)
+        raise_on_all_ranks(not_restored(real, second_logprobs, tolerance, "after sleeping and waking without a sync"))
     return real
 
 
@@ -113,7 +113,7 @@ def largest_difference(first: Sequence[Completion], second: Sequence[Completion]
 def raise_on_all_ranks(problem: str | None) -> None:
     """SyncError on every rank where any has a problem."""
     by_rank = gather_objects(problem)
-    texts = {text: [rank for rank, found in enumerate(by_rank) if found == text] for text in by_rank if text}
+    texts = {text: [rank for rank, rank_text in enumerate(by_rank) if rank_text == text] for text in by_rank if text}
     if texts:
-        found = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
-        raise SyncError(f"self-test of the rollout engine: {found}")
+        problems = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
+        raise SyncError(f"self-test of the rollout engine: {problems}")

@@ -72,7 +72,7 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     """
     model: nn.Module = runner.model
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
-    seen = {tensor.untyped_storage().data_ptr() for tensor in restored}
+    restored_storages = {tensor.untyped_storage().data_ptr() for tensor in restored}
     memory: dict[str, list[Tensor]] = {}
     for tensor in all_tensors():
         storage = tensor.untyped_storage()
@@ -80,9 +80,9 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
             address = storage.data_ptr()
         except RuntimeError:  # a wrapper that torch's compiler has left: no memory of its own
             continue
-        if address in seen or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
+        if address in restored_storages or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
-        seen.add(address)
+        restored_storages.add(address)
         # Bytes of its own: vLLM's tensors are made in inference mode, and nothing else may write to such.
         memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
@@ -95,6 +95,6 @@ def all_tensors() -> Iterator[Tensor]:
     objects = gc.get_objects()
     if frozen:
         gc.freeze()
-    for one in objects:
-        if type(one) in (Tensor, nn.Parameter) and one.device.type != "meta" and one.layout == torch.strided:
-            yield one
+    for owner in objects:
+        if type(owner) in (Tensor, nn.Parameter) and owner.device.type != "meta" and owner.layout == torch.strided:
+            yield owner

@@ -130,8 +130,8 @@ class TransformersEngine(RolloutEngine):
         """A batch shares its settings; each prompt is drawn from its own random stream."""
         check_version(version, self.version if self.awake else None)
         for sampling in dict.fromkeys(samplings):
-            asked = [i for i, own in enumerate(samplings) if own == sampling]
-            lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in asked}
+            positions = [i for i, prompt_sampling in enumerate(samplings) if prompt_sampling == sampling]
+            lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in positions}
             for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
                 drawn = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
@@ -260,14 +260,14 @@ def stop_token_ids(path: Path) -> list[int]:
     file = "config.json" if generation is None else "generation_config.json"
     if generation is None:
         generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
-    given = generation.eos_token_id
-    found = given if isinstance(given, list) else [given]
-    if not found or any(type(one) is not int or one < 0 for one in found):
+    eos_token_id = generation.eos_token_id
+    stop_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    if not stop_ids or any(type(stop_id) is not int or stop_id < 0 for stop_id in stop_ids):
         raise CheckpointError(
-            f"{path}: {file} gives {given!r:.100} as eos_token_id, which must be the id of a token, or a list of them; "
+            f"{path}: {file} gives {eos_token_id!r:.100} as eos_token_id, which must be the id of a token, or a list of them; "
             "correct it, or completions would never end"
         )
-    return found
+    return stop_ids
 
 
 class Penalties:

@@ -161,8 +161,8 @@ class VLLMEngine(RolloutEngine):
         frozen = self.sent.keys() & set(names)
         places = [place for place in self.places if place.name in frozen]
         lost = {place.name for place in find_different(places, self.sent, self._group)}
-        whole = complete_layers(self.places, frozen - lost)
-        retained = set.intersection(*gather_objects(whole))
+        complete_names = complete_layers(self.places, frozen - lost)
+        retained = set.intersection(*gather_objects(complete_names))
         if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
             log.info(
@@ -180,8 +180,8 @@ class VLLMEngine(RolloutEngine):
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserved_process_state(self.world):
             try:
-                named = ((self.family.exported_name(name), tensor) for name, tensor in sending)
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+                named_tensors = ((self.family.exported_name(name), tensor) for name, tensor in sending)
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:
                 sending.drain()
             sending.finish()
@@ -221,12 +221,12 @@ class VLLMEngine(RolloutEngine):
             while True:
                 ended: list[RequestOutput] = []
                 with preserved_process_state(self.world):
-                    for number, (request, given) in islice(waiting, self.max_num_seqs - len(running)):
+                    for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
                         running[str(self.llm.request_counter.counter)] = (
                             number  # as outputs call it; enqueue returns another
                         )
                         params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
-                        self.llm.enqueue([given], [params], use_tqdm=False)
+                        self.llm.enqueue([vllm_input], [params], use_tqdm=False)
                     while running and not ended:
                         ended = [output for output in self.llm.llm_engine.step() if output.finished]
                 if not running:
@@ -293,7 +293,7 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[Request]]:
         """What every rank in the group asks. An empty share counts too: the group works as one."""
-        own = [
+        own_requests = [
             Request(
                 prompt.sample.id,
                 prompt.prompt_ids,
@@ -304,13 +304,13 @@ class VLLMEngine(RolloutEngine):
             )
             for prompt, sampling, stream in zip(prompts, samplings, streams, strict=True)
         ]
-        share = (own, version, self.version if self.weights_awake else None)
+        share = (own_requests, version, self.version if self.weights_awake else None)
         shares: list[Any] = [share]
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size
             dist.all_gather_object(shares, share, group=self._group)
-        for _, asked, current in shares:
-            check_version(asked, current)
+        for _, requested_version, current in shares:
+            check_version(requested_version, current)
         return [requests for requests, *_ in shares]
 
     def _check_room(self, requests: list[Request]) -> None:

@@ -66,7 +66,7 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
     digests: dict[int, str] = {}
     inputs = []
     for request in requests:
-        given: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        vllm_input: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.media:
             media: dict[str, list[Medium]] = {}
             names: dict[str, list[str]] = {}
@@ -76,9 +76,9 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
                 kind = "image" if isinstance(medium, Image.Image) else "video"
                 media.setdefault(kind, []).append(medium)
                 names.setdefault(kind, []).append(digests[id(medium)])
-            given |= {"multi_modal_data": media, "multi_modal_uuids": names}
-            given["mm_processor_kwargs"] = {"do_resize": False}
-        inputs.append(given)
+            vllm_input |= {"multi_modal_data": media, "multi_modal_uuids": names}
+            vllm_input["mm_processor_kwargs"] = {"do_resize": False}
+        inputs.append(vllm_input)
     return inputs
 
 

@@ -107,12 +107,12 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Pla
     }
     places, wrong = [], []
     for name, engine_name in zip(names, engine_names(model, names, family), strict=True):
-        whole, part = find_part(model, engine_name, parameters)
-        if whole is None:
+        engine_parameter, part = find_part(model, engine_name, parameters)
+        if engine_parameter is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
             continue
-        layer, parameter = parameters.pop(whole) if part is None else parameters[whole]
-        places.append(Place(name, whole, layer, parameter, rows_of(layer, part)))
+        layer, parameter = parameters.pop(engine_parameter) if part is None else parameters[engine_parameter]
+        places.append(Place(name, engine_parameter, layer, parameter, rows_of(layer, part)))
     fused = {place.engine_name for place in places}
     for engine_name, (layer, parameter) in parameters.items():
         twin = next((p for p in places if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
@@ -131,10 +131,10 @@ def engine_names(model: VLLMModule, names: list[str], family: Family) -> list[st
 
     Its own table names the fused layer, and forgets which part of it a tensor is.
     """
-    found: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
+    engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
         [*map(family.exported_name, names)]
     )
-    return found
+    return engine_names
 
 
 def find_part(
@@ -145,9 +145,9 @@ def find_part(
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
         for number, part in enumerate(parts):
-            whole = name.replace(f".{part}.", f".{fused}.")
-            if part != fused and whole != name and whole in parameters:
-                return whole, number
+            fused_name = name.replace(f".{part}.", f".{fused}.")
+            if part != fused and fused_name != name and fused_name in parameters:
+                return fused_name, number
     return None, None
 
 
@@ -204,10 +204,12 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
     """
     if not places:
         return []
-    found = torch.stack([fingerprint(*engine_values(place)) for place in places]).cpu()
-    dist.all_reduce(found, group=group)
+    fingerprints = torch.stack([fingerprint(*engine_values(place)) for place in places]).cpu()
+    dist.all_reduce(fingerprints, group=group)
     return [
-        place for place, numbers in zip(places, found, strict=True) if not fingerprints_match(numbers, sent[place.name])
+        place
+        for place, numbers in zip(places, fingerprints, strict=True)
+        if not fingerprints_match(numbers, sent[place.name])
     ]
 
 

@@ -57,8 +57,8 @@ class ValidationResult:
 
     def summary(self, step: int) -> str:
         """`validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`."""
-        shown = {"loss": "val/loss", "reward": "val/reward/mean"}
-        texts = [f"{name} {self.metrics[key]:.4f}" for name, key in shown.items() if key in self.metrics]
+        summary_keys = {"loss": "val/loss", "reward": "val/reward/mean"}
+        texts = [f"{name} {self.metrics[key]:.4f}" for name, key in summary_keys.items() if key in self.metrics]
         if "val/accuracy" in self.metrics:
             modalities = sorted({answer.modality for answer in self.answers if answer.correct is not None})
             parts = ", ".join(f"{name} {self.metrics[f'val/accuracy/{name}']:.1%}" for name in modalities)
@@ -70,14 +70,14 @@ class ValidationResult:
         if not world.is_main or not self.answers:
             return
         write_rows(output_dir / "validation" / f"{step_name(step)}.jsonl", map(vars, self.answers))
-        shown = [answer for answer in self.answers if answer.row in self.sheets]
-        if shown:
+        answers_with_sheets = [answer for answer in self.answers if answer.row in self.sheets]
+        if answers_with_sheets:
             metrics.log_text(
                 step,
                 "val/answers",
-                "\n\n".join(describe(a.prompt, a.completion, a.reference, a.correct) for a in shown),
+                "\n\n".join(describe(a.prompt, a.completion, a.reference, a.correct) for a in answers_with_sheets),
             )
-            metrics.log_images(step, "val/answers", [self.sheets[answer.row] for answer in shown])
+            metrics.log_images(step, "val/answers", [self.sheets[answer.row] for answer in answers_with_sheets])
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -95,7 +95,7 @@ def describe(prompt: str, completion: str, reference: str | None, correct: bool 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
     """`val/accuracy`, and `val/accuracy/<name>` of each modality and kind; of the answers that have a reference."""
-    found: dict[str, list[bool]] = {}
+    outcomes: dict[str, list[bool]] = {}
     for answer in answers:
         if answer.correct is None:
             continue
@@ -103,8 +103,8 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
         if answer.kind is not None:
             names.append(f"val/accuracy/{answer.kind}")
         for name in dict.fromkeys(names):  # a kind may be called like a modality
-            found.setdefault(name, []).append(answer.correct)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+            outcomes.setdefault(name, []).append(answer.correct)
+    return {name: sum(values) / len(values) for name, values in sorted(outcomes.items())}
 
 
 def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:

@@ -33,10 +33,10 @@ class Arithmetic:
         belong to no sample: padding, and media that only keep ranks in step.
         """
         computed = all_sum(sum(batch.input_ids.numel() for batch in batches))
-        found = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}
+        metrics = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}
         if self.peak is not None:
-            found["perf/mfu"] = all_sum(self.flops.step(work)) / self.ranks_per_row / seconds / self.peak
-        return found
+            metrics["perf/mfu"] = all_sum(self.flops.step(work)) / self.ranks_per_row / seconds / self.peak
+        return metrics
 
 
 def arithmetic_of(engine: DeepSpeedEngine, world: World) -> Arithmetic:

@@ -18,8 +18,8 @@ MOST_ROWS = 256
 
 def rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
     """`{"count": 2560, "digest": "…"}`: of the number of rows and what up to 256 of them, evenly spaced, say."""
-    found = [content(row) for row in evenly(count, MOST_ROWS)]
-    text = json.dumps(found, sort_keys=True, default=str)
+    contents = [content(row) for row in evenly(count, MOST_ROWS)]
+    text = json.dumps(contents, sort_keys=True, default=str)
     return {"count": count, "digest": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
 
 

@@ -74,24 +74,26 @@ class FiniteCheck:
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return metrics
-        what = f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
+        description = (
+            f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
+        )
         if self.rule == "stop":
             saved = self.folder / step_name(step)
-            shown = [list(b.ids) for b in batches if isinstance(b, Batch)] if names is None else names()
+            sample_names = [list(b.ids) for b in batches if isinstance(b, Batch)] if names is None else names()
             with errors_on_all_ranks():
-                self._save(batches, shown, saved, what)
+                self._save(batches, sample_names, saved, description)
             raise DsReasonError(
-                f"{what}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
+                f"{description}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
                 'train.on_nonfinite = "skip"'
             )
         self.in_a_row += 1
         if self.in_a_row == MAX_SKIPPED:
-            raise DsReasonError(f"{what}, as in the {MAX_SKIPPED - 1} steps before; lower optim.lr")
+            raise DsReasonError(f"{description}, as in the {MAX_SKIPPED - 1} steps before; lower optim.lr")
         if math.isfinite(norm):
-            log.warning("%s: the gradient is finite and was applied", what)
+            log.warning("%s: the gradient is finite and was applied", description)
         else:
             self.skipped += 1
-            log.warning("%s: skipped, the weights stay as they were", what)
+            log.warning("%s: skipped, the weights stay as they were", description)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return finite | {"train/skipped_steps": float(self.skipped)}
 
@@ -117,14 +119,17 @@ class FiniteCheck:
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    found = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
+    tensors = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
     if batch.attention_mask is not None:
-        found["attention_mask"] = batch.attention_mask
+        tensors["attention_mask"] = batch.attention_mask
     if batch.segments:  # start, length, and the parent's number or -1
-        rows = [(one.start, one.length, -1 if one.parent is None else one.parent) for one in batch.segments]
-        found["segments"] = torch.tensor(rows)
+        rows = [
+            (segment.start, segment.length, -1 if segment.parent is None else segment.parent)
+            for segment in batch.segments
+        ]
+        tensors["segments"] = torch.tensor(rows)
     if batch.part is not None:  # the pixels are this rank's: frames of so many patches a side
-        found["part"] = torch.tensor((batch.part.start, batch.part.end))
+        tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
-            found["part_grids"] = batch.part.media.grids
-    return found | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}
+            tensors["part_grids"] = batch.part.media.grids
+    return tensors | {f"{kind}_numbers": torch.tensor(numbers) for kind, numbers in batch.media_numbers.items()}

@@ -80,17 +80,17 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 def adapter_notes(optim: OptimConfig) -> list[str]:
     """What a person should know of settings that do not fit adapters; one text each, none of them an error."""
-    found = []
+    missing = []
     if optim.lr < LOW_ADAPTER_LR:
-        found.append(
+        missing.append(
             f"optim.lr ({optim.lr:g}) is low for adapters, which take about ten times the rate of all weights: they will hardly "
             "move; leave it out, or set 1e-5 or more"
         )
     if optim.weight_decay:
-        found.append(
+        missing.append(
             f"optim.weight_decay ({optim.weight_decay:g}) draws adapters to zero, and the model back to its base; 0 is usual"
         )
-    return found
+    return missing
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
@@ -140,7 +140,7 @@ def check_deepspeed(config: JobConfig) -> None:
 
 def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
     """The smallest parts of a configuration that DeepSpeed rejects by themselves: key, value and error of each."""
-    found = []
+    problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
         for outer in reversed(path):
@@ -148,8 +148,8 @@ def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[
         error = deepspeed_error({"train_micro_batch_size_per_gpu": 1} | document)
         if error is not None:
             inside = rejected_parts(value, (*path, key)) if isinstance(value, dict) else []
-            found += inside or [((*path, key), value, error)]
-    return found
+            problems += inside or [((*path, key), value, error)]
+    return problems
 
 
 def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
@@ -161,11 +161,11 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
 
 
 def advice(path: tuple[str, ...]) -> str:
-    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    if len(path) == 2 and path[0] == "zero_optimization" and path[1] not in known:
+    known_keys = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    if len(path) == 2 and path[0] == "zero_optimization" and path[1] not in known_keys:
         if path[1] in REMOVED_ZERO:
             return f"DeepSpeed has removed this key; remove it ({REMOVED_ZERO[path[1]]})"
-        near = nearest(path[1], known, cutoff=0.8)
+        near = nearest(path[1], known_keys, cutoff=0.8)
         return f"did you mean {near}?" if near else "correct or remove it"
     return "correct or remove it"
 

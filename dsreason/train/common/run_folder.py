@@ -63,11 +63,11 @@ def open_output_dir(
             "the same hosts only, with as many ranks; all else is on the first host",
             output_dir,
         )
-    whole = [str(target.address) for target in config.checkpoint.targets if "checkpoint" in target.include]
-    if world.folder_ranks and whole:
+    checkpoint_targets = [str(target.address) for target in config.checkpoint.targets if "checkpoint" in target.include]
+    if world.folder_ranks and checkpoint_targets:
         raise ConfigError(
-            f"checkpoint.upload_include: no host has a whole checkpoint to upload to {' and '.join(whole)} in its own "
-            f'{output_dir}; leave "checkpoint" out, or give a folder that all hosts share'
+            f"checkpoint.upload_include: no host has a whole checkpoint to upload to {' and '.join(checkpoint_targets)} in "
+            f'its own {output_dir}; leave "checkpoint" out, or give a folder that all hosts share'
         )
     checkpoint = choose_common(checkpoints, resume, world)
     if checkpoint is None and resume is not None and world.is_main:
@@ -80,25 +80,28 @@ def find_folders(output_dir: Path, world: World) -> World:
 
     ConfigError on every rank where a host cannot make it.
     """
-    own = output_dir / f".seen_{broadcast_object(secrets.token_hex(4))}_{world.rank}"
+    own_mark = output_dir / f".seen_{broadcast_object(secrets.token_hex(4))}_{world.rank}"
     with errors_on_all_ranks():
         try:
             if world.local_rank == 0:
                 output_dir.mkdir(parents=True, exist_ok=True)
-                own.touch()
+                own_mark.touch()
         except OSError as cause:
             host = socket.gethostname()
             raise ConfigError(f"{output_dir}: cannot be made on {host}: {cause}; choose another") from cause
-    marks = [mark for mark in gather_objects(own if world.local_rank == 0 else None) if mark is not None]
+    marks = [mark for mark in gather_objects(own_mark if world.local_rank == 0 else None) if mark is not None]
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen = gather_objects([mark for mark in marks if mark.exists()])
+    seen_marks = gather_objects([mark for mark in marks if mark.exists()])
     if world.local_rank == 0:
-        own.unlink()
-    if all(found == marks for found in seen):
+        own_mark.unlink()
+    if all(rank_marks == marks for rank_marks in seen_marks):
         return world
-    return replace(world, folder_ranks=tuple(rank for rank, found in enumerate(seen) if found == seen[world.rank]))
+    return replace(
+        world,
+        folder_ranks=tuple(rank for rank, rank_marks in enumerate(seen_marks) if rank_marks == seen_marks[world.rank]),
+    )
 
 
 def start_state(
@@ -123,9 +126,9 @@ def start_state(
         on_rank_zero(lambda: check_base(checkpoint, adapter))
     state = load_checkpoint(engine, checkpoint, world, with_frozen=with_frozen)
     log.info("resumed from %s", checkpoint)
-    own = Path(str(config.output_dir)) / "checkpoints"
-    on_one_rank_per_folder(world, lambda: set_newer_aside(own, checkpoint))
-    if checkpoint.resolve().parent == own.resolve() and state.best_name == config.checkpoint.best_metric:
+    own_checkpoints = Path(str(config.output_dir)) / "checkpoints"
+    on_one_rank_per_folder(world, lambda: set_newer_aside(own_checkpoints, checkpoint))
+    if checkpoint.resolve().parent == own_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best so far is another metric's, or its checkpoint lies in another run's folder.
     return replace(state, best_metric=None, best_step=None)
@@ -137,14 +140,16 @@ def compare_rows(checkpoint: Path | None, now: Mapping[str, Any]) -> dict[str, A
     record = run_record(checkpoint.parent.parent) if checkpoint is not None else None
     then = record.get("rows") if record is not None else None
     began = {**now, **then} if isinstance(then, dict) else dict(now)
-    for part, found in now.items():
-        if began[part] != found:
+    for part, current in now.items():
+        if began[part] != current:
             count = began[part].get("count") if isinstance(began[part], dict) else None
-            what = f"{count} then, {found['count']} now" if count != found["count"] else "as many, with other content"
+            difference = (
+                f"{count} then, {current['count']} now" if count != current["count"] else "as many, with other content"
+            )
             log.warning(
                 "the %s rows are not those that this run began with (%s): it does not end as it would have; put the data back, "
                 "or begin a new run from its export",
-                *(part, what),
+                *(part, difference),
             )
     return began
 

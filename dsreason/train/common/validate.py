@@ -65,8 +65,8 @@ def validate(
     metrics = {} if loss is None else {"val/loss": loss}
     if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
-    found = answer_rows(sampler, held_out, version=version, progress=progress, scorer=scorer)
-    return replace(found, metrics=metrics | found.metrics)
+    answers = answer_rows(sampler, held_out, version=version, progress=progress, scorer=scorer)
+    return replace(answers, metrics=metrics | answers.metrics)
 
 
 def answer_rows(
@@ -119,8 +119,8 @@ class HeldOut(Generic[C]):
         """What `use` makes of each group's usable rows, in worker processes. Raises on all ranks when one has a bad row."""
         groups = self.groups()
         read = partial(read_rows, self.dataset, use)
-        found = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
-        for rows, items in zip(groups, found, strict=True):
+        groups_read = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
+        for rows, items in zip(groups, groups_read, strict=True):
             bad = [item for item in items if isinstance(item, DataError)]
             with errors_on_all_ranks():
                 if refused := first_fatal(bad, self.config):
@@ -140,8 +140,8 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advanc
     was_training = policy_engine.training
     policy_engine.eval()
     total, num_tokens, num_rows = 0.0, 0, 0
-    for found in held_out.read(encoder.encode):
-        samples = [sample for _, sample in found]
+    for encoded_rows in held_out.read(encoder.encode):
+        samples = [sample for _, sample in encoded_rows]
         for batch in align_micro_batches(
             [samples] if samples else [], encoder, gather_objects, packing=held_out.config.train.packing
         ):
@@ -198,10 +198,12 @@ def read_prompts(
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
     """Each group's rows; where they need a reference answer, those that have none are done with."""
     encoder = held_out.encoder
-    for found in held_out.read(encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)):
-        asked = [item for item in found if not need_reference or reference_of(item[1].sample) is not None]
-        advance((len(found) - len(asked)) * held_out.world.size)
-        yield asked
+    for encoded_rows in held_out.read(
+        encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)
+    ):
+        questions = [item for item in encoded_rows if not need_reference or reference_of(item[1].sample) is not None]
+        advance((len(encoded_rows) - len(questions)) * held_out.world.size)
+        yield questions
 
 
 def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
@@ -215,8 +217,8 @@ def score(
     if scorer is None:
         return [{} for _ in completions]
     scores = score_completions(scorer, prompts, completions, sampling)
-    named = {"": scores.total, **scores.by_function}
-    return [{name: float(values[i]) for name, values in named.items()} for i in range(len(completions))]
+    scores_by_name = {"": scores.total, **scores.by_function}
+    return [{name: float(values[i]) for name, values in scores_by_name.items()} for i in range(len(completions))]
 
 
 def to_answer(

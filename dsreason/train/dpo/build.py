@@ -122,10 +122,10 @@ def open_reference(
         return RowReference()
     model = on_rank_zero(lambda: model_fingerprint(job.model_path))
     if config.dpo.reference_file is not None:
-        given = on_rank_zero(partial(read_given, config.dpo.reference_file))
+        given_reference = on_rank_zero(partial(read_given, config.dpo.reference_file))
         if job.world.rank == 0:
-            given.tell_other_model(model)
-        return given
+            given_reference.tell_other_model(model)
+        return given_reference
     stored = on_rank_zero(lambda: open_stored(job.output_dir, job.checkpoint, model))
     trained = {row for step in range(order.num_steps) for row in order.indices(step)}
     held_out = evenly(len(rows.validation), config.validation.max_samples)

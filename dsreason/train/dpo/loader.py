@@ -101,9 +101,9 @@ class PairLoader(StepLoader):
 
     def _step_batches(self, step: int, share: Share, waited: float) -> StepPairs:
         assert isinstance(share, PairShare)
-        found = super()._step_batches(step, share, waited)
-        missing = len(found.micro_batches) - len(share.pairs)
-        return StepPairs(**vars(found), pairs=[*share.pairs, *[()] * missing])
+        step_batches = super()._step_batches(step, share, waited)
+        missing = len(step_batches.micro_batches) - len(share.pairs)
+        return StepPairs(**vars(step_batches), pairs=[*share.pairs, *[()] * missing])
 
 
 def pair_loader(

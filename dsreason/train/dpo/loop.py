@@ -42,8 +42,8 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
     run.count_step(epoch=engine.global_steps / dpo.steps_per_epoch, extra=saved_baseline)
     if "dpo/chosen" in metrics and (warning := dpo.watch.look(metrics["dpo/chosen"], metrics["dpo/accuracy"])):
         log.warning("%s", warning)
-    shown = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}
-    show_batches(run, dpo.arithmetic, batches, metrics, shown, seconds=seconds)
+    progress_values = {name: metrics[key] for name, key in SHOWN.items() if key in metrics}
+    show_batches(run, dpo.arithmetic, batches, metrics, progress_values, seconds=seconds)
 
 
 def dpo_step(

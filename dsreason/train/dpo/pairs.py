@@ -46,15 +46,15 @@ class Pair:
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
         """As they are packed: with their prompt as parent, or each behind its own copy."""
         both = [self.chosen, self.rejected]
-        return both if share_prompt else [joined(one) for one in both]
+        return both if share_prompt else [joined(sample) for sample in both]
 
     def size(self, config: DPOConfig) -> int:
         """Tokens of a forward of it alone, padding included."""
-        own = [len(self.chosen), len(self.rejected)]
+        own_lengths = [len(self.chosen), len(self.rejected)]
         prompt = len(self.chosen.parent or ())
         if not config.train.packing:
-            return 2 * (prompt + max(own))
-        return sum(own) + (prompt if config.shares_prompts else 2 * prompt)
+            return 2 * (prompt + max(own_lengths))
+        return sum(own_lengths) + (prompt if config.shares_prompts else 2 * prompt)
 
 
 class PairEncoder(Encoder):
@@ -65,19 +65,19 @@ class PairEncoder(Encoder):
         prompt, better, worse = conversations(sample)
         _, segments = self._prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
-        answers = [self._answer(prompt_ids, one)[0] for one in (better, worse)]
+        answers = [self._answer(prompt_ids, conversation)[0] for conversation in (better, worse)]
         check_differ(sample, *answers)
         return self._count(prompt, segments) + sum(map(len, answers))
 
     def encode_pair(self, sample: Sample) -> Pair:
         """DataError names the sample; SampleTooLong where it has more than `max_length` tokens."""
         prompt, better, worse = conversations(sample)
-        given = given_logprobs(sample)
+        reference_logprobs = given_logprobs(sample)
         encoded = self.encode_prompt(prompt)
         chosen, rejected = self.encode_answer(encoded, better), self.encode_answer(encoded, worse)
         check_differ(sample, chosen.input_ids.tolist(), rejected.input_ids.tolist())
         self.check_length(sample, len(encoded.encoded) + len(chosen) + len(rejected))
-        return Pair(sample.id, chosen, rejected, fingerprint(encoded, chosen, rejected), given)
+        return Pair(sample.id, chosen, rejected, fingerprint(encoded, chosen, rejected), reference_logprobs)
 
 
 def pair_encoder(encoder: Encoder) -> PairEncoder:
@@ -118,7 +118,7 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
 def common_beginning(better: Sequence[Message], worse: Sequence[Message]) -> int:
     """How many messages both begin with."""
     pairs = zip(better, worse, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(better), len(worse)))
+    return next((i for i, (better_id, other) in enumerate(pairs) if better_id != other), min(len(better), len(worse)))
 
 
 def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
@@ -133,13 +133,15 @@ def same_answer(sample: Sample) -> DataError:
 
 def given_logprobs(sample: Sample) -> tuple[float, float] | None:
     """What the row says the reference gives both answers; None where it says nothing."""
-    found = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
-    if not found:
+    logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
+    if not logprobs:
         return None
     for name in GIVEN:
-        if not is_logprob(found.get(name)):
-            raise DataError(f"sample {sample.id!r}: field {name!r} is {found.get(name)!r:.100}; it must be {LOGPROB}")
-    return float(found[GIVEN[0]]), float(found[GIVEN[1]])
+        if not is_logprob(logprobs.get(name)):
+            raise DataError(
+                f"sample {sample.id!r}: field {name!r} is {logprobs.get(name)!r:.100}; it must be {LOGPROB}"
+            )
+    return float(logprobs[GIVEN[0]]), float(logprobs[GIVEN[1]])
 
 
 def is_logprob(value: Any) -> bool:
@@ -148,8 +150,8 @@ def is_logprob(value: Any) -> bool:
 
 def fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedSample) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for one in (prompt.encoded, chosen, rejected):
-        digest.update(b"%d " % len(one) + one.input_ids.numpy().tobytes())
+    for sample in (prompt.encoded, chosen, rejected):
+        digest.update(b"%d " % len(sample) + sample.input_ids.numpy().tobytes())
     for medium in prompt.media:
         digest.update(medium.tobytes() if isinstance(medium, Image.Image) else medium[0].tobytes())
     return digest.hexdigest()

@@ -27,15 +27,15 @@ def check(config: DPOConfig) -> None:
     training, validation = open_datasets(config.data)
     check_best_metric(config, validation)
     check_steps(step_order(training, config), config)
-    given = partial(check_given, config, file)
-    check_dataset("training", training, encoder, config, given)
-    check_dataset("validation", validation, encoder, config, given)
+    check_file = partial(check_given, config, file)
+    check_dataset("training", training, encoder, config, check_file)
+    check_dataset("validation", validation, encoder, config, check_file)
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
     """ConfigError where it is asked for, and nothing is held out."""
-    given = config.checkpoint.model_fields_set
-    if len(validation) == 0 and "best_metric" in given and config.checkpoint.keep_best:
+    set_keys = config.checkpoint.model_fields_set
+    if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
             f"checkpoint.best_metric ({config.checkpoint.best_metric}) is measured on held-out rows, and there are none; set "
             "data.validation, or remove it"

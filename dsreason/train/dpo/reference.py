@@ -105,30 +105,30 @@ class GivenReference:
     def of(self, pair: PairFacts) -> tuple[float, float]:
         if problem := self.problem(pair.id, pair.fingerprint):
             raise DataError(f"{pair.where} (sample {pair.id!r}): {problem}")
-        found = self.by_id[pair.id]
-        return found.chosen, found.rejected
+        line = self.by_id[pair.id]
+        return line.chosen, line.rejected
 
     def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
         """Why the row cannot be used, as far as is known without its fingerprint."""
-        found = self.by_id.get(row_id)
-        if found is None:
+        line = self.by_id.get(row_id)
+        if line is None:
             return f"dpo.reference_file ({self.file}) has no line of this id; add it"
-        if None not in (fingerprint, found.fingerprint) and fingerprint != found.fingerprint:
+        if None not in (fingerprint, line.fingerprint) and fingerprint != line.fingerprint:
             return (
                 f"the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, there "
-                f"{found.fingerprint}); put data, processor and data.vision back, give the file of these rows, or set "
+                f"{line.fingerprint}); put data, processor and data.vision back, give the file of these rows, or set "
                 'dpo.reference = "model"'
             )
         return None
 
     def tell_other_model(self, model: str) -> None:
         """Where it was measured with another model than the one of this fingerprint, which training begins with."""
-        if others := sorted(self.models - {model}):
+        if other_models := sorted(self.models - {model}):
             log.warning(
                 "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training begins with (%s): "
                 'log-ratios do not begin at 0; if that is not meant, set dpo.reference = "model"',
                 self.file,
-                " and ".join(others),
+                " and ".join(other_models),
                 model,
             )
 
@@ -157,29 +157,29 @@ class StoredReference:
         return as_tensor([self.of(pair, part) for pair in one.pairs], engine)
 
     def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
-        found = self.rows.get((part, pair.row))
-        if found is None or found.fingerprint != pair.fingerprint:
+        row = self.rows.get((part, pair.row))
+        if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
                 f"{pair.where} (sample {pair.id!r}): the row is not as it was when {self.file} was measured; put the data back, "
                 "or start a new run in another --output-dir"
             )
-        return found.chosen, found.rejected
+        return row.chosen, row.rejected
 
     def missing(self, part: str, rows: Iterable[int]) -> list[int]:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
         """Add what the engine's weights give these rows, to the file as well. Collective."""
-        own = [one for micro_batch in batch.parts for one in measured(engine, micro_batch, part)]
-        found = [one for rank in world.of_groups(gather_objects(own)) for one in rank]
-        for one in found:
-            if not math.isfinite(one.chosen + one.rejected):
+        own_rows = [row for micro_batch in batch.parts for row in measured(engine, micro_batch, part)]
+        rows = [row for rank in world.of_groups(gather_objects(own_rows)) for row in rank]
+        for row in rows:
+            if not math.isfinite(row.chosen + row.rejected):
                 raise DataError(
-                    f"{part} row {one.row + 1} (sample {one.id!r}): the reference gives its answers the log-probabilities "
-                    f"{one.chosen} and {one.rejected}; look at the model and the row"
+                    f"{part} row {row.row + 1} (sample {row.id!r}): the reference gives its answers the log-probabilities "
+                    f"{row.chosen} and {row.rejected}; look at the model and the row"
                 )
-            self.rows[part, one.row] = one
-        on_rank_zero(partial(append, self.file, found))
+            self.rows[part, row.row] = row
+        on_rank_zero(partial(append, self.file, rows))
 
 
 def measured(engine: DeepSpeedEngine, one: MicroBatch, part: str) -> list[Measured]:
@@ -214,20 +214,20 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     """
     file = output_dir / FILE
     places = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
-    found = next((place for place in places if place.is_file()), None)
-    lines = [] if found is None else read_lines(found, REMOVE)
+    existing_file = next((place for place in places if place.is_file()), None)
+    lines = [] if existing_file is None else read_lines(existing_file, REMOVE)
     then = lines[0][1].get("model") if lines else model
     if then != model and checkpoint is not None:
         raise ConfigError(
-            f"model.path is another model than the reference of this run was measured with (fingerprint {model}, in {found} "
-            f"{then}); put the model back, or start a new run in another --output-dir"
+            f"model.path is another model than the reference of this run was measured with (fingerprint {model}, in "
+            f"{existing_file} {then}); put the model back, or start a new run in another --output-dir"
         )
     if then != model:
-        log.warning("%s was measured with another model; it is made anew", found)
+        log.warning("%s was measured with another model; it is made anew", existing_file)
         lines = []
     rows = [as_measured(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))
-    return StoredReference(file, {(one.part, one.row): one for one in rows})
+    return StoredReference(file, {(row.part, row.row): row for row in rows})
 
 
 def as_measured(line: dict[str, Any], where: str) -> Measured:
@@ -240,7 +240,7 @@ def as_measured(line: dict[str, Any], where: str) -> Measured:
 
 def append(file: Path, rows: Iterable[Measured]) -> None:
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(asdict(one)) + "\n" for one in rows)
+        lines.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
@@ -252,7 +252,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         content = file.read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
-    found, lines = [], content.splitlines()
+    rows, lines = [], content.splitlines()
     unfinished = len(lines) if content.startswith(START) and not content.endswith(b"\n") else 0
     for number, line in enumerate(lines, start=1):
         where = f"{file}, line {number}"
@@ -266,8 +266,8 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
             raise DataError(f"{where}: not JSON ({parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
             raise DataError(f"{where}: not an object; {advice}")
-        found.append((where, value))
-    return found
+        rows.append((where, value))
+    return rows
 
 
 def read_given(path: str) -> GivenReference:
@@ -279,16 +279,16 @@ def read_given(path: str) -> GivenReference:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"dpo.reference_file {file.absolute()}: {instead_of_file(file)}")
-    found = GivenReference(path)
+    reference = GivenReference(path)
     for where, line in read_lines(file, "correct it"):
         if line.keys() == {"model"}:
-            found.models.add(str(line["model"]))
+            reference.models.add(str(line["model"]))
             continue
         if "id" not in line or not all(is_logprob(line.get(name)) for name in VALUES):
             raise DataError(f"{where}: must have id, chosen and rejected, each of the two {LOGPROB}; is {line!r:.200}")
         key = str(line["id"])
-        given = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
-        other = found.by_id.setdefault(key, given)
-        if (other.chosen, other.rejected) != (given.chosen, given.rejected):
+        given_line = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
+        other = reference.by_id.setdefault(key, given_line)
+        if (other.chosen, other.rejected) != (given_line.chosen, given_line.rejected):
             raise DataError(f"{where}: the id {key!r} is there twice with other values; give each row an id")
-    return found
+    return reference

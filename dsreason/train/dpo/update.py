@@ -54,7 +54,7 @@ def reference_logprobs(
 ) -> list[Tensor]:
     """By micro-batch, see `Reference.logprobs`. Collective; an error on one rank is raised on all."""
     with record_phase("ref_logprobs"), errors_on_all_ranks(), torch.no_grad():
-        return [reference.logprobs(engine, one, name) for one in parts]
+        return [reference.logprobs(engine, part, name) for part in parts]
 
 
 def accumulate_gradients(
@@ -70,22 +70,24 @@ def accumulate_gradients(
     Returns the pairs of all ranks, on the CPU.
     """
     parts, settings = batches.parts, settings_of(config, baseline)
-    found = []
-    for i, (one, ref) in enumerate(
+    all_pairs = []
+    for i, (micro_batch, ref) in enumerate(
         zip(parts, reference_logprobs(engine, reference, parts, "training"), strict=True)
     ):  # every rank runs the same number: forwards are collectives
         with record_phase("forward"):
-            pairs = pairs_of(engine(one.batch.to(engine.device)), one.lengths.to(engine.device), ref)
+            pairs = pairs_of(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
             loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
         add_gradient(engine, loss.float(), world.size, last=i == len(parts) - 1)
-        found.append(pairs)
-    return gather_pairs(found, world)
+        all_pairs.append(pairs)
+    return gather_pairs(all_pairs, world)
 
 
 def gather_pairs(found: Sequence[Pairs], world: World) -> Pairs:
     """Those of all ranks as one, detached and on the CPU. Collective."""
-    own = [torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in found]).tolist() for name in NAMES]
-    ranks = world.of_groups(gather_objects(own))
+    own_values = [
+        torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in found]).tolist() for name in NAMES
+    ]
+    ranks = world.of_groups(gather_objects(own_values))
     columns = [torch.tensor(sum((rank[i] for rank in ranks), []), dtype=torch.float64) for i in range(len(NAMES))]
     return Pairs(*columns)
 

@@ -37,13 +37,11 @@ class PreferenceResult:
 
     def summary(self, step: int) -> str:
         """`validation at step 60: loss 0.1234, margin 2.31, preferences 93.8 %, accuracy 90.6 %`."""
-        found = self.metrics
-        text = (
-            f"validation at step {step}: loss {found['val/loss']:.4f}, margin {found['val/margin']:.2f}, preferences "
-        )
-        text += f"{found['val/preference_accuracy']:.1%}"
-        if "val/accuracy" in found:
-            text += f", accuracy {found['val/accuracy']:.1%}"
+        metrics = self.metrics
+        text = f"validation at step {step}: loss {metrics['val/loss']:.4f}, margin {metrics['val/margin']:.2f}, preferences "
+        text += f"{metrics['val/preference_accuracy']:.1%}"
+        if "val/accuracy" in metrics:
+            text += f", accuracy {metrics['val/accuracy']:.1%}"
         return text.replace("%", " %")
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:

@@ -83,8 +83,8 @@ def check_answer(
 
 def no_option(answer: str, options: dict[str, str]) -> str | None:
     letter = parse(answer, "reasoning").answer
-    known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
-    return None if known or not options else f"none of the options {', '.join(options)}"
+    is_known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
+    return None if is_known or not options else f"none of the options {', '.join(options)}"
 
 
 def no_number(answer: str, options: dict[str, str]) -> str | None:

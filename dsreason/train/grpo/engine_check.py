@@ -59,12 +59,12 @@ def check_engine(
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
     micro_batches = cut(rollouts, config, encoder)
     logprobs = current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)  # greedy ones are reported at 1
-    own = [
+    own_prompts = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
         for difference in mismatch.mismatches(micro_batch.rollouts, values)
     ]
-    differences = [difference for part in gather_objects(own) for difference in part]
+    differences = [difference for part in gather_objects(own_prompts) for difference in part]
     metrics = mismatch.metrics_of(differences)
     by_modality = ", ".join(
         f"{name.rpartition('/')[2]} {value:.2g}"

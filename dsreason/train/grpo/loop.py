@@ -189,8 +189,8 @@ def finish_step(
     batches = [micro_batch.batch for micro_batch in micro_batches]
     metrics |= grpo.arithmetic.metrics(work, batches, metrics["time/train"])
     rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
-    own = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
-    num_tokens = sum(job.world.of_groups(gather_objects(own)))
+    own_tokens = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
+    num_tokens = sum(job.world.of_groups(gather_objects(own_tokens)))
     metrics |= rollout_metrics
     names = SHOWN if config.reward.functions else SHOWN_OF_TEACHER
     run.show_step(

@@ -50,14 +50,14 @@ class Mismatch:
 
 def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     """One for each rollout of a micro-batch, whose tokens have the trainer's `logprobs` `[N]`, rollout after rollout."""
-    found, start = [], 0
+    mismatches, start = [], 0
     logprobs = logprobs.double().cpu()
     for rollout in rollouts:
         engine = torch.tensor(rollout.completion.logprobs, dtype=torch.float64)
         trainer = logprobs[start : start + len(engine)]
         start += len(engine)
         apart = (trainer - engine).abs()
-        found.append(
+        mismatches.append(
             Mismatch(
                 id=rollout.prompt.sample.id,
                 modality=modality_of(rollout.prompt.sample),
@@ -68,24 +68,27 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
                 at=int(apart.argmax()) if len(engine) else 0,
             )
         )
-    return found
+    return mismatches
 
 
 def metrics_of(found: Sequence[Mismatch]) -> dict[str, float]:
     """`mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob` of every rank's completions, both also by modality."""
-    parts = {f"/{name}": [one for one in found if one.modality == name] for name in sorted({m.modality for m in found})}
+    parts = {
+        f"/{name}": [mismatch for mismatch in found if mismatch.modality == name]
+        for name in sorted({m.modality for m in found})
+    }
     metrics = {}
     for suffix, ones in {**parts, "": found}.items():
-        num_tokens = sum(one.num_tokens for one in ones)
-        metrics[f"mismatch/kl{suffix}"] = sum(one.kl for one in ones) / max(num_tokens, 1)
-        metrics[f"mismatch/max_abs_logprob{suffix}"] = max((one.largest for one in ones), default=0.0)
+        num_tokens = sum(mismatch.num_tokens for mismatch in ones)
+        metrics[f"mismatch/kl{suffix}"] = sum(mismatch.kl for mismatch in ones) / max(num_tokens, 1)
+        metrics[f"mismatch/max_abs_logprob{suffix}"] = max((mismatch.largest for mismatch in ones), default=0.0)
     return metrics
 
 
 def with_few_texts(found: Sequence[Mismatch]) -> list[Mismatch]:
     """For other ranks: only this rank's worst can be among the worst of all, so only they keep their text."""
-    few = set(map(id, worst(found)))
-    return [one if id(one) in few else replace(one, completion="") for one in found]
+    worst_ids = set(map(id, worst(found)))
+    return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in found]
 
 
 def worst(found: Sequence[Mismatch]) -> list[Mismatch]:
@@ -111,7 +114,7 @@ def check(
         file = folder / f"{step_name(step)}.jsonl"
         write_rows(file, map(vars, worst_ones))
         place = f"; the worst are in {file}"
-    names = ", ".join(f"{one.id!r} ({one.modality}, {one.mean:.3g})" for one in worst_ones[:3])
+    names = ", ".join(f"{mismatch.id!r} ({mismatch.modality}, {mismatch.mean:.3g})" for mismatch in worst_ones[:3])
     text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
     if not kl <= config.mismatch_stop:
         raise MismatchError(

@@ -90,9 +90,9 @@ def check_engine_choice(config: GRPOConfig) -> None:
 def check_distillation(config: GRPOConfig) -> None:
     """ConfigError where dynamic sampling would leave out what a teacher has to say."""
     if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
-        chosen = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
+        setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
-            f"{chosen} replaces groups of equal rewards, and distill.teacher says something about every completion; set "
+            f"{setting} replaces groups of equal rewards, and distill.teacher says something about every completion; set "
             "grpo.dynamic_sampling = false"
         )
 

@@ -47,7 +47,7 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """References that neither the run nor one of its checkpoints, those being written included, goes on with."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(named_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
-    needed = {step_name(reset_step(one, every)) for one in steps}
+    needed = {step_name(reset_step(step, every)) for step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
@@ -69,11 +69,11 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
     reference.load(folder, family_of(reference.engine.module.model.config.model_type).rename)
-    own = output_dir / "reference" / folder.name
-    if own.resolve() != folder:
+    saved_folder = output_dir / "reference" / folder.name
+    if saved_folder.resolve() != folder:
 
         def copy() -> None:
-            remove(own)
-            shutil.copytree(folder, own)
+            remove(saved_folder)
+            shutil.copytree(folder, saved_folder)
 
         on_rank_zero(copy)

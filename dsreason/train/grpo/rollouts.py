@@ -117,21 +117,23 @@ def with_advantages(
     The groups are numbered in the order of their places, and `advantages_of` (`[P, G]` → `[P, G]`) gets all of them. The
     rollouts of the others are not trained and have advantage 0.
     """
-    own = [
+    own_rewards = [
         (group[0].place, [rollout.reward for rollout in group])
         for group, keep in zip(groups, usable, strict=True)
         if keep
     ]
-    trained = sorted(item for part in exchange(own) for item in part)[:wanted]
-    chosen: dict[PromptPlace, tuple[int, list[float]]] = {}
+    trained = sorted(item for part in exchange(own_rewards) for item in part)[:wanted]
+    trained_groups: dict[PromptPlace, tuple[int, list[float]]] = {}
     if trained:
         table = advantages_of(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))
-        chosen = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
-    found = []
+        trained_groups = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
+    advantaged = []
     for group in groups:
-        number, advantages = chosen.get(group[0].place) or (None, [0.0] * len(group))
-        found += [replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)]
-    return found
+        number, advantages = trained_groups.get(group[0].place) or (None, [0.0] * len(group))
+        advantaged += [
+            replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)
+        ]
+    return advantaged
 
 
 def join_group(
@@ -143,13 +145,15 @@ def join_group(
         prompts: all of these ranks'. Each has them, so that only what belongs to the completions is exchanged.
         exchange: among these ranks.
     """
-    own = [
+    own_rollouts = [
         {name: value for name, value in vars(rollout).items() if name != "prompt"}
         for rollout in rollouts
         if rollout.group is not None
     ]
-    joined = sorted((found for part in exchange(own) for found in part), key=itemgetter("place"))
-    return [Rollout(prompt=prompts[found["place"]], **found) for found in joined]
+    joined = sorted(
+        (rollout_fields for part in exchange(own_rollouts) for rollout_fields in part), key=itemgetter("place")
+    )
+    return [Rollout(prompt=prompts[fields["place"]], **fields) for fields in joined]
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:

@@ -53,20 +53,24 @@ class RolloutSampler:
 
     def sample(self, step: int) -> SampledRollouts:
         """Sample with the policy as it is after `step`; with dynamic sampling, until enough groups can be trained. Collective."""
-        config, wanted, dynamic = self.config.grpo, self.config.grpo.prompts_per_step, self.objective.dynamic_sampling
+        config, num_prompts, dynamic = (
+            self.config.grpo,
+            self.config.grpo.prompts_per_step,
+            self.objective.dynamic_sampling,
+        )
         sampled, groups = SampledRollouts(), list[Group]()
         with self.sampler.awake(version=step) as engine:
             for _ in range(1 + config.max_refills if dynamic else 1):
                 prompts = self.next_prompts(sampled)
                 groups += self.sample_groups(engine, prompts.part(self.world.row_part), step, sampled)
                 usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
-                if all_sum(sum(usable)) >= wanted:
+                if all_sum(sum(usable)) >= num_prompts:
                     break
         sampled.metrics |= self.sampler.times
         sampled.metrics["rollout/tokens_per_second"] = (
             sampled.metrics["rollout/tokens"] / sampled.metrics["time/generate"]
         )
-        sampled.rollouts = with_advantages(groups, usable, wanted, self.objective.advantages, gather_objects)
+        sampled.rollouts = with_advantages(groups, usable, num_prompts, self.objective.advantages, gather_objects)
         return sampled
 
     def next_prompts(self, sampled: SampledRollouts) -> Prompts:

@@ -35,9 +35,9 @@ def show_rollouts(
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
-    own = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
+    own_lines = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
     sheets = contact_sheets(sampled.rollouts, config, world.size) if is_due else []
-    parts = gather_objects((own, sheets, sampled.reward_sums))
+    parts = gather_objects((own_lines, sheets, sampled.reward_sums))
     rows = [row for part, *_ in parts for row in part]
     means = summarise(rows, config.grpo.num_generations)
     means |= reward_means([sums for *_, part in parts for sums in part])
@@ -98,9 +98,11 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
 
 def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
     """`reward/<function>/<metric>`: the mean over the calls that gave it."""
-    names = sorted({name for one in sums for name in one})
-    found = {name: [one[name] for one in sums if name in one] for name in names}
-    return {f"reward/{name}": sum(t for t, _ in pairs) / sum(n for _, n in pairs) for name, pairs in found.items()}
+    names = sorted({name for rank_sums in sums for name in rank_sums})
+    values_by_name = {name: [rank_sums[name] for rank_sums in sums if name in rank_sums] for name in names}
+    return {
+        f"reward/{name}": sum(t for t, _ in pairs) / sum(n for _, n in pairs) for name, pairs in values_by_name.items()
+    }
 
 
 def contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:

@@ -66,7 +66,9 @@ class TeacherModel:
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        return [self.engine(one.batch.to(self.engine.device), 1.0, self.banned_ids) for one in micro_batches]
+        return [
+            self.engine(micro_batch.batch.to(self.engine.device), 1.0, self.banned_ids) for micro_batch in micro_batches
+        ]
 
 
 def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
@@ -109,8 +111,8 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, before: M
 def find_teacher(config: GRPOConfig) -> Path:
     """The teacher's local folder; downloads or builds it where needed. Safe on several ranks at once."""
     assert config.distill.teacher is not None
-    given = {"path": config.distill.teacher, "revision": config.distill.revision}
-    model = ModelConfig.model_validate(given | {"trust_remote_code": config.model.trust_remote_code})
+    model_settings = {"path": config.distill.teacher, "revision": config.distill.revision}
+    model = ModelConfig.model_validate(model_settings | {"trust_remote_code": config.model.trust_remote_code})
     return resolve_model(model, cache_dir() / "models")
 
 
@@ -133,12 +135,13 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
     check_vocabularies(where, teacher.tokenizer.get_vocab(), student.processor.tokenizer.get_vocab())
     if student.family.vision is not None:
         for kind in ("image_processor", "video_processor"):
-            mine, theirs = (getattr(one, kind).to_dict() for one in (student.processor, teacher))
+            settings = [getattr(processor, kind).to_dict() for processor in (student.processor, teacher)]
             for name in PIXELS_AS:
-                if mine.get(name) != theirs.get(name):
+                of_student, of_teacher = (processor_settings.get(name) for processor_settings in settings)
+                if of_student != of_teacher:
                     raise ConfigError(
-                        f"{where}: its {kind} has {name} {theirs.get(name)}, that of model.path {mine.get(name)}: it would be "
-                        "shown other pixels than it was trained on; take a teacher of the same kind"
+                        f"{where}: its {kind} has {name} {of_teacher}, that of model.path {of_student}: it would be shown "
+                        "other pixels than it was trained on; take a teacher of the same kind"
                     )
 
 
@@ -149,8 +152,11 @@ def check_vocabularies(where: str, teacher: Mapping[str, int], student: Mapping[
     )
     if differing:
         token, _ = differing[0]
-        found = [f"no {token!r}" if token not in one else f"{token!r} as {one[token]}" for one in (teacher, student)]
+        descriptions = [
+            f"no {token!r}" if token not in vocabulary else f"{token!r} as {vocabulary[token]}"
+            for vocabulary in (teacher, student)
+        ]
         raise ConfigError(
-            f"{where}: its vocabulary is another one than model.path's: the teacher has {found[0]}, the student {found[1]} "
-            f"({len(differing)} such entries); log-probabilities of the same ids would be those of other texts"
+            f"{where}: its vocabulary is another one than model.path's: the teacher has {descriptions[0]}, the student "
+            f"{descriptions[1]} ({len(differing)} such entries); log-probabilities of the same ids would be those of other texts"
         )

@@ -65,16 +65,16 @@ class TeacherServer:
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Those that compute rows together have the same rollouts, and ask for some of them each."""
-        rollouts = [rollout for one in micro_batches for rollout in one.rollouts]
+        rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
         with errors_on_all_ranks(), ThreadPoolExecutor(self.concurrency) as threads:
-            own = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
-        found: list[list[float]] = [[]] * len(rollouts)
-        for number, theirs in enumerate(gather_in_group(own, self.world)):
-            found[number :: part.total] = theirs
-        values = iter(found)
-        by_batch = [[value for _ in one.rollouts for value in next(values)] for one in micro_batches]
-        return [torch.tensor(one, dtype=torch.float32).to(self.world.device) for one in by_batch]
+            own_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
+        all_logprobs: list[list[float]] = [[]] * len(rollouts)
+        for number, rank_logprobs in enumerate(gather_in_group(own_logprobs, self.world)):
+            all_logprobs[number :: part.total] = rank_logprobs
+        values = iter(all_logprobs)
+        by_batch = [[value for _ in micro_batch.rollouts for value in next(values)] for micro_batch in micro_batches]
+        return [torch.tensor(batch_logprobs, dtype=torch.float32).to(self.world.device) for batch_logprobs in by_batch]
 
 
 class Client:
@@ -101,8 +101,8 @@ class Client:
 
         DsReasonError where there is no answer, or one that does not fit.
         """
-        asked = {"model": self.config.server_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        body, attempt = json.dumps(asked).encode(), 0
+        request = {"model": self.config.server_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        body, attempt = json.dumps(request).encode(), 0
         while True:
             try:
                 _, answer = self.server.post(body, {"Content-Type": "application/json"}, self.config.time_limit)
@@ -129,12 +129,12 @@ class Client:
 
 def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
     """Of all tokens but the first; ValueError where the answer does not fit them."""
-    found = Answer.model_validate_json(answer).choices[0].prompt_logprobs
-    if len(found) != len(ids):
-        raise ValueError(f"entries of {len(found)} tokens instead of {len(ids)}")
+    entries = Answer.model_validate_json(answer).choices[0].prompt_logprobs
+    if len(entries) != len(ids):
+        raise ValueError(f"entries of {len(entries)} tokens instead of {len(ids)}")
     tokens = []
-    for place, (number, said) in enumerate(zip(ids[1:], found[1:], strict=True), start=1):
-        token = (said or {}).get(str(number))
+    for place, (number, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
+        token = (entry or {}).get(str(number))
         if token is None:
             raise ValueError(f"nothing of token {place}, whose id is {number}")
         if not LOWEST < token.logprob < ROUNDING:
@@ -153,13 +153,14 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
     except DsReasonError as error:
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):
-        own = tokenizer.decode([number])
-        if UNREADABLE in own or token.decoded_token is None:  # a part of a character
+        decoded = tokenizer.decode([number])
+        if UNREADABLE in decoded or token.decoded_token is None:  # a part of a character
             continue
-        if token.decoded_token != own:
+        if token.decoded_token != decoded:
             raise ConfigError(
                 f"distill.teacher ({client.server.place}): the server's vocabulary is another one than model.path's: token "
-                f"{number} is {client.server.quoted(token.decoded_token)!r} there and {own!r} here; serve a model with the same"
+                f"{number} is {client.server.quoted(token.decoded_token)!r} there and {decoded!r} here; serve a model "
+                "with the same"
             )
 
 

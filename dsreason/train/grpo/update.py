@@ -47,7 +47,7 @@ def current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
     """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
-    return [engine(one.batch.to(engine.device), temperature, banned_ids) for one in micro_batches]
+    return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
 def add_fixed_logprobs(
@@ -61,11 +61,13 @@ def add_fixed_logprobs(
     """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
 
     def measured(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
-        found = []
+        completed_steps = []
         for step in steps:
             logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
-            found.append([add(one, values) for one, values in zip(step, logprobs, strict=True)])
-        return found
+            completed_steps.append(
+                [add(micro_batch, values) for micro_batch, values in zip(step, logprobs, strict=True)]
+            )
+        return completed_steps
 
     if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
         with record_phase("old_logprobs"):
@@ -77,8 +79,8 @@ def add_fixed_logprobs(
         with record_phase("teacher_logprobs"):
             steps = [
                 [
-                    replace(one, teacher_logprobs=values)
-                    for one, values in zip(step, teacher.logprobs(step), strict=True)
+                    replace(micro_batch, teacher_logprobs=values)
+                    for micro_batch, values in zip(step, teacher.logprobs(step), strict=True)
                 ]
                 for step in steps
             ]
@@ -93,7 +95,7 @@ def accumulate_gradients(
     Returns the metrics, and of every rank's completions how their log-probabilities differ between engine and trainer.
     """
     objective = objective_of(config.grpo)
-    lengths = [rollout.completion.num_sampled for one in micro_batches for rollout in one.rollouts]
+    lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
     counts = GlobalCounts(
         num_tokens=sum(world.of_groups(gather_objects(sum(lengths)))),
         num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),
@@ -106,36 +108,40 @@ def accumulate_gradients(
     if micro_batches[0].teacher_logprobs is not None:
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
-    for i, one in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
+    for i, micro_batch in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
         with record_phase("forward"):
-            logprobs, entropy = engine(one.batch.to(engine.device), config.rollout.temperature, banned_ids, True)
-        flat = flatten(one.rollouts, engine.device)
-        old = logprobs.detach() if one.old_logprobs is None else one.old_logprobs
+            logprobs, entropy = engine(
+                micro_batch.batch.to(engine.device), config.rollout.temperature, banned_ids, True
+            )
+        flat = flatten(micro_batch.rollouts, engine.device)
+        old = logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs
         correction = None
         if objective.correction is not None:
             correction = objective.correction(old - flat.rollout_logprobs, flat.sequence)
-        penalty = objective.penalty(logprobs, one.ref_logprobs, old, entropy)
+        penalty = objective.penalty(logprobs, micro_batch.ref_logprobs, old, entropy)
         advantages = flat.advantages
-        if one.teacher_logprobs is not None:
-            told = distillation_advantages(one.teacher_logprobs, old, flat.sequence, discount=config.distill.discount)
-            advantages = advantages + config.distill.coef * told
+        if micro_batch.teacher_logprobs is not None:
+            teacher_advantages = distillation_advantages(
+                micro_batch.teacher_logprobs, old, flat.sequence, discount=config.distill.discount
+            )
+            advantages = advantages + config.distill.coef * teacher_advantages
         inputs = LossInputs(logprobs, old, advantages, flat.sequence, counts, correction, penalty)
         result = objective.loss(inputs)
         add_gradient(engine, result.loss, world.size, last=i == len(micro_batches) - 1)
         terms["train/loss"].append(result.loss.detach())
         terms["policy/clip_fraction"].append(result.clipped.sum())
         terms["policy/entropy"].append(entropy.detach().sum())
-        if one.ref_logprobs is not None:
-            terms["policy/kl"].append(k3(logprobs.detach(), one.ref_logprobs).sum())
-        if one.teacher_logprobs is not None:
-            terms["distill/kl"].append((old - one.teacher_logprobs).sum())
+        if micro_batch.ref_logprobs is not None:
+            terms["policy/kl"].append(k3(logprobs.detach(), micro_batch.ref_logprobs).sum())
+        if micro_batch.teacher_logprobs is not None:
+            terms["distill/kl"].append((old - micro_batch.teacher_logprobs).sum())
         trainer_logprobs.append(old)
     sums = {name: sum(map(float, values)) for name, values in terms.items()}
-    found: list[Mismatch] = []
-    for one, values in zip(micro_batches, trainer_logprobs, strict=True):
-        found += mismatches(one.rollouts, values)
-    everywhere = world.of_groups(gather_objects((sums, with_few_texts(found))))
+    found_mismatches: list[Mismatch] = []
+    for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True):
+        found_mismatches += mismatches(micro_batch.rollouts, values)
+    everywhere = world.of_groups(gather_objects((sums, with_few_texts(found_mismatches))))
     totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
-    found = [one for _, part in everywhere for one in part]
+    found_mismatches = [mismatch for _, part in everywhere for mismatch in part]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(found)}, found
+    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(found_mismatches)}, found_mismatches

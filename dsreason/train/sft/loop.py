@@ -33,8 +33,8 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch)
-    shown = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
-    show_batches(run, sft.arithmetic, batches, metrics, shown, seconds=seconds)
+    progress_values = {"loss": metrics["train/loss"]} if "train/loss" in metrics else {}
+    show_batches(run, sft.arithmetic, batches, metrics, progress_values, seconds=seconds)
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
