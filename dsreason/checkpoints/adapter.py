@@ -122,10 +122,10 @@ def adapter_weights(
         CheckpointError: the base model is not what it was, or has no such weight.
     """
     source = Path(saved.state.model_path)
-    if (found := model_fingerprint(source)) != adapter.fingerprint:
+    if (source_fingerprint := model_fingerprint(source)) != adapter.fingerprint:
         raise CheckpointError(
             f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, which has other files now (fingerprint "
-            f"{found} instead of {adapter.fingerprint}); put the base model back"
+            f"{source_fingerprint} instead of {adapter.fingerprint}); put the base model back"
         )
     trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
     trained = {
@@ -136,7 +136,7 @@ def adapter_weights(
     family = family_of(model_config(source).model_type)
     weights = find_weights(source, family.rename, inside=family.weight_folders)
     lacking = [name for name in map(base_name, names) if name not in weights.places]
-    lacking += [one for name in names for one in adapter_names(name) if one not in trained]
+    lacking += [adapter_name for name in names for adapter_name in adapter_names(name) if adapter_name not in trained]
     lacking += [
         name for name in names if adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
     ]
@@ -147,7 +147,7 @@ def adapter_weights(
     for name in names:
         delta = None
         if pair := adapter_names(name):
-            a, b = (trained[one] for one in pair)
+            a, b = (trained[adapter_name] for adapter_name in pair)
             delta = Delta(a, b, adapter.scales[name.removesuffix(f"{BASE}.weight")])
         weight = base[base_name(name)]
         if adapter.quantize is not None and is_quantized(base_name(name), family.modules.text_layers):

@@ -180,10 +180,10 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
         "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
         "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
     }
-    found = [f"{what}: {listed(sorted(names), 3, separator=', ')}" for what, names in differences.items() if names]
-    if found:
+    problems = [f"{kind}: {listed(sorted(names), 3, separator=', ')}" for kind, names in differences.items() if names]
+    if problems:
         raise CheckpointError(
-            f"{path}: parameters differ: {'; '.join(found)}; set model.path, model.freeze and lora as they were"
+            f"{path}: parameters differ: {'; '.join(problems)}; set model.path, model.freeze and lora as they were"
         )
     check_stage(path, saved, int(engine.zero_optimization_stage()))
 
@@ -248,18 +248,18 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
     Raises:
         CheckpointError: there is none that all hosts have, and some have one.
     """
-    chosen = on_rank_zero(lambda: choose_checkpoint(folder, resume))
+    checkpoint = on_rank_zero(lambda: choose_checkpoint(folder, resume))
     if not world.folder_ranks or resume is None:
-        return chosen
-    inside = folder if chosen is None else chosen.parent
+        return checkpoint
+    inside = folder if checkpoint is None else checkpoint.parent
     complete = gather_objects([path.name for path in complete_checkpoints(inside)])
     common = set(complete[0]).intersection(*complete)
-    if not any(complete) or (chosen is not None and chosen.name in common):
-        return chosen
+    if not any(complete) or (checkpoint is not None and checkpoint.name in common):
+        return checkpoint
     if not common or Path(resume).name.startswith(PREFIX):
-        found = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
+        complete_steps = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
         raise CheckpointError(
             f"--resume {resume}: {inside} is another folder on every host, and no checkpoint to go on from is complete in all "
-            f"of them ({found}); start on the hosts that wrote them, or with another --output-dir"
+            f"of them ({complete_steps}); start on the hosts that wrote them, or with another --output-dir"
         )
     return max((inside / name for name in common), key=named_step)

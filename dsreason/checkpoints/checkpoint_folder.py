@@ -108,10 +108,10 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
     path = Path(resume)
     if not path.name.startswith(PREFIX):
         inside = path if path.name == "checkpoints" else path / "checkpoints"
-        found = find_checkpoint(inside)
-        if found is None:
+        newest = find_checkpoint(inside)
+        if newest is None:
             raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
-        path = found
+        path = newest
     check_complete(path)
     return path
 
@@ -145,16 +145,16 @@ def exported_step(export: Path) -> int | None:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
     except OSError:
         return None
-    found = re.search(rf"^\| {STEPS} \| ([0-9]{{1,18}}) \|$", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    steps_row = re.search(rf"^\| {STEPS} \| ([0-9]{{1,18}}) \|$", text, re.MULTILINE)
+    return int(steps_row[1]) if steps_row else None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Oldest step first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=named_step)
+    complete = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
+    return sorted(complete, key=named_step)
 
 
 def unfinished_steps(folder: Path) -> list[int]:
@@ -326,9 +326,9 @@ def prune_exports(
     """The same of exports `step_N` of a run at `step`. Those of later steps count as the oldest: the run was resumed at an
     earlier step and does not go on from them. Nothing depends on the times of files, as a clock may be set back. One of
     another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
-    found = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
-    found.sort(key=lambda export: (named_step(export) <= step, named_step(export)))
-    prune(found, keep, spared)
+    exports = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
+    exports.sort(key=lambda export: (named_step(export) <= step, named_step(export)))
+    prune(exports, keep, spared)
 
 
 def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:

@@ -85,9 +85,9 @@ class SnapshotEngine(TorchCheckpointEngine):
             return
         lacking = beside + max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
         host = socket.gethostname()
-        found = gather_objects((host, lacking, available_bytes()))  # measured before any rank begins to copy
-        here = [(size, left) for name, size, left in found if name == host]
-        needed, free = sum(size for size, _ in here), min(left for _, left in here)
+        hosts = gather_objects((host, lacking, available_bytes()))  # measured before any rank begins to copy
+        here = [(size, available) for name, size, available in hosts if name == host]
+        needed, free = sum(size for size, _ in here), min(available for _, available in here)
         if needed and SPARE_MEMORY * needed > free:
             log.info(
                 "the ranks of %s need %.1f GiB for copies of their checkpoint, and %.1f GiB are free there: training waits "
@@ -302,12 +302,12 @@ def all_ranks_arrive(world: World) -> bool:
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S
-    found = False
+    arrived = False
     with contextlib.suppress(dist.DistError):  # whoever holds the store has ended
         store.set(keys[world.rank], "")
-        while not (found := store.check(keys)) and time.monotonic() < deadline:
+        while not (arrived := store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.05)
-    return found
+    return arrived
 
 
 def outcome(future: Future[None]) -> str | None:

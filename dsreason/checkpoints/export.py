@@ -36,10 +36,10 @@ HEADER_BYTES = 160
 
 def parse_size(text: str) -> int:
     """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts. ConfigError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
-    if found is None or float(found[1]) == 0:
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
+    if size is None or float(size[1]) == 0:
         raise ConfigError(f"max-shard-size ({text}) is not a size; write 500MB or 4GB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(size[1]) * UNITS[size[2]])
 
 
 def write_model_folder(

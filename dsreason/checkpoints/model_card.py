@@ -58,7 +58,7 @@ def model_card(
     bases, datasets = origins(config)
     validated = validation_metrics(run / "metrics.jsonl", step)
     results = [accuracy("held-out rows", validated["val/accuracy"])] if "val/accuracy" in validated else []
-    results += [accuracy(f"{one.dataset} ({one.answer_type})", one.value) for one in scores]
+    results += [accuracy(f"{score.dataset} ({score.answer_type})", score.value) for score in scores]
     name, command = run.absolute().name, record.get("command", [])
     data = ModelCardData(
         base_model=bases,
@@ -126,7 +126,7 @@ def read_card(folder: Path) -> ModelCardData | None:
 
 def as_list(value: Any) -> list[str]:
     """The texts in a field of a header, which may be one text, a list of them, or anything that a person wrote."""
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
 def validation_metrics(file: Path, step: int) -> dict[str, float]:

@@ -72,16 +72,16 @@ def sliced_tensors(
 ) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
     """Name, parts rank by rank, and shape of every parameter."""
     ranks = range(saved.world_size)
-    wanted = untrained(saved) if with_frozen else []
+    untrained_names = untrained(saved) if with_frozen else []
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
     if saved.zero_stage == 3:
         models = [load_model_file(checkpoint, rank, 3) for rank in ranks]
         trained = trained_slices_stage3(states, models[0]["param_shapes"])
-        frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in wanted}
+        frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in untrained_names}
     else:
         model = load_model_file(checkpoint, 0, saved.zero_stage)
         trained = trained_slices_stage2(states)
-        frozen = {name: [model["module"][name]] for name in wanted}
+        frozen = {name: [model["module"][name]] for name in untrained_names}
     slices = trained | frozen
     for name, described in saved.parameters.items():
         if not (described.trained or with_frozen):
@@ -96,17 +96,17 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
 
     Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
     """
-    if (found := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
+    if (num_files := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
         raise CheckpointError(
-            f"{checkpoint}: has *_optim_states.pt of {found} ranks, and {saved.world_size} have written it; move those of other "
-            "checkpoints away"
+            f"{checkpoint}: has *_optim_states.pt of {num_files} ranks, and {saved.world_size} have written it; move those "
+            "of other checkpoints away"
         )
     for rank in range(saved.world_size):
         with inconsistent_where_unreadable(checkpoint):
             model = load_model_file(checkpoint, rank, saved.zero_stage)
             shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
             mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
-            names = {name for named in (*shapes, *mappings) for name in named}
+            names = {name for mapping in (*shapes, *mappings) for name in mapping}
             foreign = sorted(names - saved.parameters.keys())
         if foreign:
             raise CheckpointError(
@@ -161,19 +161,19 @@ def load_model_file(checkpoint: Path, rank: int, zero_stage: int) -> dict[str, A
 
 def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
     """A file with its tensors left on disk until they are touched."""
-    found = sorted(checkpoint.glob(pattern))
-    if not found:
+    files = sorted(checkpoint.glob(pattern))
+    if not files:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
-    if len(found) > 1:
-        raise CheckpointError(f"{found[0]}: stands beside {found[1].name}; move the one of another checkpoint away")
+    if len(files) > 1:
+        raise CheckpointError(f"{files[0]}: stands beside {files[1].name}; move the one of another checkpoint away")
     try:
-        check_stored(found[0])
+        check_stored(files[0])
         with safe_loading():
-            loaded = torch.load(found[0], map_location="cpu", mmap=True, weights_only=True)
+            loaded = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
     except (*UNREADABLE, BadZipFile) as cause:
-        raise CheckpointError(f"{found[0]}: cannot be read ({cause}); choose another checkpoint") from cause
+        raise CheckpointError(f"{files[0]}: cannot be read ({cause}); choose another checkpoint") from cause
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{found[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
+        raise CheckpointError(f"{files[0]}: holds a {type(loaded).__name__}; choose another checkpoint")
     return loaded
 
 

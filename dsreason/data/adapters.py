@@ -74,10 +74,12 @@ def find_adapter(name: str) -> Adapter:
     """
     target, shipped = name.partition(":")[0], shipped_adapters()
     advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
-    found = find_code(f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice)
-    if "to_sample" not in dir(found):
+    adapter = find_code(
+        f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice
+    )
+    if "to_sample" not in dir(adapter):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
-    return Adapter(name, _with_data(found.to_sample), found.rows if "rows" in dir(found) else read_rows)
+    return Adapter(name, _with_data(adapter.to_sample), adapter.rows if "rows" in dir(adapter) else read_rows)
 
 
 def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:

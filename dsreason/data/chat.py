@@ -142,9 +142,9 @@ class Encoder:
         """
         if self.sees:
             return sample
-        if shown := media_paths(sample.messages):
+        if media_files := media_paths(sample.messages):
             raise DataError(
-                f"sample {sample.id!r} shows {shown[0]}, and {self.family.name} reads text alone; take a vision-language "
+                f"sample {sample.id!r} shows {media_files[0]}, and {self.family.name} reads text alone; take a vision-language "
                 "model, or rows without images and videos"
             )
         return replace(sample, messages=[{**message, "content": joined_text(message)} for message in sample.messages])
@@ -213,14 +213,14 @@ class Encoder:
         path, patch = str(part["video"]), self._temporal_patch
         info = videos.probe_video(path)
         try:
-            chosen = vision.sample_frames(info, part, self._vision, patch)
-            count = len(chosen.indices)
+            frame_choice = vision.sample_frames(info, part, self._vision, patch)
+            count = len(frame_choice.indices)
             limits = self._limits("video")
             size = vision.video_size(info.height, info.width, count, part, limits, self._vision, patch)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        metadata = describe_video(info.num_frames, chosen, info.fps)
-        return PlannedMedium("video", path, size, self._grid(count, size), chosen.indices, metadata)
+        metadata = describe_video(info.num_frames, frame_choice, info.fps)
+        return PlannedMedium("video", path, size, self._grid(count, size), frame_choice.indices, metadata)
 
     @property
     def _vision(self) -> Vision:

@@ -55,15 +55,15 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
             predicting[trained == 0] = segments[parent].end - 1
         targets.append(segments[-1].start + trained)
         predictors.append(predicting)
-    mm_kwargs, numbers = _join([one.mm_kwargs for one in row])
+    mm_kwargs, numbers = _join([sample.mm_kwargs for sample in row])
     return Batch(
         ids=tuple(sample.id for sample in samples),
-        input_ids=torch.cat([one.input_ids for one in row])[None],
+        input_ids=torch.cat([sample.input_ids for sample in row])[None],
         attention_mask=None,
         targets=torch.cat(targets),
         predictors=torch.cat(predictors),
-        position_ids=torch.cat([one.position_ids for one in row], dim=1)[:, None],
-        mm_token_type_ids=torch.cat([one.mm_token_type_ids for one in row])[None],
+        position_ids=torch.cat([sample.position_ids for sample in row], dim=1)[:, None],
+        mm_token_type_ids=torch.cat([sample.mm_token_type_ids for sample in row])[None],
         mm_kwargs=mm_kwargs,
         media_numbers=numbers,
         segments=tuple(segments),
@@ -73,7 +73,9 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
 def by_parent(samples: Sequence[S]) -> list[S]:
     """In order, but those of one parent follow its first."""
     firsts: dict[int, int] = {}
-    order = [firsts.setdefault(i if one.parent is None else id(one.parent), i) for i, one in enumerate(samples)]
+    order = [
+        firsts.setdefault(i if sample.parent is None else id(sample.parent), i) for i, sample in enumerate(samples)
+    ]
     return [samples[i] for i in sorted(range(len(samples)), key=order.__getitem__)]
 
 
@@ -136,10 +138,10 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
         segments.append(Segment(segments[-1].end, len(sample)))
     return replace(
         batch,
-        input_ids=torch.cat([batch.input_ids, *[one.input_ids[None] for one in samples]], dim=1),
-        position_ids=torch.cat([batch.position_ids, *[one.position_ids[:, None] for one in samples]], dim=2),
+        input_ids=torch.cat([batch.input_ids, *[sample.input_ids[None] for sample in samples]], dim=1),
+        position_ids=torch.cat([batch.position_ids, *[sample.position_ids[:, None] for sample in samples]], dim=2),
         mm_token_type_ids=torch.cat(
-            [batch.mm_token_type_ids, *[one.mm_token_type_ids[None] for one in samples]], dim=1
+            [batch.mm_token_type_ids, *[sample.mm_token_type_ids[None] for sample in samples]], dim=1
         ),
         segments=tuple(segments),
     )
@@ -198,10 +200,10 @@ def find_media_tokens(batch: Batch) -> MediaTokens | None:
     for kind, key in GRIDS.items():
         if key not in batch.mm_kwargs:
             continue
-        shown: Sequence[int] = batch.media_numbers.get(kind) or range(len(batch.mm_kwargs[key]))
+        shown_numbers: Sequence[int] = batch.media_numbers.get(kind) or range(len(batch.mm_kwargs[key]))
         offset = sum(map(len, grids))
-        grids.append(batch.mm_kwargs[key][[shown.index(number) for number in range(max(shown) + 1)]])
-        numbers += [offset + number for number in shown]
+        grids.append(batch.mm_kwargs[key][[shown_numbers.index(number) for number in range(max(shown_numbers) + 1)]])
+        numbers += [offset + number for number in shown_numbers]
         indices.append((batch.mm_token_type_ids.flatten() == TOKEN_TYPES[kind]).nonzero().flatten())
     return MediaTokens(torch.cat(grids), tuple(numbers), torch.cat(indices)) if grids else None
 
@@ -219,18 +221,18 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
     numbers: dict[str, tuple[int, ...]] = {}
     distinct = []
     for part in parts:
-        again = set()
+        repeated = set()
         for kind, key in PIXELS.items():
             if key not in part:
                 continue
             pixels, count = id(part[key]), len(part[GRIDS[kind]])
             if pixels in firsts:
-                again.add(key)
+                repeated.add(key)
             else:
                 firsts[pixels] = totals[kind]
                 totals[kind] += count
             numbers[kind] = numbers.get(kind, ()) + tuple(range(firsts[pixels], firsts[pixels] + count))
-        distinct.append({key: value for key, value in part.items() if key not in again})
+        distinct.append({key: value for key, value in part.items() if key not in repeated})
     return join_media(distinct), numbers
 
 

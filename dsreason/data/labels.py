@@ -104,9 +104,13 @@ def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, li
 def share(parts: Sequence[Part], chosen: NDArray[np.bool_], count: int) -> list[Part]:
     """The chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
-    shown = np.cumsum([part.weight * len(own) for part, own in zip(parts, rows, strict=True)])
-    counts = np.diff(np.rint(shown / shown[-1] * count), prepend=0.0)
-    return [Part(own, float(number) / len(own)) for own, number in zip(rows, counts, strict=True) if len(own)]
+    cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
+    counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
+    return [
+        Part(indices, float(number) / len(indices))
+        for indices, number in zip(rows, counts, strict=True)
+        if len(indices)
+    ]
 
 
 def count_labels(by_label: dict[str, list[Part]]) -> dict[str, Label]:
@@ -124,7 +128,7 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
     Raises:
         DataError: a row without a label that is not left out, or no row with one.
     """
-    found: list[str | None] = []
+    labels: list[str | None] = []
     reasons: Counter[str] = Counter()
     examples: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -138,20 +142,20 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
                 raise DataError(f"{where}: data.balance ({data.balance}): {reason}") from error
             reasons[reason] += 1
             examples.setdefault(reason, where)
-            found.append(None)
+            labels.append(None)
         else:
-            found.append(first.setdefault(label_key(label), label))
-    told = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
+            labels.append(first.setdefault(label_key(label), label))
+    summaries = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
     if not first:
-        raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(told)}")
-    if told:
+        raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(summaries)}")
+    if summaries:
         log.warning(
             "data.balance (%s): %d rows have no label and are left out:\n  %s",
             data.balance,
             reasons.total(),
-            listed(told, separator="\n  "),
+            listed(summaries, separator="\n  "),
         )
-    return found
+    return labels
 
 
 def label_key(label: str) -> str:

@@ -148,10 +148,10 @@ class StepLoader:
 
     def _unmeasured(self) -> Iterator[list[int]]:
         """This rank's share of the rows of each step whose length no earlier step has asked for."""
-        asked: set[int] = set()
+        requested: set[int] = set()
         for step in range(self.start_step, self.order.num_steps):
-            new = [row for row in dict.fromkeys(self.order.indices(step)) if row not in asked]
-            asked.update(new)
+            new = [row for row in dict.fromkeys(self.order.indices(step)) if row not in requested]
+            requested.update(new)
             yield new[self.rank :: self.world_size]
 
     def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
@@ -206,19 +206,19 @@ def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_r
     for rank, value in enumerate(values):
         first = rank - rank % ranks_per_row
         if value != values[first]:
-            own, others = ("; ".join(skipped[one]) or "nothing" for one in (first, rank))
+            of_first, of_rank = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
                 f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) and did not "
-                f"read the same: rank {first} leaves out {own}, rank {rank} {others}; look whether the files are being changed, "
-                "or cannot always be read"
+                f"read the same: rank {first} leaves out {of_first}, rank {rank} {of_rank}; look whether the files are being "
+                "changed, or cannot always be read"
             )
     return list(values[::ranks_per_row])
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
     """Each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
-    found = read_rows(dataset, encoder.measure, rows)
-    return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, found, strict=True)]
+    lengths = read_rows(dataset, encoder.measure, rows)
+    return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> Share:
@@ -300,9 +300,9 @@ def in_workers(
                 raise item
             yield item
     except RuntimeError as error:
-        if (told := dead_worker_as_error(error)) is error:
+        if (readable_error := dead_worker_as_error(error)) is error:
             raise
-        raise told from error
+        raise readable_error from error
 
 
 def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:

@@ -103,22 +103,22 @@ def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work
     Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
     (110, 0), (120, 0).
     """
-    found = Work()
+    work = Work()
     for group in groups:
         parents = {id(sample.parent): sample.parent for sample in group if sample.parent is not None}
-        shown = {id(sample): sample for sample in group} | parents
+        by_id = {id(sample): sample for sample in group} | parents
         if packing:
-            found.spans += [(len(parent), 0) for parent in parents.values()]
+            work.spans += [(len(parent), 0) for parent in parents.values()]
         for sample in group:
             before = 0 if sample.parent is None else len(sample.parent)
-            found.spans.append((len(sample), before) if packing else (before + len(sample), 0))
+            work.spans.append((len(sample), before) if packing else (before + len(sample), 0))
             # Nothing predicts the first token of a sample that follows none.
-            found.trained_tokens += int(sample.loss_mask[int(sample.parent is None) :].sum())
-        for sample in shown.values():
+            work.trained_tokens += int(sample.loss_mask[int(sample.parent is None) :].sum())
+        for sample in by_id.values():
             for key in GRIDS.values():
                 if key in sample.mm_kwargs:
-                    found.grids += [(t, h, w) for t, h, w in sample.mm_kwargs[key].tolist()]
-    return found
+                    work.grids += [(t, h, w) for t, h, w in sample.mm_kwargs[key].tolist()]
+    return work
 
 
 def make_batch(samples: Sequence[EncodedSample], *, packing: bool, pad_id: int) -> Batch:

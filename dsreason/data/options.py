@@ -103,8 +103,8 @@ def options_in_question(sample: Sample) -> dict[str, str] | None:
     """Those that the user's last message lists, see `listed_options`; None where `question_kind` is another."""
     if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
         return None
-    asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
-    return listed_options(asked[-1]) if asked else None
+    questions = [text_of(message) for message in sample.messages if message["role"] == "user"]
+    return listed_options(questions[-1]) if questions else None
 
 
 def listed_options(question: str) -> dict[str, str] | None:
@@ -123,8 +123,8 @@ def listed_options(question: str) -> dict[str, str] | None:
                 text = label.string[runs[-1][-1].end() : label.start()]
                 if text.count("(") <= text.count(")"):  # not `A) the van (see B)`
                     runs[-1].append(label)
-    found = [run for run in reversed(runs) if len(run) > 1]
-    for run in sorted(found, key=lambda run: (len(run), run[0].start(1)), reverse=True):
+    long_runs = [run for run in reversed(runs) if len(run) > 1]
+    for run in sorted(long_runs, key=lambda run: (len(run), run[0].start(1)), reverse=True):
         end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
         texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
@@ -147,13 +147,13 @@ def option_letter(answer: str, options: dict[str, str]) -> str | None:
 
     That is inside `<answer>` tags, or behind the thoughts; bold and boxed ones count.
     """
-    given = unicodedata.normalize("NFKC", split_response(answer).answer)
-    if bare(given) not in map(bare, options.values()):
-        given = LEAD.sub("", MARKUP.sub(r"\1", given).strip())
-    lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\s+[-–—]\s|\Z)\s*(.*)", given, re.DOTALL)
+    written = unicodedata.normalize("NFKC", split_response(answer).answer)
+    if bare(written) not in map(bare, options.values()):
+        written = LEAD.sub("", MARKUP.sub(r"\1", written).strip())
+    lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\s+[-–—]\s|\Z)\s*(.*)", written, re.DOTALL)
     if lettered is not None:
         letter = next((letter for letter in options if letter.upper() == lettered[1].upper()), None)
         if letter is not None and (not lettered[2] or bare(lettered[2]) == bare(options[letter])):
             return letter
-    named = [letter for letter, text in options.items() if bare(given) == bare(text)]
-    return named[0] if len(named) == 1 else None
+    letters = [letter for letter, text in options.items() if bare(written) == bare(text)]
+    return letters[0] if len(letters) == 1 else None

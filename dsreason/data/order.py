@@ -25,13 +25,13 @@ class Part:
     @property
     def copies(self) -> tuple[int, int]:
         """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
-        whole = int(self.weight)
-        return whole, round((self.weight - whole) * len(self.rows))
+        num_copies = int(self.weight)
+        return num_copies, round((self.weight - num_copies) * len(self.rows))
 
     @property
     def per_epoch(self) -> int:
-        whole, extra = self.copies
-        return whole * len(self.rows) + extra
+        num_copies, extra = self.copies
+        return num_copies * len(self.rows) + extra
 
 
 class StepOrder:
@@ -79,8 +79,8 @@ class StepOrder:
         random = np.random.default_rng((self.seed, epoch))
         rows = []
         for part in self.parts:
-            whole, extra = part.copies
-            rows += [part.rows] * whole
+            num_copies, extra = part.copies
+            rows += [part.rows] * num_copies
             if extra:
                 rows.append(np.sort(random.choice(part.rows, size=extra, replace=False)))
         order: NDArray[np.int64] = np.concatenate(rows)
@@ -91,5 +91,5 @@ class StepOrder:
 
 def evenly(count: int, limit: int | None) -> list[int]:
     """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
-    chosen = count if limit is None else min(count, limit)
-    return [i * count // chosen for i in range(chosen)]
+    num_chosen = count if limit is None else min(count, limit)
+    return [i * count // num_chosen for i in range(num_chosen)]

@@ -39,8 +39,8 @@ class Prompts:
 
     def part(self, part: PartOf) -> Prompts:
         """Those that one of the ranks asks that have all of them: the second of two has every second one."""
-        own = slice(part.number, None, part.total)
-        return replace(self, prompts=self.prompts[own], numbers=self.numbers[own])
+        own_part = slice(part.number, None, part.total)
+        return replace(self, prompts=self.prompts[own_part], numbers=self.numbers[own_part])
 
 
 @dataclass
@@ -66,9 +66,9 @@ class PromptLoader:
     def __iter__(self) -> Iterator[Prompts]:
         read = partial(read_rows, self.dataset, partial(ask, self.encoder, self.check))
         shares = (self.order.indices(batch)[self._places] for batch in itertools.count(self.start))
-        found = decode_ahead(read, shares, self.config.data)
+        batches = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
-            yield self._prompts(batch, next(found))
+            yield self._prompts(batch, next(batches))
 
     @property
     def _places(self) -> slice:

@@ -98,10 +98,10 @@ def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int]
 
 
 def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
-    shown = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
+    difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
     return (
         f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
-        f"of earlier turns): the assistant's text begins {content[:80]!r}, the template shows {shown}; split the "
+        f"of earlier turns): the assistant's text begins {content[:80]!r}, the template shows {difference}; split the "
         "conversation so that this is its last turn, or change the template"
     )
 

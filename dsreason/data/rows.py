@@ -262,11 +262,11 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
     if suffix in TABLE_BUILDERS:
         files = {"train": [str(path) for path in paths]}
         name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-        whole = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
-        return _load_table(TABLE_BUILDERS[suffix], name, whole, data_files=files)
+        whole_split = data.model_copy(update={"subset": None, "revision": None, "split": "train"})
+        return _load_table(TABLE_BUILDERS[suffix], name, whole_split, data_files=files)
     if suffix not in JSON_SUFFIXES:
-        known = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
-        raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({known} are)")
+        suffixes = ", ".join((*JSON_SUFFIXES, *TABLE_BUILDERS))
+        raise DataError(f"{paths[0]}: files with the suffix {suffix!r} are not supported ({suffixes} are)")
     parts = [_read_json(path) for path in paths]
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
@@ -328,12 +328,12 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     words = {path: set(re.split(r"[^a-zA-Z0-9]+", path.stem)) for path in (*folder.glob("*"), *folder.glob("data/*"))}
     for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
         files = sorted(file for file in words if file.suffix.lower() in suffixes)
-        named = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
-        named = named or [f for f in files if split in words[f]]
-        if named:
-            return named
-        others = {"train", "test", "val", "validation", "valid", "dev", "eval"}
-        if files and split == "train" and not any(others & words[f] for f in files):
+        of_split = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
+        of_split = of_split or [f for f in files if split in words[f]]
+        if of_split:
+            return of_split
+        split_words = {"train", "test", "val", "validation", "valid", "dev", "eval"}
+        if files and split == "train" and not any(split_words & words[f] for f in files):
             return files
         if files:
             raise DataError(f'{folder}: no file for split "{split}" among {", ".join(f.name for f in files[:8])}')

@@ -47,8 +47,8 @@ class Source:
     def media_root(self) -> Path | S3Address:
         """What relative media paths are joined to."""
         if self.config.media_path:
-            given = self.config.media_path
-            return read_address(given) if is_s3(given) else Path(given).expanduser().absolute()
+            media_path = self.config.media_path
+            return read_address(media_path) if is_s3(media_path) else Path(media_path).expanduser().absolute()
         if is_s3(self.config.path):
             address = read_address(self.config.path)
             return address.parent if is_data_file(address.key) else address
@@ -162,10 +162,10 @@ def renamed(row: Any, columns: dict[str, str]) -> Any:
         raise DataError(
             f"data.columns names {', '.join(columns.values())}, and the row is {row!r:.100}; give rows with fields"
         )
-    if missing := [theirs for theirs in columns.values() if theirs not in row]:
+    if missing := [column for column in columns.values() if column not in row]:
         raise DataError(f"data.columns names {missing[0]!r}, and the row has {', '.join(map(str, row))}")
-    kept = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
-    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+    unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
+    return unmapped | {field: row[column] for field, column in columns.items()}
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
@@ -209,15 +209,17 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     """
     check_messages(sample.messages)
     check_options(sample.options)
-    given = list(sample.messages)
-    if sample.answer and not any(message["role"] == "assistant" for message in given):
-        given.append({"role": "assistant", "content": sample.answer})
-    messages = finish_messages(given, config, media_root)
+    messages_given = list(sample.messages)
+    if sample.answer and not any(message["role"] == "assistant" for message in messages_given):
+        messages_given.append({"role": "assistant", "content": sample.answer})
+    messages = finish_messages(messages_given, config, media_root)
     rejected = None
     if sample.rejected is not None:
         check_messages(sample.rejected, "rejected")
         rejected = finish_messages(sample.rejected, config, media_root)
-    return with_options(replace(sample, id=sample.id or first_path(given), messages=messages, rejected=rejected))
+    return with_options(
+        replace(sample, id=sample.id or first_path(messages_given), messages=messages, rejected=rejected)
+    )
 
 
 def finish_messages(given: Sequence[Message], config: SourceConfig, media_root: Path | S3Address) -> list[Message]:
@@ -331,10 +333,10 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     """DataError for media outside of `media_root`, the folder of the data, and our caches of unpacked or downloaded files."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
-    ours: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
+    caches: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
     if data_path and folder.is_dir():
-        ours.append(folder)
-    places = [root, *(os.path.abspath(place) for place in ours)]
+        caches.append(folder)
+    places = [root, *(os.path.abspath(place) for place in caches)]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])

@@ -192,8 +192,8 @@ class MediaTokens:
 
     @property
     def patches_per_token(self) -> int:
-        shown = sum(self.grids[number].prod().item() for number in self.numbers)
-        return int(shown) // len(self.indices)
+        num_patches = sum(self.grids[number].prod().item() for number in self.numbers)
+        return int(num_patches) // len(self.indices)
 
     @property
     def lengths(self) -> list[int]:

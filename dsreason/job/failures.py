@@ -120,9 +120,9 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
 def shared_memory() -> str:
     """How large a small /dev/shm is, through which processes hand data over; "" of an ordinary one."""
     with suppress(OSError):
-        found = shutil.disk_usage(SHARED_MEMORY)
-        if found.total < SMALL_SHARED_MEMORY:
-            return f"{SHARED_MEMORY} has {found.total >> 20} MiB in all (a container gets more by --shm-size=16g)"
+        usage = shutil.disk_usage(SHARED_MEMORY)
+        if usage.total < SMALL_SHARED_MEMORY:
+            return f"{SHARED_MEMORY} has {usage.total >> 20} MiB in all (a container gets more by --shm-size=16g)"
     return ""
 
 
@@ -243,11 +243,11 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
         exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
             agent ends the others with SIGTERM.
     """
-    known = {failure.rank for failure in reports}
+    reported_ranks = {failure.rank for failure in reports}
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
     if has_saved:  # SIGUSR1 came late to the ranks that it ended
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
-    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in known]
+    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
     user_fixable = [failure for failure in reports if failure.user_fixable]

@@ -59,7 +59,9 @@ def cuda_fault() -> str | None:
         usable, count = torch.cuda.is_available(), torch.cuda.device_count()
     if usable or torch.version.cuda is None:
         return None
-    warning = next((text for text in (str(one.message) for one in caught) if text.startswith(WARNING)), None)
+    warning = next(
+        (text for text in (str(caught_warning.message) for caught_warning in caught) if text.startswith(WARNING)), None
+    )
     if warning is None:
         return f"the driver names {count}, and torch sees none" if count else None
     if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one

@@ -63,8 +63,8 @@ def several_hosts() -> bool:
 
 def local_size() -> int:
     """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. A process in no job is one."""
-    given = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
-    return int(next(filter(None, given), "1"))
+    sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
+    return int(next(filter(None, sizes), "1"))
 
 
 def join() -> dist.Store:
@@ -213,18 +213,20 @@ def share_environment() -> None:
     In place of the first host the one where `deepspeed` was called: pdsh starts the ranks there without the variables, too.
     """
     called = shared(caller_environment())
-    mine = called | shared(os.environ)
-    offers = exchange("names", [bool(called), sorted(mine)])
+    own_values = called | shared(os.environ)
+    offers = exchange("names", [bool(called), sorted(own_values)])
     source = next((rank for rank, (is_caller, _) in enumerate(offers) if is_caller), 0)
-    wanted = exchange("wanted", sorted(lacking(offers[source][1], os.environ)))
-    if not any(wanted):
+    wanted_names = exchange("wanted", sorted(lacking(offers[source][1], os.environ)))
+    if not any(wanted_names):
         return
     rank = int(os.environ["RANK"])
-    given = exchange("values", {name: mine[name] for name in set().union(*wanted)} if rank == source else None)[source]
-    os.environ.update({name: given[name] for name in wanted[rank]})
-    if wanted[rank] and os.environ["LOCAL_RANK"] == "0":
+    values = exchange(
+        "values", {name: own_values[name] for name in set().union(*wanted_names)} if rank == source else None
+    )[source]
+    os.environ.update({name: values[name] for name in wanted_names[rank]})
+    if wanted_names[rank] and os.environ["LOCAL_RANK"] == "0":
         say(
-            f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted[rank])}",
+            f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted_names[rank])}",
             err=True,
         )
     exchange("taken", None)
@@ -247,8 +249,8 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 def lacking(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
     """Those of the first host's variables that a host with `environment` takes."""
-    own = set().union(*(together for together in CREDENTIALS if together & environment.keys()))
-    return set(names) - environment.keys() - own
+    own_credentials = set().union(*(together for together in CREDENTIALS if together & environment.keys()))
+    return set(names) - environment.keys() - own_credentials
 
 
 def use_interface(addresses: Sequence[str | None]) -> None:
@@ -257,9 +259,9 @@ def use_interface(addresses: Sequence[str | None]) -> None:
     By itself it takes the one that this host's name stands for: often 127.0.1.1, where no other host finds it.
     """
     peer = next((address for address in addresses if address and interface_of(address) is None), None)
-    found = interface_of(own_address(peer) or "") if peer else None
-    if found:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    interface = interface_of(own_address(peer) or "") if peer else None
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 # One code and one configuration
@@ -285,7 +287,7 @@ def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
 def compare(facts: Mapping[str, Any]) -> None:
     """ConfigError on every rank where a host's facts differ from the first one's. Every rank calls it."""
     entry = (f"{socket.gethostname()} (rank {os.environ['RANK']})", facts) if os.environ["LOCAL_RANK"] == "0" else None
-    differing = differences([found for found in exchange("facts", entry) if found])
+    differing = differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
     if not differing:
         return
     with suppress(DsReasonError, dist.DistError):
@@ -299,10 +301,12 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """One text for each fact that is not the same on all hosts: the first host's value, and the first other one."""
-    (first, facts), *others = hosts
+    (first, facts), *other_hosts = hosts
     texts = []
-    for name in dict.fromkeys(name for _, found in hosts for name in found):
-        differing = [(host, found.get(name)) for host, found in others if found.get(name) != facts.get(name)]
+    for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):
+        differing = [
+            (host, host_facts.get(name)) for host, host_facts in other_hosts if host_facts.get(name) != facts.get(name)
+        ]
         if differing:
             host, value = differing[0]
             count = len(differing) - 1

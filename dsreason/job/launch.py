@@ -217,11 +217,11 @@ def exit_if_failed_before() -> None:
 def agreed(word: str, value: str) -> str:
     """The value of the first rank of this host that comes here, in all ranks and attempts."""
     file = shared_file(word)
-    own = file.with_suffix(f".{os.getpid()}")
-    own.write_text(value)
+    own_file = file.with_suffix(f".{os.getpid()}")
+    own_file.write_text(value)
     with suppress(FileExistsError):
-        os.link(own, file)
-    own.unlink()
+        os.link(own_file, file)
+    own_file.unlink()
     return file.read_text()
 
 
@@ -235,7 +235,7 @@ def shared_file(word: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+    if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
             f"{folder}: is no folder that this user alone can write to; remove it, or set TMPDIR to a folder of your own"
         )

@@ -33,20 +33,20 @@ def end_with_launchers() -> None:
 def launchers() -> list[psutil.Process]:
     """The parent; under `deepspeed` also what is above it up to the runner, or to the sshd where that is on another host,
     and on the runner's host the pdsh that reaches the other hosts."""
-    found = []
+    launchers = []
     with suppress(psutil.Error):
         above: list[psutil.Process] = psutil.Process().parents()
         job = [word for parent in above[:1] for word in parent.cmdline() if word.startswith(JOB)]
         if len(job) != len(JOB):
             return above[:1]
         for process in above:
-            found.append(process)
+            launchers.append(process)
             if not _is_of(process, job):
                 break
         for pdsh in [process for process in psutil.process_iter(["name"]) if process.info["name"] in PDSH]:
             if _is_of(pdsh, job):
-                found += [pdsh, *pdsh.parents()[:1]]
-    return found
+                launchers += [pdsh, *pdsh.parents()[:1]]
+    return launchers
 
 
 def _is_of(process: psutil.Process, job: Sequence[str]) -> bool:

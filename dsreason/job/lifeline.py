@@ -301,24 +301,24 @@ class LifelineServer:
     def _ready(self, selector: selectors.BaseSelector) -> list[Peer]:
         """Who has said something, as soon as somebody has or it is time to decide."""
         seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
-        found = [key.data for key, _ in selector.select(seconds)]
-        if None in found:
+        ready = [key.data for key, _ in selector.select(seconds)]
+        if None in ready:
             with suppress(OSError):
                 connection, _ = self._listener.accept()
                 keep_alive(connection)
                 selector.register(connection, selectors.EVENT_READ, Peer(connection))
-        return [peer for peer in found if peer is not None]
+        return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
         """What a rank says; None where its connection has ended, or it is none of this job."""
-        known = peer in self._peers
+        is_known = peer in self._peers
         try:
             messages = peer.messages()
-            if messages and not known:
+            if messages and not is_known:
                 self._admit(peer, messages.pop(0))
         except (ValueError, TypeError, KeyError, RecursionError):  # no rank of this job
             return None
-        return messages if known or len(peer.received) < HELLO_BYTES else None
+        return messages if is_known or len(peer.received) < HELLO_BYTES else None
 
     def _drop(self, selector: selectors.BaseSelector, peer: Peer) -> None:
         selector.unregister(peer.connection)

@@ -45,18 +45,18 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
     """Rank 0: our own INFO and everybody's warnings. Other ranks: errors. Python warnings: in the file only."""
     if record.name in (CRASH_LOG, "py.warnings"):
         return False
-    ours = record.name.startswith("dsreason")
-    return record.levelno >= (logging.ERROR if rank else logging.INFO if ours else logging.WARNING)
+    is_own = record.name.startswith("dsreason")
+    return record.levelno >= (logging.ERROR if rank else logging.INFO if is_own else logging.WARNING)
 
 
 def once() -> Callable[[logging.LogRecord], bool]:
     """Lets a Python warning through once: libraries under us set the warning filters to "always" and repeat every step."""
-    seen: set[str] = set()
+    logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        before = len(seen)
-        seen.add(record.getMessage())
-        return len(seen) > before
+        before = len(logged)
+        logged.add(record.getMessage())
+        return len(logged) > before
 
     return is_new
 

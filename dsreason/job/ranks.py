@@ -97,15 +97,15 @@ def init_world() -> World:
 
 
 def _describe_single_process() -> None:
-    given = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
-    if not given:
+    set_names = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
+    if not set_names:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(free_port())
         return
     missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
         raise ConfigError(
-            f"environment: {', '.join(sorted(given))} set but {', '.join(sorted(missing))} not; "
+            f"environment: {', '.join(sorted(set_names))} set but {', '.join(sorted(missing))} not; "
             "start with torchrun or deepspeed, or unset them to start plainly"
         )
 
@@ -253,9 +253,9 @@ def errors_on_all_ranks() -> Iterator[None]:
         yield
     except DsReasonError as caught:
         error = caught
-    for found in gather_objects(error):
-        if found is not None:
-            raise found
+    for rank_error in gather_objects(error):
+        if rank_error is not None:
+            raise rank_error
 
 
 @contextmanager

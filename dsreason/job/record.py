@@ -20,13 +20,13 @@ def run_facts(world_size: int) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide the numbers, those that are installed."""
-    found = {"python": platform.python_version()}
+    found_versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            found_versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return found_versions
 
 
 def git_state() -> dict[str, Any] | None:

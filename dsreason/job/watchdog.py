@@ -206,12 +206,12 @@ class Watchdog:
         self._lifeline.say_goodbye()  # the others are asked for their stacks
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
-            *others, main = stacks(self.world.rank)
+            *other_stacks, main = stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {where}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
                 self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
-            self._write("".join([*others, main]))
+            self._write("".join([*other_stacks, main]))
             with suppress(dist.DistError):
                 self._wait_for_others()
         finally:

@@ -73,27 +73,27 @@ def row_layout(segments: Sequence[Segment], device: torch.device, group: Group =
     calls = kernel_calls(segments)
     order = None
     if len(calls) > 1:
-        asked = [call.queries for call in calls if call.queries is not None]
-        order = copy_to_device(torch.cat(asked).argsort(), device)
+        query_lists = [call.queries for call in calls if call.queries is not None]
+        order = copy_to_device(torch.cat(query_lists).argsort(), device)
     return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order, group)
 
 
 def kernel_calls(segments: Sequence[Segment]) -> list[Call]:
     """One call for the samples without a parent, and one for those with one, whose keys begin with the parent's."""
-    roots = [one for one in segments if one.parent is None]
-    children = [one for one in segments if one.parent is not None and one.length]
+    roots = [segment for segment in segments if segment.parent is None]
+    children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
     tokens = torch.cat([places(root) for root in roots])
     starts = starts_of(sizes)
     if not children:
         return [Call(None, None, starts, starts, max(sizes), max(sizes))]
-    seen = [[segments[child.parent], child] for child in children if child.parent is not None]
-    key_sizes = [sum(one.length for one in parts) for parts in seen]
+    visible = [[segments[child.parent], child] for child in children if child.parent is not None]
+    key_sizes = [sum(segment.length for segment in parts) for parts in visible]
     return [
         Call(tokens, tokens, starts, starts, max(sizes), max(sizes)),
         Call(
             queries=torch.cat([places(child) for child in children]),
-            keys=torch.cat([places(one) for parts in seen for one in parts]),
+            keys=torch.cat([places(segment) for parts in visible for segment in parts]),
             query_starts=starts_of([child.length for child in children]),
             key_starts=starts_of(key_sizes),
             longest_query=max(child.length for child in children),
@@ -144,33 +144,36 @@ def text_attention(
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None) -> Tensor:
     """One call of scaled-dot-product attention for each segment."""
     grouped = query.shape[1] != key.shape[1]
-    found = []
-    for one in segments:
-        own = slice(one.start, one.end)
-        asked, keys, values, mask = query[:, :, own], key[:, :, own], value[:, :, own], None
-        if one.parent is not None:
-            seen = slice(segments[one.parent].start, segments[one.parent].end)
-            keys, values = torch.cat([key[:, :, seen], keys], dim=2), torch.cat([value[:, :, seen], values], dim=2)
+    attended = []
+    for segment in segments:
+        own_tokens = slice(segment.start, segment.end)
+        queries, keys, values, mask = query[:, :, own_tokens], key[:, :, own_tokens], value[:, :, own_tokens], None
+        if segment.parent is not None:
+            parent_tokens = slice(segments[segment.parent].start, segments[segment.parent].end)
+            keys, values = (
+                torch.cat([key[:, :, parent_tokens], keys], dim=2),
+                torch.cat([value[:, :, parent_tokens], values], dim=2),
+            )
             # Causal from the lower right: the first token sees the whole parent and itself.
-            mask = torch.ones(asked.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
-            mask = mask.tril(keys.shape[2] - asked.shape[2])
-        found.append(
+            mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+            mask = mask.tril(keys.shape[2] - queries.shape[2])
+        attended.append(
             scaled_dot_product_attention(
-                asked, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
             )
         )
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
     """Torch's variable-length flash attention, causal from the lower right of each part."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
-    found = []
+    attended = []
     for call in layout.calls:
-        asked = query if call.queries is None else query[call.queries]
+        queries = query if call.queries is None else query[call.queries]
         keys, values = (tensor if call.keys is None else tensor[call.keys] for tensor in (key, value))
-        found.append(varlen(asked, keys, values, call, scaling, causal=True))
-    return (found[0] if layout.order is None else torch.cat(found)[layout.order])[None]
+        attended.append(varlen(queries, keys, values, call, scaling, causal=True))
+    return (attended[0] if layout.order is None else torch.cat(attended)[layout.order])[None]
 
 
 def vision_attention(
@@ -191,16 +194,16 @@ def vision_attention(
         assert max_length_q is not None
         starts = cu_seq_lens_q.int()
         call = Call(None, None, starts, starts, int(max_length_q), int(max_length_q))
-        asked, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return varlen(asked, keys, values, call, scaling, causal=False)[None], None
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return varlen(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
-    found, start = [], 0
+    attended, start = [], 0
     for length, run in groupby(lengths):  # most windows and frames are alike: those of one run are a batch
         end = start + length * len(list(run))
         q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
-        found.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
+        attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
         start = end
-    return torch.cat(found)[None], None
+    return torch.cat(attended)[None], None
 
 
 def has_kernel(query: Tensor) -> bool:
@@ -223,9 +226,9 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, call: Call, scaling: float
     else:  # torch 2.11
         key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     starts, longest = (call.query_starts, call.key_starts), (call.longest_query, call.longest_key)
-    found = varlen_attn(query, key, value, *starts, *longest, **options)
-    assert isinstance(found, Tensor)  # more only where it is asked for
-    return found
+    attended = varlen_attn(query, key, value, *starts, *longest, **options)
+    assert isinstance(attended, Tensor)  # more only where it is asked for
+    return attended
 
 
 def use_segments(model: PreTrainedModel) -> None:
@@ -292,13 +295,13 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
             "position_ids": model_positions(model, batch.position_ids),
             "layout": layout,
         }
-    if any(one.parent is not None for one in batch.segments):
+    if any(segment.parent is not None for segment in batch.segments):
         raise ValueError(
             'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
         )
     if family_of(model.config.model_type).vision is None:  # its only row starts again with each sample
         return {"attention_mask": None, "position_ids": batch.position_ids[0]}
-    counts = torch.cat([torch.arange(one.length) for one in batch.segments])[None, None]
+    counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
     four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])
     return {"attention_mask": None, "position_ids": four_rows}
 

@@ -92,7 +92,7 @@ def check_files(folder: Path) -> None:
 def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
     """The tiny model of that name, built where it is not there yet. `version` is in the folder's name."""
     if name not in builders:
-        known = ", ".join(TINY + known for known in builders)
+        known = ", ".join(TINY + known_models for known_models in builders)
         raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
     folder = cache / f"tiny-{name}-{version}"
     with cache_errors(folder, "DSREASON_CACHE"):
@@ -117,24 +117,26 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
 
 def model_fingerprint(folder: Path) -> str:
     """Tells model folders apart: small files whole, of each weights file its size and a part of every 256th of it."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
-        found.update(f"{file.name} ".encode() + file.read_bytes())
+        digest.update(f"{file.name} ".encode() + file.read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
             for start in range(0, size, max(CHUNK, size // 256)):
                 opened.seek(start)
-                found.update(opened.read(CHUNK))
-    return found.hexdigest()[:16]
+                digest.update(opened.read(CHUNK))
+    return digest.hexdigest()[:16]
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
     """CheckpointError where config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
     for name, value in config.items():
         if name == "mrope_section" and not (
-            isinstance(value, list) and len(value) == 3 and all(type(one) is int and one > 0 for one in value)
+            isinstance(value, list)
+            and len(value) == 3
+            and all(type(value_part) is int and value_part > 0 for value_part in value)
         ):
             raise CheckpointError(
                 f"{path}: config.json has {within}{name} = {value!r:.40}, which must be three whole numbers above 0; take the "

@@ -21,15 +21,15 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     matched: set[str] = set()
     problems = []
     for pattern in patterns:
-        found = {name for name in names if re.search(pattern, name)}
+        matches = {name for name in names if re.search(pattern, name)}
         if not pattern:
             problems.append("model.freeze holds an empty pattern, which would match every parameter; remove it")
-        elif not found:
+        elif not matches:
             examples = ", ".join(near_names(pattern, names))
             problems.append(
                 f"model.freeze pattern '{pattern}' matches none of {len(names)} parameters; near: {examples}"
             )
-        matched |= found
+        matched |= matches
     if problems:
         raise ConfigError("\n".join(problems))
     if names and len(matched) == len(names):

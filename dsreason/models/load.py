@@ -226,14 +226,14 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
     headers = weights.headers()
-    found = {name: shape for name, (shape, _) in headers.items()}
+    shapes = {name: shape for name, (shape, _) in headers.items()}
     problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - expected.keys() - tied.keys()),
+        "missing": sorted(expected.keys() - shapes.keys()),
+        "unexpected": sorted(shapes.keys() - expected.keys() - tied.keys()),
         "of another shape": [
-            f"{name} {list(found[name])} instead of {list(shape)}"
+            f"{name} {list(shapes[name])} instead of {list(shape)}"
             for name, shape in expected.items()
-            if found.get(name, shape) != shape
+            if shapes.get(name, shape) != shape
         ],
         "of a dtype that cannot be trained": [
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
@@ -242,7 +242,7 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
     lines = [f"  {len(names)} {kind}: {listed(names, 8, separator=', ')}" for kind, names in problems.items() if names]
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
-    check_tied(weights, {name: first for name, first in tied.items() if name in found})
+    check_tied(weights, {name: first for name, first in tied.items() if name in shapes})
 
 
 def check_tied(weights: Weights, stored: dict[str, str]) -> None:

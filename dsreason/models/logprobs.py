@@ -72,13 +72,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in chunks(hidden.shape[0], chunk):
             probs = None  # freed before there are further logits
             probs = _logits(hidden[part], weight, temperature, banned_ids)
-            chosen = probs.gather(1, targets[part, None]).squeeze(1)
+            target_logits = probs.gather(1, targets[part, None]).squeeze(1)
             largest = probs.amax(dim=1)
             # In place: a plain logsumexp would hold a second buffer of this size.
             total = probs.sub_(largest[:, None]).exp_().sum(dim=1)
             probs.div_(total[:, None])
             log_norm[part] = total.log().add_(largest)
-            logprobs[part] = chosen - log_norm[part]
+            logprobs[part] = target_logits - log_norm[part]
             if with_entropy:
                 entropy[part] = _entropy(probs)
         ctx.last_probs = probs if any(ctx.needs_input_grad) else None
@@ -132,20 +132,22 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 def _entropy(probs: Tensor) -> Tensor:
     """`[n, V]` to `[n]`."""
-    found = probs.new_empty(probs.shape[0])
+    entropies = probs.new_empty(probs.shape[0])
     terms = torch.empty_like(probs[:PART])  # the same for all parts
-    for few, own in zip(probs.split(PART), found.split(PART), strict=True):
-        torch.sum(torch.special.entr(few, out=terms[: len(few)]), dim=1, out=own)
-    return found
+    for part_probs, part_entropies in zip(probs.split(PART), entropies.split(PART), strict=True):
+        torch.sum(torch.special.entr(part_probs, out=terms[: len(part_probs)]), dim=1, out=part_entropies)
+    return entropies
 
 
 def _with_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
     """-grad p - entropy_grad p (log p + H) in place of the probabilities `[n, V]`; the others are `[n]`."""
     terms = torch.empty_like(probs[:PART])  # the same for all parts
-    for few, *factors in zip(*(tensor.split(PART) for tensor in (probs, grad, entropy_grad, entropy)), strict=True):
+    for part_probs, *factors in zip(
+        *(tensor.split(PART) for tensor in (probs, grad, entropy_grad, entropy)), strict=True
+    ):
         own_grad, own_entropy_grad, own_entropy = (factor[:, None] for factor in factors)
-        own_terms = torch.special.entr(few, out=terms[: len(few)])  # -p log p
-        few.mul_(-(own_grad + own_entropy_grad * own_entropy)).addcmul_(own_terms, own_entropy_grad)
+        own_terms = torch.special.entr(part_probs, out=terms[: len(part_probs)])  # -p log p
+        part_probs.mul_(-(own_grad + own_entropy_grad * own_entropy)).addcmul_(own_terms, own_entropy_grad)
     return probs
 
 

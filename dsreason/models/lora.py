@@ -43,30 +43,30 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
         raise ConfigError(f"lora.vision is true, and {family.name} has no vision tower; set it to false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    chosen: set[str] = set()
+    targets: set[str] = set()
     problems = []
     for pattern in [*(lora.targets or [modules.text_layers]), *([modules.vision_layers] if lora.vision else [])]:
-        found = {name for name in linear if re.search(pattern, name)}
+        matches = {name for name in linear if re.search(pattern, name)}
         if not pattern:
             problems.append("lora.targets holds an empty pattern, which would match every layer; remove it")
-        elif modules.head in found:
+        elif modules.head in matches:
             tied = ", which is the embedding as well (tie_word_embeddings)" if model.config.tie_word_embeddings else ""
             problems.append(
                 f"lora.targets pattern '{pattern}' matches {modules.head}, the output layer{tied}: it cannot have an adapter; "
                 "let the pattern name the layers below it"
             )
-        elif not found:
+        elif not matches:
             problems.append(f"lora.targets pattern '{pattern}' {nothing_found(pattern, kinds, linear)}")
-        chosen |= found
+        targets |= matches
     if problems:
         raise ConfigError("\n".join(problems))
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:
-            if not pattern or not any(re.search(pattern, name) for name in chosen):
+            if not pattern or not any(re.search(pattern, name) for name in targets):
                 raise ConfigError(
-                    f"lora.{key}: '{pattern}' matches none of the {len(chosen)} layers that get an adapter"
+                    f"lora.{key}: '{pattern}' matches none of the {len(targets)} layers that get an adapter"
                 )
-    return [name for name in linear if name in chosen]
+    return [name for name in linear if name in targets]
 
 
 def nothing_found(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
@@ -129,7 +129,7 @@ def check_alike(model: nn.Module) -> None:
             values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
             digest.update(f"{name} ".encode() + values.numpy().tobytes())
     digests = gather_objects(digest.hexdigest())
-    if other := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+    if other := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
         raise DsReasonError(
             f"the adapters of rank {', '.join(map(str, other))} began with other values than those of rank 0: the ranks have "
             "other versions of torch or peft, or another configuration; start all from the same environment"
@@ -139,8 +139,12 @@ def check_alike(model: nn.Module) -> None:
 def trained_share(model: nn.Module) -> str:
     """For the log: how many layers have an adapter, and how much is trained. Parameters may be cut."""
     layers = len(adapters(model))
-    sizes = [(num_values(model, name, one), one.requires_grad) for name, one in model.named_parameters()]
-    trained, base = (sum(size for size, is_trained in sizes if is_trained is wanted) for wanted in (True, False))
+    sizes = [
+        (num_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
+    ]
+    trained, base = (
+        sum(size for size, is_trained in sizes if is_trained is counts_trained) for counts_trained in (True, False)
+    )
     return (
         f"adapters on {layers} linear layers: {trained:,} parameters are trained, {trained / base:.2%} of the model's "
         f"{base:,}, which stay as they are"

@@ -77,10 +77,10 @@ def next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> 
             "placeholder tokens, only media parts make them"
         )
     length = grid.frames * grid.height * grid.width
-    found = sum(1 for t in types[index : index + length] if t == kind)
-    if length == 0 or found != length:
+    num_placeholders = sum(1 for t in types[index : index + length] if t == kind)
+    if length == 0 or num_placeholders != length:
         raise DataError(
             f"the {name} at token {index} has {length} tokens ({grid.frames} x {grid.height} x {grid.width}), "
-            f"the text has {found} placeholders there; encode text and media with the same processor settings"
+            f"the text has {num_placeholders} placeholders there; encode text and media with the same processor settings"
         )
     return grid

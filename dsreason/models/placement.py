@@ -55,7 +55,7 @@ def load_where_it_fits(
         adapt_vision(model)
     else:
         devices = devices_of(device)
-        device_map = plan(model, family, {name_of(one): budget(one) for one in devices})
+        device_map = plan(model, family, {name_of(device): budget(device) for device in devices})
         log.warning("%s: %s", path, explained(model, device_map, devices))
         spread(model, weights, device_map, dtype, device)
     model.generation_config = read_generation_config(path) or model.generation_config
@@ -82,9 +82,11 @@ def budget(device: torch.device) -> int:
 
 def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
     """Which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
-    whole = [*model._no_split_modules, *vision_class(model, family)]
-    balanced = get_balanced_memory(model, budgets, no_split_module_classes=whole)
-    device_map: DeviceMap = infer_auto_device_map(model, balanced, no_split_module_classes=whole, clean_result=False)
+    block_classes = [*model._no_split_modules, *vision_class(model, family)]
+    balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
+    device_map: DeviceMap = infer_auto_device_map(
+        model, balanced, no_split_module_classes=block_classes, clean_result=False
+    )
     return device_map
 
 
@@ -142,7 +144,7 @@ def explained(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[t
     for name, parameter in model.named_parameters():
         home = home_of(name, device_map)
         sizes[home] = sizes.get(home, 0) + parameter.nbytes
-    parts = [f"{sizes[name_of(one)] / GIB:.1f} GiB go to {one}" for one in devices if name_of(one) in sizes]
+    parts = [f"{sizes[name_of(device)] / GIB:.1f} GiB go to {device}" for device in devices if name_of(device) in sizes]
     if FILES in sizes:
         parts.append(
             f"{sizes[FILES] / GIB:.1f} GiB stay in their files, from which every token reads them: that is slow"

@@ -86,8 +86,8 @@ class Policy(nn.Module):
         selected, targets = hidden[predictors], batch.input_ids.flatten()[places]
         if count == 0:
             selected, targets = hidden[:1], batch.input_ids[0, :1]
-        found = self.model.get_submodule(self.head)(selected, targets, temperature, banned_ids, with_entropy)
-        values = [one[:count] for one in (found if with_entropy else (found,))]
+        head_outputs = self.model.get_submodule(self.head)(selected, targets, temperature, banned_ids, with_entropy)
+        values = [value[:count] for value in (head_outputs if with_entropy else (head_outputs,))]
         if part is not None:
             values = gather_values(values, part.targets, batch.targets.shape[0], self.group)
         return (values[0], values[1]) if with_entropy else values[0]
@@ -111,8 +111,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
 
 def checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
     """`torch.utils.checkpoint`, whose saved inputs are copies on the CPU, unless a frozen part made them."""
-    kept = [one for one in args if isinstance(one, Tensor) and one.requires_grad]
-    if not kept:
+    trained_args = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if not trained_args:
         return checkpoint(function, *args, use_reentrant=False)
-    with save_on_cpu(pin_memory=kept[0].is_cuda):
+    with save_on_cpu(pin_memory=trained_args[0].is_cuda):
         return checkpoint(function, *args, use_reentrant=False)

@@ -27,9 +27,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        found = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(found, rows.contiguous(), list(received), list(sent), group=group)
-        return found
+        received_rows = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(received_rows, rows.contiguous(), list(received), list(sent), group=group)
+        return received_rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -54,8 +54,8 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[T
     # [n, T / n, heads / n, d] of each; one exchange for all three
     parts = [heads[0].unflatten(0, (size, -1)).transpose(1, 2) for heads in (query, key, value)]
     counts = [part.shape[2] for part in parts]
-    found = exchange(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
-    query, key, value = (heads.transpose(0, 1)[None] for heads in found.split(counts, dim=1))
+    exchanged = exchange(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
+    query, key, value = (heads.transpose(0, 1)[None] for heads in exchanged.split(counts, dim=1))
     return query, key, value
 
 
@@ -63,13 +63,13 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
     """Of all tokens this rank's heads in, `[1, T, H / n, d]`; of its own tokens all heads out, `[1, T / n, H, d]`."""
     size = dist.get_world_size(group)
     tokens = attended.shape[1] // size
-    found = exchange(attended[0], [tokens] * size, [tokens] * size, group)
-    return torch.cat(list(found.split(tokens)), dim=1)[None]
+    exchanged = exchange(attended[0], [tokens] * size, [tokens] * size, group)
+    return torch.cat(list(exchanged.split(tokens)), dim=1)[None]
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:
     """Features `[encoded here, D]` of several layers in, `[shown here, D]` of each out."""
-    widths = [one.shape[1] for one in features]
+    widths = [feature.shape[1] for feature in features]
     sent = torch.cat(features, dim=1).index_select(0, part.sent)
     received = exchange(sent, part.sent_counts, part.received_counts, group)
     return list(received.index_select(0, part.order).split(widths, dim=1))
@@ -80,7 +80,7 @@ def gather_values(values: Sequence[Tensor], places: Tensor, count: int, group: G
 
     The gradient of the others' is left to them.
     """
-    own = torch.stack([one.detach() for one in values])
-    everyone = own.new_zeros(len(own), count).index_copy(1, places, own)
+    own_values = torch.stack([value.detach() for value in values])
+    everyone = own_values.new_zeros(len(own_values), count).index_copy(1, places, own_values)
     dist.all_reduce(everyone, group=group)
-    return [whole.index_copy(0, places, one) for whole, one in zip(everyone, values, strict=True)]
+    return [all_values.index_copy(0, places, value) for all_values, value in zip(everyone, values, strict=True)]

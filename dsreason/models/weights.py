@@ -83,8 +83,8 @@ def find_weights(
 
 def files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
     """Of a folder without weights of its own."""
-    own = next(folder.glob("*.safetensors*"), None)
-    return [] if own else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
+    weights_file = next(folder.glob("*.safetensors*"), None)
+    return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
 
 def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:

@@ -56,10 +56,10 @@ def is_export(folder: Path) -> bool:
 def base_of(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
     """The local folder of an export's base model."""
     note = read_json(folder / FILE)
-    named = Path(str(note.get("path"))).expanduser()
-    if is_export(named):
+    named_folder = Path(str(note.get("path"))).expanduser()
+    if is_export(named_folder):
         raise CheckpointError(
-            f"{folder / FILE}: names an export, {named}; write the path of the model that it began with"
+            f"{folder / FILE}: names an export, {named_folder}; write the path of the model that it began with"
         )
     try:
         return resolve(WorldModelConfig(path=note["path"], revision=note.get("revision")))
@@ -78,8 +78,8 @@ def joined(folder: Path, base: Path, cache: Path) -> Path:
         for part in sorted({part.name for part in base.iterdir()} | {"transformer", "scheduler", FILE}):
             if part.startswith("."):
                 continue
-            own = folder / part if (folder / part).exists() else base / part
+            part_folder = folder / part if (folder / part).exists() else base / part
             (target / part).unlink(missing_ok=True)
-            (target / part).symlink_to(own)
+            (target / part).symlink_to(part_folder)
 
     return build_once(cache / f"export-{key}", link)

@@ -87,29 +87,29 @@ class TextCache:
         if self.projected:
             assert self.family.project_text is not None
             embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
-        told = time.monotonic()
+        last_report = time.monotonic()
         for number, (prompt, embedding) in enumerate(zip(missing, embeddings, strict=True), 1):
             _write(self._file(prompt), embedding[0])
-            if time.monotonic() > told + SECONDS:
-                told = time.monotonic()
+            if time.monotonic() > last_report + SECONDS:
+                last_report = time.monotonic()
                 log.info("%d of %d prompts are encoded", number, len(missing))
 
     def check_room(self, prompts: Sequence[str]) -> None:
         """StorageError where the embeddings of those of these prompts that are not there yet do not fit on the disk."""
         missing = self._missing(prompts)
         width = self.family.text_width(self.family.transformer_config(self.model), self.projected)
-        one = self.max_length * width * self.dtype.itemsize
+        embedding_bytes = self.max_length * width * self.dtype.itemsize
         place = next(folder for folder in self.folder.absolute().parents if folder.exists())
         free = shutil.disk_usage(place).free
-        if len(missing) * one > free:
+        if len(missing) * embedding_bytes > free:
             smaller = self.family.projects_text(self.model) and not self.projected
             advice = (
                 "model.freeze_text_projection = true keeps a hundredth of it" if smaller else "train on fewer prompts"
             )
             raise StorageError(
-                f"{place}: the embeddings of {len(missing)} prompts, {one / 1e6:.1f} MB each, need "
-                f"{len(missing) * one / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, set DSREASON_CACHE to "
-                f"another folder, or {advice}"
+                f"{place}: the embeddings of {len(missing)} prompts, {embedding_bytes / 1e6:.1f} MB each, need "
+                f"{len(missing) * embedding_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room, set "
+                f"DSREASON_CACHE to another folder, or {advice}"
             )
 
     def _missing(self, prompts: Sequence[str]) -> list[str]:
@@ -122,15 +122,15 @@ class TextCache:
     def check_different(self, prompts: Sequence[str]) -> None:
         """DataError where more than a few prompts have the embedding of another one, a warning where a few have: the model
         cannot tell these apart, since both were cut before they differ."""
-        seen: dict[str, str] = {}
+        prompt_of_digest: dict[str, str] = {}
         alike: list[str] = []
         different = {self.family.clean(prompt): prompt for prompt in prompts}  # what differs in spaces only is one text
         for prompt in different.values():
             with _open(self._file(prompt)) as file:
                 digest = file.metadata()[DIGEST]
-            if digest in seen:
-                alike.append(f"{seen[digest]!r:.80} and {prompt!r:.80}")
-            seen.setdefault(digest, prompt)
+            if digest in prompt_of_digest:
+                alike.append(f"{prompt_of_digest[digest]!r:.80} and {prompt!r:.80}")
+            prompt_of_digest.setdefault(digest, prompt)
         if not alike:
             return
         problem = (

@@ -88,8 +88,8 @@ class LinearCodec:
         """To pixels `[B, 3, T, H, W]` from -1 to 1; the components are those of `patches` of their patches."""
         rows = _patches(clips.float()).flatten(0, -2)
         centre = rows.mean(0)
-        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]
-        basis = torch.linalg.svd(rows[chosen] - centre, full_matrices=False).Vh[:channels]
+        patch_indices = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]
+        basis = torch.linalg.svd(rows[patch_indices] - centre, full_matrices=False).Vh[:channels]
         scale = ((rows - centre) @ basis.T).std(0).clamp(min=1e-6)
         return cls(centre, basis, scale)
 
@@ -123,7 +123,7 @@ class LinearCodec:
 
 def _patches(pixels: Tensor) -> Tensor:
     """`[B, 3, T, H, W]` → `[B, t, h, w, P]`."""
-    whole = torch.cat([pixels[:, :, :1].expand(-1, -1, TIME - 1, -1, -1), pixels], dim=2)
-    batch, _, frames, height, width = whole.shape
-    cut = whole.reshape(batch, 3, frames // TIME, TIME, height // SPACE, SPACE, width // SPACE, SPACE)
+    padded = torch.cat([pixels[:, :, :1].expand(-1, -1, TIME - 1, -1, -1), pixels], dim=2)
+    batch, _, frames, height, width = padded.shape
+    cut = padded.reshape(batch, 3, frames // TIME, TIME, height // SPACE, SPACE, width // SPACE, SPACE)
     return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)

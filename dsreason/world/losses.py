@@ -38,8 +38,8 @@ def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: f
     Example: [1, 0, 0, 0] gives [1.49970, -0.49990, -0.49990, -0.49990].
     """
     spread = rewards.std(dim=1, keepdim=True) if std == "group" else rewards.std()
-    found = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + ADVANTAGE_EPS)
-    return torch.where(equal_groups(rewards)[:, None], torch.zeros_like(found), found.clamp(-clip, clip))
+    advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + ADVANTAGE_EPS)
+    return torch.where(equal_groups(rewards)[:, None], torch.zeros_like(advantages), advantages.clamp(-clip, clip))
 
 
 def equal_groups(rewards: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ def _resampled(s: float, s_next: float, std: float) -> Step:
 
     x0 = x − s·v and x1 = x + (1 − s)·v.
     """
-    kept = math.sqrt(max(0.0, s_next**2 - std**2))
-    return Step((1 - s_next) + kept, -(1 - s_next) * s + kept * (1 - s), std)
+    kept_std = math.sqrt(max(0.0, s_next**2 - std**2))
+    return Step((1 - s_next) + kept_std, -(1 - s_next) * s + kept_std * (1 - s), std)
 
 
 def mean(step: Step, x: Tensor, v: Tensor) -> Tensor:

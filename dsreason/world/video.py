@@ -39,9 +39,9 @@ def write_mp4(clip: Pixels, file: Path, fps: float) -> None:
 def gif(clip: Pixels, fps: float) -> bytes:
     """An animated GIF, which TensorBoard shows; of a long clip every second frame, or every third …, at the same speed."""
     stride = -(-clip.shape[1] // MOST_FRAMES)
-    first, *others = [Image.fromarray(frame) for frame in frames_of(clip)[::stride]]
+    first, *other_frames = [Image.fromarray(frame) for frame in frames_of(clip)[::stride]]
     file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=others, duration=round(1000 * stride / fps), loop=0)
+    first.save(file, "GIF", save_all=True, append_images=other_frames, duration=round(1000 * stride / fps), loop=0)
     return file.getvalue()
 
 

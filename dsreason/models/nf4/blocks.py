@@ -55,10 +55,10 @@ def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
 def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The weight of `shape` that the rows of `quantize` stand for: code times scale in float32, rounded once to `dtype`."""
     values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
-    for part, found in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+    for part, part_values in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
         pairs = torch.nn.functional.embedding(part[:, :CODE_BYTES].int(), pairs_on(rows.device)).view(-1, BLOCK)
-        found.copy_(pairs * scales)
+        part_values.copy_(pairs * scales)
     return values.view(-1)[: shape.numel()].view(shape)
 
 

@@ -20,8 +20,8 @@ class NF4Linear(nn.Linear):
     dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = NF4Product.apply(input, self.weight, self.bias, self.shape, self.dtype)  # type: ignore[no-untyped-call]
-        return found
+        product: Tensor = NF4Product.apply(input, self.weight, self.bias, self.shape, self.dtype)  # type: ignore[no-untyped-call]
+        return product
 
     @property
     def shape(self) -> torch.Size:

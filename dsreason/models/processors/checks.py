@@ -41,15 +41,16 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
     }
     for media in (processor.image_processor, processor.video_processor):
         for name, value in expected.items():
-            found = media.to_dict().get(name)
-            if found != value:
+            given_value = media.to_dict().get(name)
+            if given_value != value:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {found}, config.json says {value}; "
+                    f"{path}: {type(media).__name__} has {name} {given_value}, config.json says {value}; "
                     "copy the processor files of the same model there"
                 )
-            if type(found) is not int or not 1 <= found <= MAX_PATCH:
+            if type(given_value) is not int or not 1 <= given_value <= MAX_PATCH:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {found!r:.100}; it must be a whole number from 1 to {MAX_PATCH}"
+                    f"{path}: {type(media).__name__} has {name} {given_value!r:.100}; it must be a whole number from 1 "
+                    f"to {MAX_PATCH}"
                 )
         check_scaling(path, media)
         for name, most in (("shortest_edge", MAX_IMAGE_PIXELS), ("longest_edge", MAX_SETTING)):
@@ -66,7 +67,7 @@ def check_scaling(path: Path, media: Any) -> None:
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         values = media.to_dict().get(name)
         numbers = values if isinstance(values, list | tuple) else [values] * 3
-        if media.do_normalize and not (len(numbers) == 3 and all(is_above(one, least) for one in numbers)):
+        if media.do_normalize and not (len(numbers) == 3 and all(is_above(number, least) for number in numbers)):
             raise CheckpointError(
                 f"{path}: {type(media).__name__} has {name} {values!r:.100}; it must be three numbers"
                 + (" above 0" if least == 0 else "")

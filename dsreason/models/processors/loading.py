@@ -40,13 +40,13 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
     check_chat_template(path, processor)
     check_length(path, processor.tokenizer)
     # transformers makes an empty tokenizer where the files are missing
-    for kind, found, expected in (
+    for kind, token_id, expected in (
         ("image", processor.image_token_id, config.image_token_id),
         ("video", processor.video_token_id, config.video_token_id),
     ):
-        if found != expected:
+        if token_id != expected:
             raise CheckpointError(
-                f"{path}: the tokenizer has id {found} for {kind} placeholders, config.json says {expected}; "
+                f"{path}: the tokenizer has id {token_id} for {kind} placeholders, config.json says {expected}; "
                 "copy the tokenizer files of the same model there"
             )
     check_patches(path, processor, config.vision_config)

@@ -51,13 +51,13 @@ def memory_limit() -> int:
         ConfigError: that leaves too little for any.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    left = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - address_space())
-    if left < LEAST_MEMORY_BYTES:
+    memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - address_space())
+    if memory_limit < LEAST_MEMORY_BYTES:
         raise ConfigError(
-            f"ulimit -v: {hard >> 20} MiB of address space for a process leave {max(left, 0) >> 20} MiB, too little to go on; "
-            "raise it (`ulimit -v unlimited`)"
+            f"ulimit -v: {hard >> 20} MiB of address space for a process leave {max(memory_limit, 0) >> 20} MiB, too little to "
+            "go on; raise it (`ulimit -v unlimited`)"
         )
-    return left
+    return memory_limit
 
 
 def address_space() -> int:

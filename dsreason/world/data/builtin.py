@@ -64,13 +64,13 @@ def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
     """
     if variant not in ("", MISLABELLED):
         raise DataError(f'{variant}: of the format builtin it must be empty or "{MISLABELLED}"')
-    found = Rows()
+    rows = Rows()
     for number in range(count):
         square, said = draw_square(seed, number)
         prompt = said if variant else caption(square.colour, square.move)
         facts = {"prompt": prompt, "colour": square.colour, "move": square.move}
-        found.add(f"builtin:{seed}:{number}", facts, f"builtin:{seed}:{number}")
-    return found
+        rows.add(f"builtin:{seed}:{number}", facts, f"builtin:{seed}:{number}")
+    return rows
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:

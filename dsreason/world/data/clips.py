@@ -34,8 +34,8 @@ def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Te
     info = probe_video(path)
     height, width = covering_size((info.height, info.width), (size.height, size.width))
     frames = load_video(path, frame_indices(info, size, start), size=(height, width))
-    top, left = (height - size.height) // 2, (width - size.width) // 2
-    cut = frames[:, top : top + size.height, left : left + size.width]
+    top, left_edge = (height - size.height) // 2, (width - size.width) // 2
+    cut = frames[:, top : top + size.height, left_edge : left_edge + size.width]
     return torch.from_numpy(cut).permute(3, 0, 1, 2).contiguous()
 
 

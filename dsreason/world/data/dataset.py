@@ -74,17 +74,17 @@ def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> World
     """All rows of one place, up to `data.limit`; `key` is what errors call the setting that names it."""
     check_place(key, data.path)
     try:
-        found, read = FORMATS[data.format](data, seed)
+        rows, read = FORMATS[data.format](data, seed)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    if found.bad:
-        problem = f"{len(found.bad)} rows of {data.path} cannot be used: {listed(found.bad)}"
+    if rows.bad:
+        problem = f"{len(rows.bad)} rows of {data.path} cannot be used: {listed(rows.bad)}"
         if data.on_bad_row == "error":
             raise DataError(f'{problem}; correct them, or leave them out with data.on_bad_row = "skip"')
         log.warning("%s; they are left out", problem)
-    if not found.rows:
+    if not rows.rows:
         raise DataError(f"{data.path or data.format}: the data set is empty")
-    return WorldDataset(found.rows[: data.limit], read)
+    return WorldDataset(rows.rows[: data.limit], read)
 
 
 FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[Rows, Callable[[WorldRow, ClipSize], Tensor]]]] = {

@@ -36,31 +36,31 @@ def read_folder(path: str) -> Rows:
         log.info("%s: its pickled text embeddings are not read: prompts are encoded by the model's own encoder", path)
     videos = named(folder / VIDEOS, VIDEO_SUFFIXES)
     metas = named(folder / METAS, META_SUFFIXES)
-    found = Rows()
+    rows = Rows()
     for name, file in videos.items():
         row_id = f"{path.rstrip('/')}/{VIDEOS}/{file.name}"
         if name not in metas:
-            found.bad.append(f"{row_id}: has no prompt: there is no {METAS}/{name}.txt")
+            rows.bad.append(f"{row_id}: has no prompt: there is no {METAS}/{name}.txt")
             continue
         try:
-            found.add(row_id, read_meta(metas[name]), str(file))
+            rows.add(row_id, read_meta(metas[name]), str(file))
         except (OSError, ValueError, RecursionError) as error:
             cause = error.strerror if isinstance(error, OSError) else error
-            found.bad.append(f"{row_id}: {METAS}/{metas[name].name} cannot be read: {cause}")
+            rows.bad.append(f"{row_id}: {METAS}/{metas[name].name} cannot be read: {cause}")
     lonely = [metas[name].name for name in metas if name not in videos]
-    found.bad.extend(f"{path.rstrip('/')}/{METAS}/{name}: has no video" for name in lonely)
-    return found
+    rows.bad.extend(f"{path.rstrip('/')}/{METAS}/{name}: has no video" for name in lonely)
+    return rows
 
 
 def named(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     """Files by their names without the suffix. DataError where two have the same."""
-    found: dict[str, Path] = {}
+    clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):
-            if file.stem in found:
-                raise DataError(f"{folder}: {found[file.stem].name} and {file.name} are of the same clip; remove one")
-            found[file.stem] = file
-    return found
+            if file.stem in clips:
+                raise DataError(f"{folder}: {clips[file.stem].name} and {file.name} are of the same clip; remove one")
+            clips[file.stem] = file
+    return clips
 
 
 def read_meta(file: Path) -> Any:

@@ -17,11 +17,11 @@ COARSE = 8
 
 
 def rows() -> Rows:
-    found = Rows()
+    rows = Rows()
     for number in range(NUM_ROWS):
         prompt = f"{SUBJECTS[number % 6]} {PLACES[number // 6 % 6]}, seen from {1 + number // 36} metres"
-        found.add(f"mock:{number}", {"prompt": prompt}, f"mock:{number}")
-    return found
+        rows.add(f"mock:{number}", {"prompt": prompt}, f"mock:{number}")
+    return rows
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:

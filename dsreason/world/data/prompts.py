@@ -33,18 +33,18 @@ def read_prompts(path: str) -> Rows:
     suffix = Path(path).suffix.lower()
     if suffix in STRUCTURED:
         raise DataError(f"{path}: prompts are not read from a {suffix} file; give {ADVICE}")
-    found = Rows()
+    rows = Rows()
     for number, line in enumerate(_lines(path), 1):
         row_id = f"{path}:{number}"
         if line.strip() and suffix in JSON_LINES:
-            _add_object(found, path, row_id, line)
+            _add_object(rows, path, row_id, line)
         elif _is_object(line):
             raise DataError(
                 f"{row_id}: is JSON, and the lines of a {suffix or 'text'} file are the prompts; give {ADVICE}"
             )
         elif line.strip():
-            found.add(row_id, {"prompt": line}, None)
-    return found
+            rows.add(row_id, {"prompt": line}, None)
+    return rows
 
 
 def _lines(path: str) -> list[str]:
@@ -90,11 +90,11 @@ def beside(path: str, given: str) -> str:
     """
     if is_s3(given) or Path(given).is_absolute():
         return given
-    shown = without_credentials(given)[:200]
+    address = without_credentials(given)[:200]
     if "://" in given:
-        raise DataError(f"{shown} is an address; only files and s3:// addresses are read, download it")
+        raise DataError(f"{address} is an address; only files and s3:// addresses are read, download it")
     if not is_inside(Path("/folder", given), "/folder"):
-        raise DataError(f"{shown} is not below the folder of {path}; give its whole path")
+        raise DataError(f"{address} is not below the folder of {path}; give its whole path")
     if is_s3(path):
         return str(join_address(read_address(path).parent, given))
     return str(Path(path).expanduser().parent / given)

@@ -49,17 +49,17 @@ def read_shards(path: str) -> Rows:
     Raises:
         DataError: no such place, or a shard is damaged or holds a pickle; the text names shard and member.
     """
-    found = Rows()
+    rows = Rows()
     for name, shard in shard_files(path).items():
         for entry in read_index(shard, name):
             row_id, members = f"{name}:{entry['key']}", entry["members"]
             if "problem" in entry:
-                found.bad.append(f"{row_id}: {entry['problem']}")
+                rows.bad.append(f"{row_id}: {entry['problem']}")
                 continue
             place = json.dumps({"shard": str(shard), "members": members})
             has_clip = any(key in members for key in VIDEO_KEYS)
-            found.add(row_id, entry["fields"], place if has_clip else None)
-    return found
+            rows.add(row_id, entry["fields"], place if has_clip else None)
+    return rows
 
 
 def shard_files(path: str) -> dict[str, Path]:
@@ -146,12 +146,12 @@ def make_index(shard: Path, name: str) -> list[dict[str, Any]]:
             if suffix in members.setdefault(key, {}):
                 raise DataError(f"{name}: has the member {member.name!r:.200} twice")
             members[key][suffix] = (member.offset_data, member.size)
-        end = max((start + size for found in members.values() for start, size in found.values()), default=0)
+        end = max((start + size for parts in members.values() for start, size in parts.values()), default=0)
         if end > file.seek(0, 2):
             raise DataError(
                 f"{name}: the shard is truncated: its last member ends at byte {end}, the file at {file.tell()}"
             )
-        return [to_entry(file, key, found) for key, found in members.items()]
+        return [to_entry(file, key, parts) for key, parts in members.items()]
 
 
 def check_member(member: tarfile.TarInfo, name: str) -> None:

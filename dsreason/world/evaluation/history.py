@@ -28,8 +28,8 @@ def small_video(folder: Path, clip: int) -> Path:
 
 def write_run_page(run: Path) -> Path | None:
     """`world.html` in a run's folder; None where nothing was validated yet."""
-    found = validations(run)
-    return write_page(run_page(run, found), run / FILE) if found else None
+    run_validations = validations(run)
+    return write_page(run_page(run, run_validations), run / FILE) if run_validations else None
 
 
 def validations(run: Path) -> dict[int, list[Row]]:
@@ -43,12 +43,12 @@ def read_rows(file: Path) -> list[Row]:
 
     `splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are.
     """
-    found = []
+    steps = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         with suppress(ValueError, RecursionError):
             if isinstance(row := json.loads(line), dict):
-                found.append(row)
-    return found
+                steps.append(row)
+    return steps
 
 
 def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
@@ -90,8 +90,8 @@ def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
     if i >= len(rows):
         return Clip(None, {})
     file, row = small_video(folder, i), rows[i]
-    shown = {"reward": row["rewards"][""]} if row["rewards"] else {}
-    return Clip(file if file.is_file() else None, shown | {"brightness": row["brightness"]})
+    values = {"reward": row["rewards"][""]} if row["rewards"] else {}
+    return Clip(file if file.is_file() else None, values | {"brightness": row["brightness"]})
 
 
 def means_table(
@@ -138,14 +138,14 @@ def curves(lines: Sequence[Row]) -> list[Curve]:
 
     names = list(dict.fromkeys(name.removeprefix("val/") for line in lines for name in line if "reward/" in name))
     rewards = [name for name in names if name.endswith("/mean")]
-    found = [Curve(name.removesuffix("/mean"), points(name), points(f"val/{name}")) for name in rewards]
-    found += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS[:2]]
-    found += [
+    curves = [Curve(name.removesuffix("/mean"), points(name), points(f"val/{name}")) for name in rewards]
+    curves += [Curve(name, points(f"clips/{name}"), points(f"val/{name}")) for name in LOOKS[:2]]
+    curves += [
         Curve("diversity of a prompt's clips", training=points("clips/diversity")),
         Curve("diversity over prompts", validation=points("val/diversity")),
     ]
-    found += [Curve("loss", points("train/loss"), points("val/loss")), Curve("kl", points("policy/kl"))]
-    return found
+    curves += [Curve("loss", points("train/loss"), points("val/loss")), Curve("kl", points("policy/kl"))]
+    return curves
 
 
 def mean(values: Sequence[float]) -> float:

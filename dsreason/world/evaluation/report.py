@@ -63,12 +63,12 @@ def write_report(folder: Path, baseline: Path | None = None) -> Report:
 
 def cards(folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]) -> list[Card]:
     """All clips, those with the lowest reward first; the baseline's beside them."""
-    known = {clip.number: clip for clip in before}
-    found = []
+    before_by_number = {clip.number: clip for clip in before}
+    cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):
-        shown = [] if baseline is None else [shown_clip(baseline, known.get(clip.number))]
-        found.append(Card(clip.prompt, clip.id, [*shown, shown_clip(folder, clip)]))
-    return found
+        shown_clips = [] if baseline is None else [shown_clip(baseline, before_by_number.get(clip.number))]
+        cards.append(Card(clip.prompt, clip.id, [*shown_clips, shown_clip(folder, clip)]))
+    return cards
 
 
 def shown_clip(folder: Path, clip: ClipResult | None) -> Clip:
@@ -80,32 +80,32 @@ def shown_clip(folder: Path, clip: ClipResult | None) -> Clip:
 
 
 def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
-    rows = {name: [number(one.mean), between(one.interval)] for name, one in summary.values.items()}
+    rows = {name: [number(value.mean), between(value.interval)] for name, value in summary.values.items()}
     rows["diversity"] = [number(summary.diversity), between(None)]
     note = (
         f"{summary.clips} clips of {summary.prompts} different prompts. Intervals are of the bootstrap over prompts. "
         "Brightness, motion and diversity show where a reward is being cheated."
     )
-    found = [Table("Rewards and looks", ("mean", "95% interval"), rows, note)]
+    tables = [Table("Rewards and looks", ("mean", "95% interval"), rows, note)]
     if comparison is not None:
         columns = ("difference", "95% interval", "clips with more", "with less")
-        found.append(
+        tables.append(
             Table(
                 "Against the baseline",
                 columns,
                 {
                     name: [
-                        f"{one.estimate.mean:+.3f}",
-                        between(one.estimate.interval),
-                        str(one.better),
-                        str(one.worse),
+                        f"{value.estimate.mean:+.3f}",
+                        between(value.estimate.interval),
+                        str(value.better),
+                        str(value.worse),
                     ]
-                    for name, one in comparison.values.items()
+                    for name, value in comparison.values.items()
                 },
                 f"Differences of {comparison.clips} pairs of clips with the same prompt and the same noise.",
             )
         )
-    return found
+    return tables
 
 
 def between(interval: Interval | None) -> str:
@@ -113,13 +113,13 @@ def between(interval: Interval | None) -> str:
 
 
 def console_tables(report: Report) -> list[ConsoleTable]:
-    found = []
+    console_tables = []
     for table in tables(report.summary, report.comparison):
-        shown = ConsoleTable(title=Text(f"{report.name}: {table.title}"), title_justify="left", box=SIMPLE_HEAD)
-        shown.add_column("", overflow="fold")
+        console_table = ConsoleTable(title=Text(f"{report.name}: {table.title}"), title_justify="left", box=SIMPLE_HEAD)
+        console_table.add_column("", overflow="fold")
         for name in table.columns:
-            shown.add_column(name, justify="right", no_wrap=True)
+            console_table.add_column(name, justify="right", no_wrap=True)
         for name, cells in table.rows.items():
-            shown.add_row(Text(name), *cells)
-        found.append(shown)
-    return found
+            console_table.add_row(Text(name), *cells)
+        console_tables.append(console_table)
+    return console_tables

@@ -40,7 +40,9 @@ def transformer_config(folder: Path, name: str) -> dict[str, Any]:
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, name)).parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    defaults = {
+        parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty
+    }
     return defaults | read_json(folder / "transformer" / "config.json")
 
 

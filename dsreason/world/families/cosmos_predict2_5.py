@@ -125,15 +125,15 @@ def velocity(
 ) -> Tensor:
     dtype = next(transformer.parameters()).dtype
     batch, _, frames, height, width = x.shape
-    given = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
+    given_mask = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
     # Times of frames would be expanded to all tokens: gigabytes of them, which clips without given frames do without.
-    seen, times = x, s
+    model_input, times = x, s
     if conditioning is not None:
-        seen = given * conditioning.latents + (1 - given) * x
-        times = given * GIVEN_FRAME_TIME + (1 - given) * s.view(-1, 1, 1, 1, 1)
+        model_input = given_mask * conditioning.latents + (1 - given_mask) * x
+        times = given_mask * GIVEN_FRAME_TIME + (1 - given_mask) * s.view(-1, 1, 1, 1, 1)
     predicted: Tensor = transformer(
-        hidden_states=seen.to(dtype),
-        condition_mask=given.expand(-1, -1, -1, height, width).to(dtype),
+        hidden_states=model_input.to(dtype),
+        condition_mask=given_mask.expand(-1, -1, -1, height, width).to(dtype),
         timestep=times,
         encoder_hidden_states=text.to(dtype),
         padding_mask=x.new_zeros(1, 1, height, width, dtype=dtype),
@@ -143,8 +143,8 @@ def velocity(
         return predicted
     if initial_noise is None:
         raise ValueError("velocity: conditioning needs initial_noise, which the velocity of given frames follows from")
-    known: Tensor = given * (initial_noise - conditioning.latents)
-    return known + (1 - given) * predicted
+    known_velocity: Tensor = given_mask * (initial_noise - conditioning.latents)
+    return known_velocity + (1 - given_mask) * predicted
 
 
 class SharedAttention:
@@ -186,14 +186,14 @@ def parallelise(transformer: nn.Module, group: Group) -> None:
 
     def before_block(first: bool) -> Any:
         def cut(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-            tokens, text, times, modulation, positions, *rest = arguments
+            tokens, text, times, modulation, positions, *other_arguments = arguments
             return (
                 own_part(tokens, 1, group) if first else tokens,
                 text,
                 own_times(times),
                 own_times(modulation),
                 tuple(own_part(part, 0, group) for part in positions),
-                *rest,
+                *other_arguments,
             )
 
         return cut

@@ -47,8 +47,8 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
     Raises:
         ConfigError: there is none, its file does not import, or it cannot be called as fn(clips, samples) with its options.
     """
-    found = find_function(name, BUILT_IN, ADVICE)
-    function = with_options(found, dict(options or {}), name, {"clips": None, "samples": []})
+    named_function = find_function(name, BUILT_IN, ADVICE)
+    function = with_options(named_function, dict(options or {}), name, {"clips": None, "samples": []})
 
     def on_pixels(clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Any:
         with torch.no_grad():

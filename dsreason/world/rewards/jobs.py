@@ -168,8 +168,8 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
         else:
             info = input_info(job.request)
             durations = {"duration": f"{time.monotonic() - began:.2f}", "decoded_duration": f"{decoded:.2f}"}
-            found = {"scores": scores, "input_info": info, **durations, "type": name}
-            jobs.keep(job, name, (200, found), replace=False)
+            answer = {"scores": scores, "input_info": info, **durations, "type": name}
+            jobs.keep(job, name, (200, answer), replace=False)
 
 
 def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -183,8 +183,10 @@ def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
     names = [name for name, weight in request.reward_fn.items() if weight > 0]
     unknown = [name for name in names if name not in functions]
     if unknown or not names:
-        what = f"no reward function {unknown[0]!r:.80}" if unknown else "reward_fn names no function of positive weight"
-        raise ValueError(f"{what}; served are {', '.join(functions)}")
+        problem = (
+            f"no reward function {unknown[0]!r:.80}" if unknown else "reward_fn names no function of positive weight"
+        )
+        raise ValueError(f"{problem}; served are {', '.join(functions)}")
     return names
 
 
@@ -214,8 +216,8 @@ def to_rows(job: str, request: Request) -> list[WorldRow]:
 
 def named_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
     """A function's result as the protocol's scores: `{name: [B]}`, or its own keys where it returns a dict of them."""
-    found = result if isinstance(result, Mapping) and result else {name: result}
-    return {str(key): check_scores(values, ((), samples))[0] for key, values in found.items()}
+    scores_by_name = result if isinstance(result, Mapping) and result else {name: result}
+    return {str(key): check_scores(values, ((), samples))[0] for key, values in scores_by_name.items()}
 
 
 def input_info(request: Request) -> dict[str, Any]:
@@ -234,16 +236,16 @@ def find_functions(name: str) -> dict[str, ClipReward]:
         ConfigError: there is none, or the file does not import.
     """
     advice = "Name a .py file or an installed module with functions fn(clips, samples)"
-    found = find_code(name, f"reward-serve {name}", [], advice)
-    if not isinstance(found, ModuleType):
+    code = find_code(name, f"reward-serve {name}", [], advice)
+    if not isinstance(code, ModuleType):
         attribute = name.rpartition(":")[2]
-        return {attribute: with_options(found, {}, name, {"clips": None, "samples": []})}
+        return {attribute: with_options(code, {}, name, {"clips": None, "samples": []})}
     functions: dict[str, ClipReward] = {
         key: value
-        for key, value in vars(found).items()
+        for key, value in vars(code).items()
         if inspect.isfunction(value)
         and not key.startswith("_")
-        and (value.__module__ == found.__name__ or value in BUILT_IN.values())
+        and (value.__module__ == code.__name__ or value in BUILT_IN.values())
         and is_reward(value)
     }
     if not functions:

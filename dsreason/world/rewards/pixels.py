@@ -89,9 +89,9 @@ def _channel_shares(clips: Tensor) -> Tensor:
 
 
 def _channel(sample: WorldRow) -> int:
-    named = re.search(rf"\b({'|'.join(COLOURS)})\b", sample.prompt, re.IGNORECASE)
-    if named is None:
+    match = re.search(rf"\b({'|'.join(COLOURS)})\b", sample.prompt, re.IGNORECASE)
+    if match is None:
         raise DataError(
             f'{sample.id}: its prompt "{sample.prompt:.80}" names no colour; the reward needs red, green or blue'
         )
-    return COLOURS.index(named[0].lower())
+    return COLOURS.index(match[0].lower())

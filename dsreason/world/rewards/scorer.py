@@ -57,7 +57,7 @@ class Pending:
         values = dict(self.here)
         for future in self.futures:
             values |= future.result()
-        by_name = {name: torch.tensor(found, dtype=torch.float32) for name, found in values.items()}
+        by_name = {name: torch.tensor(scores, dtype=torch.float32) for name, scores in values.items()}
         functions = dict(zip(self.labels, self.config.functions.values(), strict=True))
         total = torch.zeros(self.num_clips)
         for label, weight in functions.items():
@@ -82,12 +82,14 @@ class ClipScorer:
     def __init__(self, config: WorldRewardConfig, *, start_limit: float = 120.0) -> None:
         self.config = config
         self.labels = reward_labels(list(config.functions))
-        named = dict(zip(config.functions, self.labels, strict=True))
-        self._own = [name for name in named if name not in BUILT_IN and config.workers]
-        self._label = named
+        label_of = dict(zip(config.functions, self.labels, strict=True))
+        self._own = [name for name in label_of if name not in BUILT_IN and config.workers]
+        self._label = label_of
         self._here: dict[str, Callable[..., Any]] = {}
-        found = [(name, config.options.get(name, {})) for name in self._own]
-        self._pool = Pool(KIND, found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
+        own_functions = [(name, config.options.get(name, {})) for name in self._own]
+        self._pool = Pool(
+            KIND, own_functions, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit
+        )
         self._service = RewardService(config) if config.services else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
         """Calls of a pool follow each other."""

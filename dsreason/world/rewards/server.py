@@ -153,11 +153,11 @@ class Arrivals(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self.count > self.most:
             raise HTTPException(f"headers of more than {self.most} bytes")  # answered 431 by the base class
-        left = self.since + SOCKET_LIMIT + self.count / LOWEST_RATE - time.monotonic()
+        seconds_left = self.since + SOCKET_LIMIT + self.count / LOWEST_RATE - time.monotonic()
         try:
-            if left <= 0:
+            if seconds_left <= 0:
                 raise TimeoutError
-            self.connection.settimeout(min(left, SOCKET_LIMIT))
+            self.connection.settimeout(min(seconds_left, SOCKET_LIMIT))
             count = self.connection.recv_into(buffer)
         except TimeoutError:
             self.late = True
@@ -206,8 +206,8 @@ class Handler(BaseHTTPRequestHandler):
             addresses = ", ".join(PREFIX + name for name in ACTIONS)
             answer = 404, {"message": f"no such address; there are {addresses}"}
         elif not self._is_allowed():
-            given = "the token is wrong" if "Authorization" in self.headers else "a token is required"
-            answer = 401, {"message": f"{given}; send it as Authorization: Bearer …"}
+            problem = "the token is wrong" if "Authorization" in self.headers else "a token is required"
+            answer = 401, {"message": f"{problem}; send it as Authorization: Bearer …"}
         elif not 0 <= self.left <= most:
             answer = 413, {"message": f"the body has {self.left} bytes, at most {most} are taken"}
         else:
@@ -221,8 +221,8 @@ class Handler(BaseHTTPRequestHandler):
         """In a time that does not depend on how much of the token is right."""
         if self.server.token is None:
             return True
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode())
+        authorization = self.headers.get("Authorization", "")
+        return hmac.compare_digest(authorization.encode(), f"Bearer {self.server.token}".encode())
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Called by the base class, such as for another method than POST."""
@@ -293,11 +293,11 @@ def enqueue(request: Handler) -> Answer:
             if not jobs.hold(len(piece)):
                 return full
             held += len(piece)
-        asked = read_body(content)
-        names = wanted(asked, server.functions)
-        if asked.media_type == "latent" and server.decoder is None:
+        request_body = read_body(content)
+        names = wanted(request_body, server.functions)
+        if request_body.media_type == "latent" and server.decoder is None:
             raise ValueError("latents cannot be decoded here: send media_type video, or start the server with --vae")
-        name = jobs.add(asked, names, held)
+        name = jobs.add(request_body, names, held)
     finally:
         if name is None:
             jobs.release(held)

@@ -90,16 +90,16 @@ class RewardService:
         ticket = self._enqueue(enqueue_body(request), subject, time.monotonic() + self.config.time_limit)
         return {
             f"{name}/{key}": values
-            for name, wanted in keys.items()
-            for key, values in self._pull(ticket, name, wanted, len(prompts)).items()
+            for name, wanted_keys in keys.items()
+            for key, values in self._pull(ticket, name, wanted_keys, len(prompts)).items()
         }
 
     def _enqueue(self, body: bytes, subject: str, deadline: float) -> Ticket:
         attempt = 0
         while True:
-            left = max(0.1, deadline - time.monotonic())
+            seconds_left = max(0.1, deadline - time.monotonic())
             try:
-                _, answer = self.enqueue.post(body, {"Content-Type": ENQUEUE_TYPE}, left)
+                _, answer = self.enqueue.post(body, {"Content-Type": ENQUEUE_TYPE}, seconds_left)
                 return self._ticket(answer, subject, deadline)
             except Refused as error:
                 raise self._error(self.enqueue, subject, str(error)) from None
@@ -115,33 +115,35 @@ class RewardService:
                 raise self._error(self.enqueue, subject, "cancelled")
 
     def _ticket(self, answer: bytes, subject: str, deadline: float) -> Ticket:
-        said = self.enqueue.quoted(answer.decode(errors="replace"))
+        quoted_answer = self.enqueue.quoted(answer.decode(errors="replace"))
         try:
-            found = json.loads(answer)
-            uuid, replica = found["uuid"], found.get("replica_id")
+            ticket_fields = json.loads(answer)
+            uuid, replica = ticket_fields["uuid"], ticket_fields.get("replica_id")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             uuid = replica = None
         if not (isinstance(uuid, str) and 0 < len(uuid) <= LONGEST_NAME):
-            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {said}')
+            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {quoted_answer}')
         if replica is not None and not is_header(replica):
-            raise self._error(self.enqueue, subject, f"the response has a replica_id that no header can hold: {said}")
+            raise self._error(
+                self.enqueue, subject, f"the response has a replica_id that no header can hold: {quoted_answer}"
+            )
         return Ticket(uuid, f"job {self.enqueue.quoted(uuid)}", replica or None, subject, deadline)
 
     def _pull(self, ticket: Ticket, name: str, keys: Sequence[str], count: int) -> dict[str, list[float]]:
         headers = {"Content-Type": FORM_TYPE} | ({REPLICA: ticket.replica} if ticket.replica else {})
         body = pull_body(ticket.uuid, name)
-        failures, pause, said = 0, self.poll, "nothing"
-        while (left := ticket.deadline - time.monotonic()) > 0:
+        failures, pause, last_answer = 0, self.poll, "nothing"
+        while (seconds_left := ticket.deadline - time.monotonic()) > 0:
             try:
-                status, answer = self.fetch.post(body, headers, min(left, REQUEST_LIMIT), expected=[400])
+                status, answer = self.fetch.post(body, headers, min(seconds_left, REQUEST_LIMIT), expected=[400])
                 if status != 400:
                     return self._scores(answer, ticket, name, keys, count)
                 failures, wait, pause = 0, pause, min(pause * 1.5, LONGEST_POLL)
-                said = f"status 400 ({self.fetch.quoted(answer.decode(errors='replace').strip())})"
+                last_answer = f"status 400 ({self.fetch.quoted(answer.decode(errors='replace').strip())})"
             except Refused as error:
                 raise self._error(self.fetch, ticket.subject, f'scores of "{name}", {ticket.shown}: {error}') from None
             except Retry as error:
-                wait, failures, said = error.pause(self.pause, failures), failures + 1, str(error)
+                wait, failures, last_answer = error.pause(self.pause, failures), failures + 1, str(error)
                 if failures == FAILED_PULLS:
                     text = f'scores of "{name}", {ticket.shown}: {error} ({failures} attempts in a row)'
                     raise self._error(self.fetch, ticket.subject, text) from error
@@ -150,28 +152,28 @@ class RewardService:
         raise self._error(
             self.fetch,
             ticket.subject,
-            f'no scores of "{name}" within {self.config.time_limit:g} s; the last answer to {ticket.shown} was {said}. '
+            f'no scores of "{name}" within {self.config.time_limit:g} s; the last answer to {ticket.shown} was {last_answer}. '
             "The service may have dropped the job: see its log, or raise reward.time_limit",
         )
 
     def _scores(
         self, answer: bytes, ticket: Ticket, name: str, keys: Sequence[str], count: int
     ) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+        scores_by_key: dict[str, list[float]] = {}
         try:
             scores = Answer.model_validate_json(answer).scores
             for key in keys:
                 if key not in scores:
                     listed = self.fetch.quoted(", ".join(sorted(scores)))
                     raise self._error(self.fetch, ticket.subject, f'"{name}" has no score {key}; it has {listed}')
-                found |= Score(scores={key: scores[key]}).scores
+                scores_by_key |= Score(scores={key: scores[key]}).scores
         except ValidationError as error:
             problem = self.fetch.quoted(first_problem(error, self.fetch.without_token))
             raise self._error(self.fetch, ticket.subject, f'the scores of "{name}" cannot be used: {problem}') from None
-        for key, values in found.items():
+        for key, values in scores_by_key.items():
             if len(values) != count:
                 raise self._error(self.fetch, ticket.subject, f"{name}/{key}: {len(values)} numbers for {count} clips")
-        return found
+        return scores_by_key
 
     def _error(self, server: RewardServer, subject: str, text: str) -> RewardError:
         return RewardError(f"reward service {server.place}, {subject}: {text}")
@@ -183,19 +185,19 @@ def is_header(value: object) -> bool:
 
 def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
     """What is read of each function's scores: `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
-    found: dict[str, list[str]] = {}
+    keys_by_url: dict[str, list[str]] = {}
     for service in config.services:
-        keys = found.setdefault(service.name, [])
+        keys = keys_by_url.setdefault(service.name, [])
         keys += [key for key in service.score_key.split("+") if key not in keys]
-    return found
+    return keys_by_url
 
 
 def sent_weights(config: WorldRewardConfig) -> dict[str, float]:
     """By function, the greatest of its weights; 1 where that is 0, since the service would leave the function out."""
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for service in config.services:
-        found[service.name] = max(found.get(service.name, 0.0), service.weight)
-    return {name: weight or 1.0 for name, weight in found.items()}
+        weights[service.name] = max(weights.get(service.name, 0.0), service.weight)
+    return {name: weight or 1.0 for name, weight in weights.items()}
 
 
 def service_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:

@@ -62,12 +62,14 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Any:
             return None if tensor is None else tensor.to(device)
 
-        given = self.conditioning
+        conditioning = self.conditioning
         return replace(
             self,
             start=moved(self.start),
             text=moved(self.text),
-            conditioning=None if given is None else Conditioning(moved(given.latents), moved(given.mask)),
+            conditioning=None
+            if conditioning is None
+            else Conditioning(moved(conditioning.latents), moved(conditioning.mask)),
             clean=moved(self.clean),
         )
 
@@ -99,9 +101,9 @@ def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tu
 
     Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
     """
-    own = [places[place.prompt] for place in own_places(len(places), share)]
+    own_clips = [places[place.prompt] for place in own_places(len(places), share)]
     num_groups = ceil(ceil(len(places) / share.count) / size)
-    groups = [tuple(own[i * size : (i + 1) * size]) for i in range(num_groups)]
+    groups = [tuple(own_clips[i * size : (i + 1) * size]) for i in range(num_groups)]
     return [(group, True) if group else ((places[0],), False) for group in groups]
 
 

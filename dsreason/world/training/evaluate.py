@@ -54,13 +54,13 @@ PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
 
 def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
     """The model's local folder, and the folder of the adapter where `model.path` is the export of one."""
-    cache, given = cache_dir() / "models", Path(config.model.path).expanduser()
-    if (given / lora.FILE).is_file():
-        if not (given / FILE).is_file():
+    cache, model_path = cache_dir() / "models", Path(config.model.path).expanduser()
+    if (model_path / lora.FILE).is_file():
+        if not (model_path / FILE).is_file():
             raise CheckpointError(
-                f"model.path {given}: is an adapter without {FILE}, which says what it belongs to; export it again"
+                f"model.path {model_path}: is an adapter without {FILE}, which says what it belongs to; export it again"
             )
-        return base_of(given, lambda base: resolve_world_model(base, cache)), given
+        return base_of(model_path, lambda base: resolve_world_model(base, cache)), model_path
     return resolve_world_model(config.model, cache), None
 
 
@@ -123,20 +123,20 @@ def for_evaluation(config: WorldConfig) -> WorldConfig:
 
 def weights_of(folder: Path, adapter: Path | None) -> str:
     """Tells models apart that are or were in the same place."""
-    found = [fingerprint(*(folder / part for part in PARTS))]
-    found += [] if adapter is None else [fingerprint(adapter / lora.FILE)]
-    return "-".join(one[:16] for one in found)
+    fingerprints = [fingerprint(*(folder / part for part in PARTS))]
+    fingerprints += [] if adapter is None else [fingerprint(adapter / lora.FILE)]
+    return "-".join(part_fingerprint[:16] for part_fingerprint in fingerprints)
 
 
 def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
     """What must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
-    found = {name: dict(dump_config(config)[name]) for name in SECTIONS}
+    sections = {name: dict(dump_config(config)[name]) for name in SECTIONS}
     for section, names in IGNORED.items():
         for name in names:
-            del found[section][name]
-    found["model"]["weights"] = weights
-    found["reward"]["code"] = code_of(config.reward.functions)
-    return found | {"train": {"seed": config.train.seed, "precision": config.train.precision}}
+            del sections[section][name]
+    sections["model"]["weights"] = weights
+    sections["reward"]["code"] = code_of(config.reward.functions)
+    return sections | {"train": {"seed": config.train.seed, "precision": config.train.precision}}
 
 
 def code_of(rewards: Iterable[str]) -> dict[str, str]:

@@ -122,7 +122,7 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
 def saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, averaged where it was: one after the other, since all of them are 56 GB for 14B."""
     averaged = (checkpoint / average_file("ema", 0)).is_file()
-    trained = {hf_name(name) for name, one in saved.parameters.items() if one.trained}
+    trained = {hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}
     for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=with_frozen):
         if averaged and name in trained:
             yield from saved_average(checkpoint, "ema", {name: tensor.shape}, saved.world_size)

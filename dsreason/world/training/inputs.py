@@ -61,14 +61,14 @@ class Inputs:
         numbers = list(dict.fromkeys(rows))
         workers = min(self.config.data.workers, len(numbers))
         tasks = ([number] for number in numbers)
-        found = {}
+        latents = {}
         for number, (clip,) in zip(
             numbers, in_workers(partial(read_clips, dataset, self.size), tasks, workers=workers), strict=True
         ):
             if isinstance(clip, DataError):
                 raise clip
-            found[number] = self.latents.encode(clip[None])[0]
-        return found
+            latents[number] = self.latents.encode(clip[None])[0]
+        return latents
 
     def micro_batches(
         self,
@@ -84,8 +84,8 @@ class Inputs:
         What clips of a prompt have in common is read once. `with_clean`: whether training needs the rows' own clips.
         """
         with_clips = with_clean or self.config.world.conditional_frames[1] > 0
-        own = (indices[place.prompt] for places, counted in groups if counted for place in places)
-        clean = self.clean(dataset, own) if with_clips else {}
+        own_indices = (indices[place.prompt] for places, counted in groups if counted for place in places)
+        clean = self.clean(dataset, own_indices) if with_clips else {}
         text_of = cache(lambda prompt: self.texts.read([prompt]))
 
         def micro_batch(places: tuple[Place, ...], counted: bool) -> MicroBatch:
@@ -124,27 +124,27 @@ class Inputs:
             clean: latents `[C, T, h, w]` of this rank's clips; of a stand-in there may be none.
         """
         rows = tuple(dataset[indices[place.prompt]] for place in places)
-        found = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
+        latents = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
         return MicroBatch(
             places=places,
             counted=counted,
             rows=rows,
             start=clip_noise(places, self.shape, self.config.train.seed, step, "start"),
             text=self.texts.read([row.prompt for row in rows]),
-            conditioning=conditioning_of(places, found.__getitem__, self.config, step),
-            clean=torch.stack([found[place] for place in places]),
+            conditioning=conditioning_of(places, latents.__getitem__, self.config, step),
+            clean=torch.stack([latents[place] for place in places]),
         )
 
 
 def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> list[Clip]:
     """uint8 `[3, T, H, W]` of each row, or what is wrong with it."""
-    found: list[Clip] = []
+    clips: list[Clip] = []
     for row in rows:
         try:
-            found.append(dataset.read_clip(dataset[row], size))
+            clips.append(dataset.read_clip(dataset[row], size))
         except DataError as error:
-            found.append(error)
-    return found
+            clips.append(error)
+    return clips
 
 
 def read_ahead(

@@ -156,8 +156,8 @@ def sample_batch(maker: ClipMaker, batch: MicroBatch, plan: Plan, step: int, pen
     if batch.counted and maker.share.leads:
         pending.append(start_scoring(maker, batch, latents))
     trajectory = {
-        number: Kept(kept.x.cpu(), kept.x_next.cpu(), kept.log_prob.cpu())
-        for number, kept in sampled.trajectory.items()
+        number: Kept(kept_step.x.cpu(), kept_step.x_next.cpu(), kept_step.log_prob.cpu())
+        for number, kept_step in sampled.trajectory.items()
     }
     return Sample(batch, latents.cpu(), trajectory, torch.zeros(len(batch)), {})
 

@@ -32,24 +32,24 @@ class Look:
 
 def look_at(clips: Tensor) -> list[Look]:
     """Of each of the clips, uint8 `[B, 3, T, H, W]` on any device."""
-    found = []
+    looks = []
     for clip in clips:
         values = clip.float() / 255
         small = torch.nn.functional.adaptive_avg_pool3d(values, GRID).cpu().numpy()
         motion = float(values.diff(dim=1).abs().mean()) if values.shape[1] > 1 else 0.0
-        found.append(Look(float(values.mean()), motion, small))
-    return found
+        looks.append(Look(float(values.mean()), motion, small))
+    return looks
 
 
 def looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
     """`brightness` and `motion` of all clips, and `diversity`: how far clips of one prompt are from their mean, in small
     pictures; without groups of several clips there is none."""
     every = [look for group in groups for look in group]
-    found = {
+    metrics = {
         f"{prefix}/brightness": float(np.mean([look.brightness for look in every])),
         f"{prefix}/motion": float(np.mean([look.motion for look in every])),
     }
     spreads = [np.std([look.small for look in group], axis=0).mean() for group in groups if len(group) > 1]
     if spreads:
-        found[f"{prefix}/diversity"] = float(np.mean(spreads))
-    return found
+        metrics[f"{prefix}/diversity"] = float(np.mean(spreads))
+    return metrics

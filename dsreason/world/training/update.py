@@ -43,8 +43,8 @@ def add_reference_velocities(maker: ClipMaker, sample: Sample) -> Sample:
     """Return the sample with the reference's velocities; the caller has put it in place."""
     velocity = build_velocity(maker, sample.batch.to(maker.device), maker.config.world.guidance_scale)
     velocities = {
-        number: halved(evaluate_velocity(velocity, kept.x.to(maker.device), maker.sigmas[number])).cpu()
-        for number, kept in sample.trajectory.items()
+        number: halved(evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])).cpu()
+        for number, kept_step in sample.trajectory.items()
     }
     return replace(sample, fixed={**sample.fixed, "reference": velocities})
 
@@ -95,11 +95,11 @@ def accumulate_gradients(
 def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: Step) -> tuple[Tensor, dict[str, Tensor], float]:
     """Return the loss of each clip at a trained step, `[B]`; its metrics, `[B]`; and the largest distance of a ratio from 1."""
     config, device = maker.config.world, maker.device
-    batch, kept = sample.batch.to(device), sample.trajectory[number]
-    x, x_next = kept.x.to(device), kept.x_next.to(device)
+    batch, kept_step = sample.batch.to(device), sample.trajectory[number]
+    x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)
     v = evaluate_velocity(build_velocity(maker, batch, config.guidance_scale), x, maker.sigmas[number])
     expected = mean(step, x, v)
-    new, old = log_prob(x_next, expected, step.std, batch.free), kept.log_prob.to(device)
+    new, old = log_prob(x_next, expected, step.std, batch.free), kept_step.log_prob.to(device)
     result = policy_loss(new, old, sample.advantages.to(device), config.clip_range)
     loss = result.loss
     metrics = {"policy/clip_fraction": result.clipped, "policy/loss": result.loss.detach()}

@@ -68,8 +68,8 @@ class WorldResult:
 
     def summary(self, step: int) -> str:
         """`validation at step 60: loss 0.1234, reward 0.8125, brightness 0.21`."""
-        shown = {"loss": "val/loss", "reward": "val/reward/mean", "brightness": "val/brightness"}
-        texts = [f"{name} {self.metrics[key]:.4f}" for name, key in shown.items() if key in self.metrics]
+        summary_keys = {"loss": "val/loss", "reward": "val/reward/mean", "brightness": "val/brightness"}
+        texts = [f"{name} {self.metrics[key]:.4f}" for name, key in summary_keys.items() if key in self.metrics]
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
