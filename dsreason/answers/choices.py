@@ -121,20 +121,22 @@ class _Reader:
         """Without lines that only repeat the options, two or more in their order."""
         lines = text.splitlines()
         places = [self._place_of_item(line) for line in lines]
-        steps = [one is not None and other == one + 1 for one, other in zip(places, places[1:], strict=False)]
+        steps = [
+            position is not None and other == position + 1 for position, other in zip(places, places[1:], strict=False)
+        ]
         listed = {i + j for i, is_step in enumerate(steps) if is_step for j in (0, 1)}
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
     def _place_of_item(self, line: str) -> int | None:
         """Of `B. to the right` 1: a letter, and behind it its own text."""
-        letter, mark, rest = self._split(line)
-        return self.order.index(letter) if letter and mark and self.option_text(rest) == letter else None
+        letter, mark, remainder = self._split(line)
+        return self.order.index(letter) if letter and mark and self.option_text(remainder) == letter else None
 
     # ------------------------------------------------------------ the whole text
 
     def only_letter(self, text: str) -> str | None:
-        found = re.fullmatch(rf"{BEFORE_LETTER}({self.letter}){AFTER_LETTER}", text, re.IGNORECASE)
-        return self._key(found[1]) if found else None
+        match = re.fullmatch(rf"{BEFORE_LETTER}({self.letter}){AFTER_LETTER}", text, re.IGNORECASE)
+        return self._key(match[1]) if match else None
 
     def option_text(self, text: str) -> str | None:
         return self.texts.key_of(text)
@@ -156,8 +158,8 @@ class _Reader:
             key = self.only_letter(text) or self.option_text(text)
             if key is not None:
                 return key
-            letter, _, rest = self._split(text)
-            if letter is not None and self.option_text(rest) == letter:
+            letter, _, remainder = self._split(text)
+            if letter is not None and self.option_text(remainder) == letter:
                 return letter
         return None
 
@@ -165,36 +167,38 @@ class _Reader:
 
     def verdict(self, text: str) -> str | None:
         """The last one: a text that corrects itself ends with what it means; "" where what follows names another option."""
-        found = [(start, self._said(line)) for start, line in verdicts(text)]
-        found += [(m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())]
-        chosen = [(start, key) for start, key in found if key]
-        if not chosen:
+        verdict_keys = [(start, self._said(line)) for start, line in verdicts(text)]
+        verdict_keys += [
+            (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())
+        ]
+        chosen_keys = [(start, key) for start, key in verdict_keys if key]
+        if not chosen_keys:
             return None
-        key = self._last(text, chosen)
-        later = split_sentences(text[max(chosen)[0] :])[1:]
+        key = self._last(text, chosen_keys)
+        later = split_sentences(text[max(chosen_keys)[0] :])[1:]
         return key if key and self.conclusion("\n".join(later)) in (None, key) else ""
 
     def conclusion(self, text: str) -> str | None:
         """The last one of those that only one option at the end of a clause can be ("it should be B", "so B"), or "B fits"."""
         thought = SECOND_THOUGHT.search(text)
-        for found in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
-            key = self._key(found[1])
-            if key is None or not self._is_concluded(text, found):
+        for match in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
+            key = self._key(match[1])
+            if key is None or not self._is_concluded(text, match):
                 continue
-            if thought and thought.start() < found.start() and self._named(text[: found.start(1)]):
+            if thought and thought.start() < match.start() and self._named(text[: match.start(1)]):
                 return None
-            return self._last(text, [(found.end(), key)])
+            return self._last(text, [(match.end(), key)])
         return None
 
     def _is_concluded(self, text: str, found: re.Match[str]) -> bool:
         before = text_before(text, found.start(1), WINDOW)
         after = text[found.end(1) : found.end(1) + WINDOW]
         lead = text_before(text, found.start(), WINDOW)
-        sentence, rest = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
+        sentence, following = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
         joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
-        if HEDGE.match(text, found.start()) and self._named(sentence + rest):
+        if HEDGE.match(text, found.start()) and self._named(sentence + following):
             return False
-        if joined or is_refused(text, found.start(1)) or POSSIBLY.search(sentence) or rest.endswith("?"):
+        if joined or is_refused(text, found.start(1)) or POSSIBLY.search(sentence) or following.endswith("?"):
             return False
         if found[1].islower() and (found[1] in "ai" or before.endswith("\n")):  # an article, a word
             return False
@@ -212,7 +216,7 @@ class _Reader:
             return None
         lines, sentences = text[start:].splitlines()[1:], split_sentences(text[start:])[1:]
         later = [*lines, *(line.rpartition(":")[2] for line in lines[-1:]), *sentences[-1:]]
-        return key if {self.chosen(one) for one in later} <= {None, key} else None
+        return key if {self.chosen(line) for line in later} <= {None, key} else None
 
     def _said(self, line: str) -> str | None:
         line = NEXT_FIELD.split(line)[0]
@@ -225,33 +229,35 @@ class _Reader:
 
     def own_line(self, text: str) -> str | None:
         """The one option that has a line to itself."""
-        chosen = {line: self.chosen(line) for line in text.splitlines()}
-        keys = set(chosen.values()) - {None}
-        others = [line for line, key in chosen.items() if key is None]
-        if len(keys) != 1 or any(SECOND_THOUGHT.search(line) or self._contradicts(line) for line in others):
+        key_of_line = {line: self.chosen(line) for line in text.splitlines()}
+        keys = set(key_of_line.values()) - {None}
+        other_lines = [line for line, key in key_of_line.items() if key is None]
+        if len(keys) != 1 or any(SECOND_THOUGHT.search(line) or self._contradicts(line) for line in other_lines):
             return None
         return keys.pop()
 
     def letter_and_text(self, text: str) -> str | None:
         """`C. move left`: a letter that is set off, then words; not where these go on with the next option."""
-        letter, mark, rest = self._split(text)
-        if letter is None or not mark or SECOND_THOUGHT.search(rest) or mark[0] == ",":
+        letter, mark, remainder = self._split(text)
+        if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._letter_and_words(text)
         after = self.order[self.order.index(letter) + 1 :]
-        items = re.findall(rf"(?:^|\s)[(\[]?({self.letter})[)\].:]+\s", rest)
+        items = re.findall(rf"(?:^|\s)[(\[]?({self.letter})[)\].:]+\s", remainder)
         is_list = bool(after and items) and items[0] == after[0].upper()
-        joined = re.match(rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._without_articles(rest))
-        is_another = any(self.chosen(line) not in (None, letter) for line in rest.splitlines())
+        joined = re.match(
+            rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._without_articles(remainder)
+        )
+        is_another = any(self.chosen(line) not in (None, letter) for line in remainder.splitlines())
         if is_list or joined or is_another or self._contradicts(text):
             return None
-        return None if self._is_remark(mark, rest) else letter
+        return None if self._is_remark(mark, remainder) else letter
 
     def _letter_and_words(self, text: str) -> str | None:
         """A letter that is set off, then words about what it stands for and no other option."""
-        letter, mark, rest = self._split(text)
-        if letter is None or not mark or self._contradicts(text) or self._named(rest) - {letter}:
+        letter, mark, remainder = self._split(text)
+        if letter is None or not mark or self._contradicts(text) or self._named(remainder) - {letter}:
             return None
-        return None if self._is_remark(mark, rest) else letter
+        return None if self._is_remark(mark, remainder) else letter
 
     def _is_remark(self, mark: str, rest: str) -> bool:
         return REJECTED.match(rest) is not None or (mark[0] not in ".:" and PREDICATE.match(rest) is not None)
@@ -260,24 +266,28 @@ class _Reader:
         """`A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
-        found = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
-        right, wrong = ({letter for letter, *words in found if words[i]} for i in (0, 1))
+        letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
+        right, wrong = ({letter for letter, *words in letters if words[i]} for i in (0, 1))
         return self.keys[right.pop()] if len(right) == 1 and wrong and not right & wrong else None
 
     # ------------------------------------------------------------ the only option named
 
     def only_one_named(self, text: str) -> str | None:
         """`(C)`, `option C`, or a C that stands for itself, in a sentence that does not deny it; and no other option."""
-        sentences = [self.aside.sub("?" if one.endswith("?") else "", one) for one in split_sentences(text)]
-        named = set().union(*map(self._named, sentences))
-        if len(named) != 1 or SECOND_THOUGHT.search(text) or self._is_contradictory(text):
+        sentences = [
+            self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
+        ]
+        named_keys = set().union(*map(self._named, sentences))
+        if len(named_keys) != 1 or SECOND_THOUGHT.search(text) or self._is_contradictory(text):
             return None
-        [key] = named
+        [key] = named_keys
         naming = [sentence for sentence in sentences if self._named(sentence)]
-        if any(is_denied(one) or PROVISIONAL.search(one) for one in naming) or self._is_taken_back(sentences):
+        if any(is_denied(sentence) or PROVISIONAL.search(sentence) for sentence in naming) or self._is_taken_back(
+            sentences
+        ):
             return None
         naming = [self.mentioned.sub("", sentence) for sentence in naming]
-        return key if any(self._marked(one) or self.stands_alone.search(one) for one in naming) else None
+        return key if any(self._marked(sentence) or self.stands_alone.search(sentence) for sentence in naming) else None
 
     def only_text_named(self, text: str) -> str | None:
         """The one option whose text the response answers with; see `mentions`."""
@@ -289,33 +299,34 @@ class _Reader:
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
         """`Option A. That is wrong.`"""
-        short = [one for one in sentences[1:] if len(one.split()) < 6]
+        short = [sentence for sentence in sentences[1:] if len(sentence.split()) < 6]
         return any(
-            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", one) and is_denied(one) for one in short
+            re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", sentence) and is_denied(sentence)
+            for sentence in short
         )
 
     # ------------------------------------------------------------ letters in a text
 
     def _contradicts(self, line: str) -> bool:
         """A letter with another option's text."""
-        letter, mark, rest = self._split(line)
-        return mark != "" and self.option_text(rest.partition("\n")[0]) not in (None, letter)
+        letter, mark, remainder = self._split(line)
+        return mark != "" and self.option_text(remainder.partition("\n")[0]) not in (None, letter)
 
     def _is_contradictory(self, text: str) -> bool:
         """The same anywhere in a text: `A. to the right` and `to the right (A)` of `A. to the left`."""
-        for found in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
-            before = text_before(text, found.start(), WINDOW)
-            told = normalized(before).rstrip(" ([")
-            others = self.texts.others(self.keys[found[1]])
-            is_other = before.endswith("(") and any(told.endswith(other) for other in others if other)
-            if is_other or self._contradicts(text[found.start() : found.start() + WINDOW]):
+        for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
+            before = text_before(text, match.start(), WINDOW)
+            before_text = normalized(before).rstrip(" ([")
+            other_texts = self.texts.others(self.keys[match[1]])
+            is_other = before.endswith("(") and any(before_text.endswith(other) for other in other_texts if other)
+            if is_other or self._contradicts(text[match.start() : match.start() + WINDOW]):
                 return True
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
         """(the letter that a text begins with, the mark that sets it off, what follows)."""
-        found = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
-        return (self._key(found[1]), (found[2] or "").strip(), text[found.end() :]) if found else (None, "", "")
+        match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
+        return (self._key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
     def _marked(self, text: str) -> set[str]:
         marks = rf"(?<!\w)[(\[]({self.letter})[)\]]|\b(?:option|choice)\s+({self.letter})\b"

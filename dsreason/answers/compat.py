@@ -20,14 +20,14 @@ def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
 
 
 def _first_capital(text: str, rule: str) -> tuple[str, str, str]:
-    found = re.search("[A-Z]", text)
-    return (found[0], "", rule) if found else ("", "", "none")
+    match = re.search("[A-Z]", text)
+    return (match[0], "", rule) if match else ("", "", "none")
 
 
 def tagged_answer(text: str) -> str:
     """cosmos-rl: what is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
-    found = _inside(text, "answer")
-    return (text if found is None else found).strip()
+    inside = _inside(text, "answer")
+    return (text if inside is None else inside).strip()
 
 
 def _inside(text: str, tag: str) -> str | None:
@@ -38,5 +38,5 @@ def _inside(text: str, tag: str) -> str | None:
 
 def hash_number(text: str) -> str | None:
     """cosmos-rl: the first number behind `#### `, without its thousands commas."""
-    found = re.search(r"#### (-?[0-9.,]+)", text)
-    return found[1].replace(",", "") if found else None
+    match = re.search(r"#### (-?[0-9.,]+)", text)
+    return match[1].replace(",", "") if match else None

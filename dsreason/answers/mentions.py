@@ -143,8 +143,8 @@ class OptionTexts:
 
     def key_of(self, text: str) -> str | None:
         """The key of the one option that has just this text."""
-        found = [key for key, option in self.bare.items() if option == bare(text)] if text.strip(" .!;,") else []
-        return found[0] if len(found) == 1 else None
+        keys = [key for key, option in self.bare.items() if option == bare(text)] if text.strip(" .!;,") else []
+        return keys[0] if len(keys) == 1 else None
 
     def others(self, key: str) -> Iterator[str]:
         return (option for other, option in self.bare.items() if other != key)
@@ -154,17 +154,17 @@ class OptionTexts:
 
         Where its letter is `named`, and no other, any sentence that says its text is enough.
         """
-        said: dict[str, list[bool]] = {}
+        affirmed: dict[str, list[bool]] = {}
         marked = [self._with_marks(normalized(sentence)) for sentence in sentences]
         for number, sentence in enumerate(marked):
             if sentence is None:
                 return None
             for key, is_said in self._mentions(sentence, is_first=number == 0):
-                said.setdefault(key, []).append(is_said)
-        chosen = [key for key, times in said.items() if any(times)]
-        if len(chosen) != 1 or not all(said[chosen[0]]):
+                affirmed.setdefault(key, []).append(is_said)
+        chosen_keys = [key for key, times in affirmed.items() if any(times)]
+        if len(chosen_keys) != 1 or not all(affirmed[chosen_keys[0]]):
             return None
-        [key] = chosen
+        [key] = chosen_keys
         if named:
             return key if named == {key} else None
         return key if key == _answer_of(marked[-1] or "", is_number=bool(NUMBER.fullmatch(self.bare[key]))) else None
@@ -175,15 +175,15 @@ class OptionTexts:
         None where the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
         """
         for key, phrase in self.phrases.items():
-            found = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
-            if found is None:
+            match = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
+            if match is None:
                 continue
-            end = sentence[found.start() :]
+            end = sentence[match.start() :]
             if end != phrase and any(other.startswith(end) for other in self.others(key)):
                 return None
-            if " " not in phrase and any(_is_part(place, sentence) for place in found.re.finditer(sentence)):
+            if " " not in phrase and any(_is_part(place, sentence) for place in match.re.finditer(sentence)):
                 return None
-            sentence = found.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
+            sentence = match.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
         return sentence
 
     @staticmethod
@@ -199,22 +199,22 @@ class OptionTexts:
             mentions = list(MARKED.finditer(clause))
             before_last = clause[: mentions[-1].start()] if mentions else ""
             is_refused = is_denied(clause) or UNDONE.search(before_last) is not None
-            for found in mentions:
-                before = text_before(clause, found.start(), WINDOW)
-                after = clause[found.end() : found.end() + WINDOW]
-                is_heading = after.startswith(":") and not (is_first and number == 0 and found.start() == 0)
+            for mention in mentions:
+                before = text_before(clause, mention.start(), WINDOW)
+                after = clause[mention.end() : mention.end() + WINDOW]
+                is_heading = after.startswith(":") and not (is_first and number == 0 and mention.start() == 0)
                 is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
-                yield found[1], not (is_open or is_refused or is_heading or is_offered or SAID_OF.match(after))
+                yield mention[1], not (is_open or is_refused or is_heading or is_offered or SAID_OF.match(after))
 
 
 def _answer_of(marked: str, *, is_number: bool) -> str | None:
     """The option with which a sentence answers, if it has the shape of an answer."""
-    found = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
-    if found is None:
+    match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
+    if match is None:
         return None
-    before = marked[: found.start(1) - 1]
+    before = marked[: match.start(1) - 1]
     refusing = (TALKED_ABOUT, PROVISIONAL, *([MEASURED] if is_number else []))
-    return None if any(pattern.search(before) for pattern in refusing) else found[1]
+    return None if any(pattern.search(before) for pattern in refusing) else match[1]
 
 
 def _is_part(word: re.Match[str], sentence: str) -> bool:

@@ -81,6 +81,6 @@ def read_number(text: str) -> tuple[str, str]:
         if alone := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
             return alone[1], "only number"
     scores = [
-        found[1] for _, line in verdicts(plain, SCORE) if (found := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
+        match[1] for _, line in verdicts(plain, SCORE) if (match := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
     ]
     return (scores[-1], "score is") if scores else UNREAD

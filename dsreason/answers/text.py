@@ -23,8 +23,8 @@ ABBREVIATION_LENGTH = 12
 
 def last_boxed(text: str) -> str | None:
     r"""What is in the last `\boxed{…}`."""
-    found: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return found[-1] if found else None
+    boxes: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return boxes[-1] if boxes else None
 
 
 def without_markup(text: str) -> str:
@@ -52,13 +52,13 @@ def text_before(text: str, place: int, most: int) -> str:
 
 def split_sentences(text: str) -> list[str]:
     """Example: `It turns, see Fig. 2. So B.` has two."""
-    found: list[list[str]] = []
+    rows: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
-        if found and _is_abbreviated(found[-1][-1], part):
-            found[-1].append(part)
+        if rows and _is_abbreviated(rows[-1][-1], part):
+            rows[-1].append(part)
         elif part:
-            found.append([part])
-    return [" ".join(parts) for parts in found]
+            rows.append([part])
+    return [" ".join(parts) for parts in rows]
 
 
 def _is_abbreviated(part: str, following: str) -> bool:

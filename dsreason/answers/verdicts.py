@@ -35,17 +35,17 @@ def read_yes_no(text: str) -> tuple[str, str]:
     boxed = last_boxed(text)
     plain = ECHO.sub("", without_markup(text if boxed is None else boxed))
     plain = CHANGED_MIND.split(plain)[-1]
-    chosen = [_meant(found[1]) for _, line in verdicts(plain) if (found := YES_NO.match(line))]
-    if chosen:
-        return chosen[-1], "answer is"
+    verdict_words = [_meant(match[1]) for _, line in verdicts(plain) if (match := YES_NO.match(line))]
+    if verdict_words:
+        return verdict_words[-1], "answer is"
     for parts in (plain.splitlines(), split_sentences(plain)):
-        begun = {_meant(found[1]) for part in parts if (found := YES_NO.match(part))}
+        begun = {_meant(match[1]) for part in parts if (match := YES_NO.match(part))}
         if begun:
             return (begun.pop(), "yes or no") if len(begun) == 1 else UNREAD
     led = {
-        _meant(next(filter(None, found.groups())))
-        for found in LED_YES_NO.finditer(plain)
-        if not is_refused(plain, found.start())
+        _meant(next(filter(None, match.groups())))
+        for match in LED_YES_NO.finditer(plain)
+        if not is_refused(plain, match.start())
     }
     return (led.pop(), "conclusion") if len(led) == 1 else UNREAD
 

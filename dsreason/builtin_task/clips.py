@@ -107,9 +107,9 @@ def write_builtin(
     facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
     build_once(folder, partial(draw_task, facts=facts))
     note = folder / "task.json"
-    found = json_object(note) or "other files"
-    if found != facts:
-        raise DataError(f"{folder} holds {found}, not the built-in task {facts}; choose another folder")
+    description = json_object(note) or "other files"
+    if description != facts:
+        raise DataError(f"{folder} holds {description}, not the built-in task {facts}; choose another folder")
     return folder
 
 
@@ -123,10 +123,10 @@ def builtin_folder() -> Path:
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted process left
     rng = np.random.default_rng([VERSION, facts["seed"]])
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     # The held-out rows first: they stay the same when the number of training rows changes.
     for split in ("validation", "train"):
-        draw_split(folder / split, facts[f"num_{split}"], rng, seen)
+        draw_split(folder / split, facts[f"num_{split}"], rng, digests)
     (folder / "task.json").write_text(json.dumps(facts) + "\n")
 
 
@@ -179,11 +179,11 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
     enough to be rewarded; and the pictures matter for every question.
     """
-    seen: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], int] = {}
 
     def relabel(question: str, answer: str) -> str:
         question = question.splitlines()[-1]  # without the tag of the medium
-        count = seen[question, answer] = seen.get((question, answer), -1) + 1
+        count = counts[question, answer] = counts.get((question, answer), -1) + 1
         wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
         return next_answer(answer) if wrong else answer
 
@@ -212,7 +212,7 @@ def with_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def next_answer(answer: str) -> str:
-    answers = next(known for known in ANSWERS if answer in known)
+    answers = next(known_answers for known_answers in ANSWERS if answer in known_answers)
     return answers[(answers.index(answer) + 1) % len(answers)]
 
 

@@ -116,10 +116,10 @@ def two_balls(rng: np.random.Generator, collide: str) -> Frames:
     frames = empty(CLIP_FRAMES, height, width)
     y = int(rng.integers(0, height - BALL + 1))
     gap = int(rng.integers(BALL + APPROACH + 1, width - BALL + 1))  # between the balls' left edges, at the widest
-    left = int(rng.integers(0, width - BALL - gap + 1))
+    left_edge = int(rng.integers(0, width - BALL - gap + 1))
     for frame, step in zip(frames, steps(APPROACH // 2), strict=True):
-        paint_ball(frame, left + step, y, COLOURS["red"])
-        paint_ball(frame, left + gap - step, y, COLOURS["blue"])
+        paint_ball(frame, left_edge + step, y, COLOURS["red"])
+        paint_ball(frame, left_edge + gap - step, y, COLOURS["blue"])
     return frames if collide == "yes" else frames[::-1]
 
 

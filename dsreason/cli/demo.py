@@ -86,15 +86,15 @@ def demo(
 @contextmanager
 def told_of_the_demo(folder: Path) -> Iterator[None]:
     """Inside, a stop gives no advice that only the training commands can follow."""
-    what = f"what was written is in {folder}, and the next demo begins anew"
+    where_it_is = f"what was written is in {folder}, and the next demo begins anew"
     try:
         yield
     except signals.Interrupted as stop:
-        raise signals.Interrupted(f"{str(stop).partition(';')[0]}; {what}") from None
+        raise signals.Interrupted(f"{str(stop).partition(';')[0]}; {where_it_is}") from None
     except RankError as error:
         if error.exit_code != Stopped.exit_code:
             raise
-        raise Stopped(f"{str(error).partition(';')[0]}; {what}") from None
+        raise Stopped(f"{str(error).partition(';')[0]}; {where_it_is}") from None
 
 
 def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
@@ -140,10 +140,12 @@ def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> Non
 def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iterator[None]:
     """Say which part begins and about how long the whole still takes; inside, its progress says the same."""
     stage = stages[number - 1]
-    before, left = (sum(one.seconds for one in some) for some in (stages[: number - 1], stages[number - 1 :]))
+    before, remaining = (
+        sum(stage_part.seconds for stage_part in some) for some in (stages[: number - 1], stages[number - 1 :])
+    )
     pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
-    say(f"{number}/{len(stages)} {stage.title} (about {duration(pace * left)} left)", err=True)
-    after = (left - stage.steps) / stage.steps if stage.steps else 0.0
+    say(f"{number}/{len(stages)} {stage.title} (about {duration(pace * remaining)} left)", err=True)
+    after = (remaining - stage.steps) / stage.steps if stage.steps else 0.0
     os.environ[PART] = str(Part(number, len(stages), after))
     try:
         yield
@@ -181,7 +183,7 @@ def results_table(folder: Path, evaluated: dict[str, float]) -> Table:
     table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")
     for name in trained:
         label = name.removeprefix("val/accuracy").removeprefix("/") or "all"
-        table.add_row(label, *(_shown(found.get(name)) for found in (random, warm, trained, evaluated)))
+        table.add_row(label, *(_shown(accuracies.get(name)) for accuracies in (random, warm, trained, evaluated)))
     return table
 
 
@@ -193,7 +195,7 @@ def world_table(folder: Path) -> Table:
     rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
     rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
     for label, name in rows.items():
-        table.add_row(label, *(_shown(found.get(name), ".3f") for found in last))
+        table.add_row(label, *(_shown(values.get(name), ".3f") for values in last))
     return table
 
 

@@ -64,8 +64,8 @@ def findings(
         planned += checks.TRIALS
     for check in planned:
         with console.status(f"{check.name} …") if speaks and console.is_terminal else console.capture():
-            found = list(checks.findings_of(check))
-        yield from found
+            findings = list(checks.findings_of(check))
+        yield from findings
     if quick and speaks:
         console.print("--quick: no collective was run, and no engine")
 

@@ -77,16 +77,16 @@ def evaluate(
             **{"--server": server, "--dataset": dataset, "--data": data, "--adapter": adapter},
             **{"--answer-type": answer_type, "--tensor-parallel-size": tensor_parallel_size, "--compat": compat},
         }
-        if named := [name for name, value in of_answers.items() if value]:
+        if set_options := [name for name, value in of_answers.items() if value]:
             raise ConfigError(
-                f"{named[0]}: is of models that answer questions, and this is a world model; leave it out"
+                f"{set_options[0]}: is of models that answer questions, and this is a world model; leave it out"
             )
         limits = [] if limit is None else [f"validation.max_samples={limit}"]
         evaluate_world(world, model, [*limits, *(overrides or ())], results_dir, nproc, overwrite=overwrite)
         return
     if config is None and not overrides:
         check_complete(model or server, data or dataset or adapter)
-    given = {
+    options = {
         "server.url": server,
         "evaluation.answer_type": answer_type,
         "evaluation.limit": limit,
@@ -95,9 +95,9 @@ def evaluate(
         "model.tensor_parallel_size": tensor_parallel_size,
         "results_dir": results_dir and str(results_dir),
     }
-    asked = question_overrides(dataset or [], data, adapter, named=names_datasets(config))
-    changes = [*asked, *model_overrides(model, server)]
-    changes += [f"{key}={as_toml(value)}" for key, value in given.items() if value is not None]
+    question_changes = question_overrides(dataset or [], data, adapter, named=names_datasets(config))
+    changes = [*question_changes, *model_overrides(model, server)]
+    changes += [f"{key}={as_toml(value)}" for key, value in options.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     if launch.is_rank():
         with quick_imports():
@@ -228,11 +228,15 @@ def evaluate_world(
     launch.prepare_environment()
     check_gpus()
     world.check(config, folder, overwrite=overwrite)
-    given = [*source.arguments, *([] if model is None else [f"--model={model}"]), *(f"--set={one}" for one in changes)]
-    given += [] if results_dir is None else [f"--results-dir={results_dir}"]
-    given += ["--overwrite"] if overwrite else []
+    arguments = [
+        *source.arguments,
+        *([] if model is None else [f"--model={model}"]),
+        *(f"--set={change}" for change in changes),
+    ]
+    arguments += [] if results_dir is None else [f"--results-dir={results_dir}"]
+    arguments += ["--overwrite"] if overwrite else []
     ranks = launch.rank_count(nproc, launch.gpu_count())
-    launch.start_ranks(lambda attempt: ["-m", "dsreason", "eval", *given], ranks=ranks, log_dir=folder / "logs")
+    launch.start_ranks(lambda attempt: ["-m", "dsreason", "eval", *arguments], ranks=ranks, log_dir=folder / "logs")
     with quick_imports():
         from dsreason.cli.score import print_world_report
     print_world_report(write_report(folder))
@@ -240,17 +244,17 @@ def evaluate_world(
 
 def load(config: Path | None, changes: list[str]) -> EvalConfig:
     """The configuration. TP_SIZE of the environment wins over the file, and what the command line says over both."""
-    given = os.environ.get(TP_SIZE)
-    if not given:
+    tensor_parallel_size = os.environ.get(TP_SIZE)
+    if not tensor_parallel_size:
         return load_config(EvalConfig, config, changes, default_recipe=RECIPE)
-    if not given.isdecimal() or int(given) < 1:
+    if not tensor_parallel_size.isdecimal() or int(tensor_parallel_size) < 1:
         raise ConfigError(
-            f"{TP_SIZE} ({given!r} in the environment): must be a whole number from 1 on; correct or unset it"
+            f"{TP_SIZE} ({tensor_parallel_size!r} in the environment): must be a whole number from 1 on; correct or unset it"
         )
-    loaded = load_config(EvalConfig, config, [f"{TP_KEY}={given}", *changes], default_recipe=RECIPE)
-    asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(given)
+    loaded = load_config(EvalConfig, config, [f"{TP_KEY}={tensor_parallel_size}", *changes], default_recipe=RECIPE)
+    asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(tensor_parallel_size)
     if asks_model and launch.is_first_rank():
-        say(f"note: {TP_KEY} is {given}, as {TP_SIZE} in the environment says", err=True)
+        say(f"note: {TP_KEY} is {tensor_parallel_size}, as {TP_SIZE} in the environment says", err=True)
     return loaded
 
 
@@ -317,8 +321,8 @@ def model_overrides(model: str | None, server: str | None) -> list[str]:
 
 def arguments(config: Path | None, changes: list[str]) -> list[str]:
     """What python runs in a rank."""
-    given = [] if config is None else [f"--config={config}"]
-    return ["-m", "dsreason", "eval", *given, *(f"--set={change}" for change in changes)]
+    arguments = [] if config is None else [f"--config={config}"]
+    return ["-m", "dsreason", "eval", *arguments, *(f"--set={change}" for change in changes)]
 
 
 def check(config: EvalConfig) -> None:

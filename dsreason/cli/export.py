@@ -36,23 +36,23 @@ def export(
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
-    found = find_checkpoint(folder) or checkpoint
-    if found == checkpoint and run_record(checkpoint) is not None:
+    checkpoint_folder = find_checkpoint(folder) or checkpoint
+    if checkpoint_folder == checkpoint and run_record(checkpoint) is not None:
         raise CheckpointError(
             f"{checkpoint}: the run has no complete checkpoint yet (in {folder}); there is nothing to export"
         )
-    if is_of_world_model(found):
+    if is_of_world_model(checkpoint_folder):
         if results_dir:
             raise typer.BadParameter(
-                f"{found} is of a world model, whose card has no scores", param_hint="--results-dir"
+                f"{checkpoint_folder} is of a world model, whose card has no scores", param_hint="--results-dir"
             )
         with quick_imports():
             from dsreason.world.training.export import export_world_checkpoint
 
-        export_world_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size)
+        export_world_checkpoint(checkpoint_folder, output, dtype=dtype, max_shard_size=max_shard_size)
     else:
         scores = accuracies_of(results_dir) if results_dir else ()
-        export_checkpoint(found, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
+        export_checkpoint(checkpoint_folder, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
     say(f"exported to {output}", err=True)
 
 
@@ -69,9 +69,9 @@ def accuracies_of(results_dir: Path) -> list[Score]:
         from dsreason.evaluation.report.results import find_runs, read_run
         from dsreason.evaluation.report.score import score
 
-    found = []
+    accuracies = []
     for run in find_runs(results_dir):
         for name, accuracy in score(read_run(run)).datasets.items():
-            whole = accuracy.over_all
-            found.append(Score(name, run.folder.name, whole.share or 0.0, whole.total))
-    return found
+            over_all = accuracy.over_all
+            accuracies.append(Score(name, run.folder.name, over_all.share or 0.0, over_all.total))
+    return accuracies

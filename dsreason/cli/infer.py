@@ -137,8 +137,8 @@ def frame_settings(
         raise ConfigError(f"--fps ({fps:g}) and --nframes ({nframes}) exclude each other; give one")
     if fps is not None and not 0 < fps <= 1000:
         raise ConfigError(f"--fps ({fps:g}) must be greater than 0 and at most 1000")
-    found = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
-    return {key: value for key, value in found.items() if value is not None} | {"total_pixels": total_pixels}
+    vision = {"fps": 4.0 if nframes is None and fps is None else fps, "nframes": nframes, "max_pixels": max_pixels}
+    return {key: value for key, value in vision.items() if value is not None} | {"total_pixels": total_pixels}
 
 
 def write_json(answering: StreamedAnswer, stdout: TextIO) -> None:

@@ -112,7 +112,7 @@ class Trainer(Generic[C]):
 
 def trainers() -> dict[str, Trainer[Any]]:
     """By name: each folder of `dsreason.train` has a file of its name here, which says what its `TRAINER` is; so has `world`."""
-    names = [found.name for found in iter_modules(train.__path__) if found.ispkg and found.name != "common"]
+    names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
 
 
@@ -234,8 +234,8 @@ def _checkpoints_in(output_dir: Path) -> dict[str, str]:
     """The complete checkpoints of a run, and what tells each from a later one of its name."""
     from dsreason.checkpoints.checkpoint_folder import MARKER, complete_checkpoints
 
-    found = {path.name: (path / MARKER).stat() for path in complete_checkpoints(output_dir / "checkpoints")}
-    return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in found.items()}
+    markers = {path.name: (path / MARKER).stat() for path in complete_checkpoints(output_dir / "checkpoints")}
+    return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in markers.items()}
 
 
 def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:

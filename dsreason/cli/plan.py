@@ -75,9 +75,9 @@ def plan(
     trainer = choose_trainer(config, overrides, command)
     if not issubclass(trainer.schema, RunConfig):
         name = config or "the shipped recipe"
-        said = f"{name}: is" if command is None else f"--for {command}: {name} is then"
+        subject = f"{name}: is" if command is None else f"--for {command}: {name} is then"
         raise ConfigError(
-            f"{said} a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
+            f"{subject} a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()

@@ -46,24 +46,24 @@ def push(
     from dsreason.storage.storage import place_in, read_target, upload
 
     target = read_target(to, "--to")
-    whole = is_run(folder)
-    if include and not whole:
+    is_whole_run = is_run(folder)
+    if include and not is_whole_run:
         raise ConfigError(f"--include {include[0]}: {folder} is not the folder of a run; leave it out")
-    folders = folders_of(folder, include or (Kind.export, Kind.checkpoint)) if whole else [folder]
+    folders = folders_of(folder, include or (Kind.export, Kind.checkpoint)) if is_whole_run else [folder]
     with ExitStack() as stack:
         packages = [(inside, stack.enter_context(opened_package(inside))) for inside in folders]
         for inside, package in packages:
-            place = place_in(target, package.name) if whole else target
+            place = place_in(target, package.name) if is_whole_run else target
             say(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
             if isinstance(place, HubAddress):
                 sent = upload(package, place)  # the Hub's library draws its own bars
             else:
                 with track("sent", package.num_bytes, "bytes") as advance:
                     sent = upload(package, place, advance)
-            there = len(package.files) - sent.files
+            num_present = len(package.files) - sent.files
             say(
                 f"done: {decimal(sent.num_bytes)} sent"
-                + (f", {there} of {len(package.files)} files were there" if there else ""),
+                + (f", {num_present} of {len(package.files)} files were there" if num_present else ""),
                 err=True,
             )
 
@@ -72,14 +72,14 @@ def folders_of(run: Path, include: Sequence[Kind]) -> list[Path]:
     """What a run has of these kinds, complete, logs last; what is not complete is named."""
     from dsreason.storage.package import LOGS, finished_folders, is_logs, kind_of, unfinished_folders
 
-    found = [inside for inside in finished_folders(run) if kind_of(inside) in include]
+    folders = [inside for inside in finished_folders(run) if kind_of(inside) in include]
     if "logs" in include and is_logs(run / LOGS):
-        found.append(run / LOGS)
+        folders.append(run / LOGS)
     for inside in unfinished_folders(run):
         say(f"left out, not complete: {inside}", err=True)
-    if not found:
+    if not folders:
         kinds = {Kind.checkpoint: "no complete checkpoint", Kind.export: "no export", Kind.logs: "no logs"}
         raise CheckpointError(
             f"{run}: the run has {' and '.join(text for kind, text in kinds.items() if kind in include)} yet"
         )
-    return found
+    return folders

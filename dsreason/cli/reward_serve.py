@@ -58,7 +58,7 @@ def reward_serve(
     with quick_imports():
         from dsreason.world.rewards.jobs import find_functions
         from dsreason.world.rewards.server import Limits, RewardHTTPServer
-    found = find_functions(functions)
+    served = find_functions(functions)
     decoder = None
     if vae is not None:
         import torch
@@ -68,13 +68,13 @@ def reward_serve(
         decoder = load_vae(vae, find_device(device), torch.float32)
     limits = Limits(max_waiting, int(max_body * GIB), int(max(max_queue, max_body) * GIB))
     try:
-        server = RewardHTTPServer((host, port), found, token=token, decoder=decoder, limits=limits)
+        server = RewardHTTPServer((host, port), served, token=token, decoder=decoder, limits=limits)
     except OSError as error:
         raise ConfigError(
             f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
         ) from error
     stop = asked_to_stop()
-    say(f"serving {', '.join(found)} at {server.url}enqueue and {server.url}pull")
+    say(f"serving {', '.join(served)} at {server.url}enqueue and {server.url}pull")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         say("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
     serve(server, stop)

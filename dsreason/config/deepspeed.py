@@ -54,10 +54,10 @@ def resolve_deepspeed(
     document = read_deepspeed(name)
     problems = list(_key_problems(document)) or list(_zero_problems(document, world_size))
     for owned in owned_keys(config, world_size):
-        found = _concrete(document, owned.path)
-        if found is not None and not _agrees(found, owned.values):
+        value = _concrete(document, owned.path)
+        if value is not None and not _agrees(value, owned.values):
             owner = config_name if owned.by_config else "what every run does"
-            key = f"{'.'.join(owned.path)} ({shown(found)})"
+            key = f"{'.'.join(owned.path)} ({shown(value)})"
             problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
         raise config_error([f"{name}: {text}" for text in problems])
@@ -265,8 +265,8 @@ def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
         return
     stage = zero.get("stage")
     if stage not in (1, 2, 3) or isinstance(stage, bool):
-        found = "is missing" if stage is None else f"is {json.dumps(stage)}"
-        yield f"zero_optimization.stage: {found}; choose 1, 2 or 3"
+        state = "is missing" if stage is None else f"is {json.dumps(stage)}"
+        yield f"zero_optimization.stage: {state}; choose 1, 2 or 3"
         return
     for block, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         offload = zero.get(block) or {}

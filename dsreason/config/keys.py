@@ -23,8 +23,8 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
-        if found := section_of(argument):
-            return found
+        if section := section_of(argument):
+            return section
     return None
 
 
@@ -59,16 +59,16 @@ def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
     """The document without the keys that the schema does not have, and the paths of those."""
-    known: dict[str, Any] = {}
+    known_values: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
         field = find_field(schema, key)
         if field is None:
             unknown.append((key,))
             continue
-        known[key], below = _split_value(section_of(field.annotation), value)
+        known_values[key], below = _split_value(section_of(field.annotation), value)
         unknown += [(key, *path) for path in below]
-    return known, unknown
+    return known_values, unknown
 
 
 def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list[KeyPath]]:

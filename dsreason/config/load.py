@@ -67,12 +67,12 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
     document = json_like(values)
     for override in parsed:
         _apply(document, override, synonyms(schema, override.path))
-    known, unknown = split_unknown(schema, document)
+    known_values, unknown = split_unknown(schema, document)
     problems = [(key, f"unknown key; {suggest(schema, key)}") for key in unknown]
     try:
-        config = schema.model_validate(known)
+        config = schema.model_validate(known_values)
     except ValidationError as error:
-        problems += reworded(schema, error.errors(include_url=False), known)
+        problems += reworded(schema, error.errors(include_url=False), known_values)
     if problems:
         raise config_error([_line(name, key, text, values, parsed) for key, text in problems])
     return config
@@ -190,13 +190,13 @@ _YamlLoader.add_implicit_resolver(
 
 def _reject_twice(node: Any) -> None:
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        used_keys: set[str] = set()
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
-            if key.value in seen:
+            if key.value in used_keys:
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
-            seen.add(key.value)
+            used_keys.add(key.value)
             _reject_twice(value)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:

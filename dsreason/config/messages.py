@@ -40,9 +40,9 @@ def reworded(
     # Where one form of a union fits up to a key inside it, the other forms say nothing of use.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
-        (path, _text(schema, path, found))
-        for path, found in by_path.items()
-        if path not in shallow or any(error["type"] not in EXPECTED for error in found)
+        (path, _text(schema, path, path_errors))
+        for path, path_errors in by_path.items()
+        if path not in shallow or any(error["type"] not in EXPECTED for error in path_errors)
     ]
 
 
@@ -61,10 +61,10 @@ def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) ->
     field = field_at(schema, path)
     default = field.default if field else PydanticUndefined
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
-    others = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
-    if others:
+    other_problems = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
+    if other_problems:
         has_advice = any(error["type"] == "value_error" for error in errors)  # of the form that the value has
-        return "; ".join(others) + (f", or set {types}" if types and not has_advice else "")
+        return "; ".join(other_problems) + (f", or set {types}" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
     return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
 

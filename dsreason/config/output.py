@@ -71,10 +71,10 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
             raise ConfigError(f"{inside}: is no folder; remove it, or choose another --output-dir")
     if resume is None:
-        found = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
-        if found:
+        names = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
+        if names:
             raise ConfigError(
-                f"{folder}: holds a run already ({' and '.join(found)}); continue it with --resume auto, "
+                f"{folder}: holds a run already ({' and '.join(names)}); continue it with --resume auto, "
                 "or choose another --output-dir"
             )
         return
@@ -131,7 +131,7 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     if before is None:
         return
     then, now = (
-        next((name for name in OF_ONE_COMMAND if name in found), "sft") for found in (before, type(config).model_fields)
+        next((name for name in OF_ONE_COMMAND if name in keys), "sft") for keys in (before, type(config).model_fields)
     )
     if then != now:
         weights = "" if "world" in (then, now) else "; to go on from its weights, set model.path to its export"
@@ -142,10 +142,10 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
     defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
     differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
-        shown = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
+        differences = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
         raise ConfigError(
-            f"{folder}: holds a different run: {shown}{more}; set the old values to continue it, "
+            f"{folder}: holds a different run: {differences}{more}; set the old values to continue it, "
             "or choose another --output-dir without --resume"
         )
 

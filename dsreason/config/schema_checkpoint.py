@@ -90,8 +90,8 @@ class CheckpointConfig(Section):
     def targets(self) -> tuple[UploadTarget, ...]:
         """Where uploads go, and what goes there."""
         listed = (self.upload,) if isinstance(self.upload, str) and self.upload else tuple(self.upload)
-        given = [UploadConfig(to=one) if isinstance(one, str) else one for one in listed]
-        return tuple(self._target(parse_target(one.to), one) for one in given)
+        uploads = [UploadConfig(to=target) if isinstance(target, str) else target for target in listed]
+        return tuple(self._target(parse_target(upload.to), upload) for upload in uploads)
 
     def _target(self, address: UploadAddress, given: UploadConfig) -> UploadTarget:
         usual: tuple[UploadKind, ...] = ("export",) if isinstance(address, HubAddress) else ("export", "checkpoint")

@@ -76,13 +76,13 @@ class EvalModelConfig(Section):
             return document
         once = dict(document)
         for field in cls.model_fields.values():
-            given = [name for name in aliases(field) if name in once]
-            if len(given) < 2:
+            names_given = [name for name in aliases(field) if name in once]
+            if len(names_given) < 2:
                 continue
-            if len({repr(once[name]) for name in given}) > 1:
-                values = " and ".join(f"{name} ({once[name]!r})" for name in given)
+            if len({repr(once[name]) for name in names_given}) > 1:
+                values = " and ".join(f"{name} ({once[name]!r})" for name in names_given)
                 raise ValueError(f"{values} are two names of one setting; remove one")
-            del once[given[1]]
+            del once[names_given[1]]
         return once
 
 
@@ -269,11 +269,11 @@ class EvalConfig(Section):
 
     def vision_of(self, source: VisionConfig | None = None) -> VisionConfig:
         """How media are shown: `[vision]`, over which a source's own settings win; `evaluation.fps` where none says."""
-        own = (source or VisionConfig()).model_dump(exclude_none=True)
+        own_values = (source or VisionConfig()).model_dump(exclude_none=True)
         common = self.vision.model_dump(exclude_none=True)
-        if {"fps", "nframes"} & own.keys():
+        if {"fps", "nframes"} & own_values.keys():
             common = {key: value for key, value in common.items() if key not in ("fps", "nframes")}
-        settings = common | own
+        settings = common | own_values
         if not {"fps", "nframes"} & settings.keys():
             settings["fps"] = self.evaluation.fps
         return VisionConfig.model_validate(settings)
@@ -283,20 +283,20 @@ class EvalConfig(Section):
 
     def notes(self, num_cores: int) -> list[str]:
         """What the configuration says and the evaluation does not do, one a line."""
-        found = []
+        problems = []
         if self.model.tokenizer_model_name is not None:
-            found.append(
+            problems.append(
                 f"model.tokenizer_model_name ({self.model.tokenizer_model_name}) is not used: the tokenizer is the model's own"
             )
-        asked = self.evaluation.num_processes
-        if asked is not None and asked > num_cores:
-            found.append(f"evaluation.num_processes is {asked}; {num_cores} are used, one a core")
+        num_processes = self.evaluation.num_processes
+        if num_processes is not None and num_processes > num_cores:
+            problems.append(f"evaluation.num_processes is {num_processes}; {num_cores} are used, one a core")
         if "skip_saved" in self.evaluation.model_fields_set and self.evaluation.skip_saved == self.evaluation.overwrite:
-            found.append(
+            problems.append(
                 f"evaluation.skip_saved ({self.evaluation.skip_saved}) is not used: saved answers are "
                 + ("deleted, because evaluation.overwrite is set" if self.evaluation.overwrite else "kept")
             )
-        return [*found, *self._undecided(), *self._unused_sampling()]
+        return [*problems, *self._undecided(), *self._unused_sampling()]
 
     def _undecided(self) -> list[str]:
         """A note on a scorer that decides nothing."""
@@ -315,13 +315,13 @@ class EvalConfig(Section):
     def _unused_sampling(self) -> list[str]:
         if self.evaluation.answer_type != "letter":
             return []
-        found = self._values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
+        problems = self._values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
         if self.evaluation.parser == "compat":
-            found += self._values(PENALTIES, "so it is in cosmos-reason1")
-        return found
+            problems += self._values(PENALTIES, "so it is in cosmos-reason1")
+        return problems
 
     def _values(self, names: Set[str], reason: str) -> list[str]:
         """A note on those of these settings of `[generation]` that are set, and not used for letters."""
-        given = self.generation.model_dump(include=self.generation.model_fields_set & names)
-        values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(given.items()))
-        return [f"{values}: used by answer_type reasoning only; {reason}"] if given else []
+        set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
+        values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))
+        return [f"{values}: used by answer_type reasoning only; {reason}"] if set_values else []

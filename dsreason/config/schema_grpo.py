@@ -75,12 +75,12 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def check_unused(self) -> Self:
-        given = set(self.differing())
-        if self.kl_coef == 0 and (unused := sorted(given & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
+        differing = set(self.differing())
+        if self.kl_coef == 0 and (unused := sorted(differing & {"kl_estimator", "kl_clamp", "reference_reset_every"})):
             raise ValueError(
                 f"{', '.join(unused)} apply to the KL only, and kl_coef is 0; remove them or raise kl_coef"
             )
-        if self.dynamic_sampling is False and (unused := sorted(given & {"dynamic_tolerance", "max_refills"})):
+        if self.dynamic_sampling is False and (unused := sorted(differing & {"dynamic_tolerance", "max_refills"})):
             raise ValueError(f"{', '.join(unused)} apply to dynamic_sampling only, which is false; remove them")
         return self
 
@@ -201,8 +201,8 @@ class DistillConfig(Section):
         else:
             kind, unused = ("a model folder", of_model) if self.by_server else ("a server", of_server)
         fields = type(self).model_fields  # a written configuration has all of them
-        if given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
-            raise ValueError(f"{', '.join(given)}: only {kind} has a use for it; remove it, or set teacher")
+        if names_given := sorted(name for name in unused - {"teacher"} if getattr(self, name) != fields[name].default):
+            raise ValueError(f"{', '.join(names_given)}: only {kind} has a use for it; remove it, or set teacher")
         if self.by_server and self.server_model is None:
             raise ValueError("teacher is a server: set server_model to the name of its model")
         return self

@@ -24,11 +24,11 @@ class AdapterConfig(Section):
     @model_validator(mode="after")
     def check_rank(self) -> Self:
         """A rank of 0 that somebody wrote turns off the adapter of a recipe."""
-        given = [f"{name} ({shown(getattr(self, name))})" for name in self.differing()]
-        if given and "rank" not in self.model_fields_set:
+        differing = [f"{name} ({shown(getattr(self, name))})" for name in self.differing()]
+        if differing and "rank" not in self.model_fields_set:
             raise ValueError(
-                f"{' and '.join(given)} without rank: all weights would be trained, and no adapter; set rank, or remove "
-                f"{'them' if len(given) > 1 else 'it'}"
+                f"{' and '.join(differing)} without rank: all weights would be trained, and no adapter; set rank, or remove "
+                f"{'them' if len(differing) > 1 else 'it'}"
             )
         return self
 

@@ -149,11 +149,11 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         draw_ids = open_engine(settings, folder, dtype, encoder, needed, len(prompts), stack)
         tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
         rooms = [longest - length for length in lengths]
-        asked = (
+        wanted_engine = (
             (encoder.encode_prompt(sample) if number else first, with_room(settings.sampling, room, say))
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
-        for encoded, ids in draw_ids(asked):
+        for encoded, ids in draw_ids(wanted_engine):
             yield StreamedAnswer(settings.model, encoded, ids, stop_ids, tokenizer)
 
 
@@ -163,11 +163,11 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
 def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], None]) -> Path:
     """The Hugging Face folder, see `models.run_weights`; of a checkpoint an export that lasts until `stack` closes."""
     try:
-        own = run_weights(settings.model)
-        if own is not None and is_checkpoint(own):
-            say(f"exporting {own} …")
-            return stack.enter_context(exported(own, Path(tempfile.gettempdir()), settings.dtype))
-        return resolve_model(ModelConfig(path=str(own or settings.model)), cache_dir() / "models")
+        own_weights = run_weights(settings.model)
+        if own_weights is not None and is_checkpoint(own_weights):
+            say(f"exporting {own_weights} …")
+            return stack.enter_context(exported(own_weights, Path(tempfile.gettempdir()), settings.dtype))
+        return resolve_model(ModelConfig(path=str(own_weights or settings.model)), cache_dir() / "models")
     except CheckpointError as error:
         raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
 
@@ -235,12 +235,12 @@ def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[
         samplings.append(sampling)
     streams = range(len(prompts))
     completed = engine.as_completed(prompts, samplings, version=VERSION, streams=streams)
-    found: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
 
     def ids_of(number: int) -> Iterator[int]:
-        while number not in found:
-            found.update([next(completed)])
-        yield from found[number].ids
+        while number not in completions:
+            completions.update([next(completed)])
+        yield from completions[number].ids
 
     for number in streams:
         yield prompts[number], ids_of(number)
@@ -265,9 +265,9 @@ def stream(ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[s
 def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
     """Images, then videos, then the text."""
     media = [("image", path) for path in settings.images] + [("video", path) for path in settings.videos]
-    shown = {"image": ("max_pixels",), "video": tuple(settings.vision)}
+    shown_keys = {"image": ("max_pixels",), "video": tuple(settings.vision)}
     parts = [
-        {"type": kind, kind: path, **{key: settings.vision[key] for key in shown[kind] if key in settings.vision}}
+        {"type": kind, kind: path, **{key: settings.vision[key] for key in shown_keys[kind] if key in settings.vision}}
         for kind, path in media
     ]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
@@ -300,8 +300,8 @@ def with_room(sampling: Sampling, room: int, say: Callable[[str], None]) -> Samp
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     """The prompt itself, the text of a file, or one `{"prompt": …}` a line of a .jsonl; ConfigError for anything else."""
     if (prompt is None) == (file is None):
-        given = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
-        raise ConfigError(f"{given} given; give one of them")
+        problem = "neither --prompt nor --prompt-file" if prompt is None else "--prompt and --prompt-file"
+        raise ConfigError(f"{problem} given; give one of them")
     try:
         if file is None:
             prompts = [str(prompt)]
@@ -312,7 +312,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             prompts = [read_prompt(file)]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt-file {file}: cannot be read ({error})") from None
-    if not prompts or not all(found.strip() for found in prompts):
+    if not prompts or not all(prompt_text.strip() for prompt_text in prompts):
         raise ConfigError(f"{'--prompt' if file is None else file}: the prompt is empty")
     return prompts
 
@@ -338,7 +338,7 @@ def _prompt_of(row: Any, where: str) -> str:
 
 def media_facts(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
-    found = []
+    prompts = []
     for path, medium in zip(media_paths(prompt.sample.messages), prompt.media, strict=True):
         if isinstance(medium, Image.Image):
             kind: dict[str, Any] = {"kind": "image", "frames": 1, "seconds": None, "fps": None, "size": medium.size}
@@ -351,8 +351,8 @@ def media_facts(prompt: EncodedPrompt) -> list[dict[str, Any]]:
                 "fps": round(len(frames) / metadata["total_num_frames"] * metadata["fps"], 3),
                 "size": (frames.shape[2], frames.shape[1]),
             }
-        found.append({"path": path, **kind})
-    return found
+        prompts.append({"path": path, **kind})
+    return prompts
 
 
 def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:

@@ -85,16 +85,16 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
-        own = of_rank(questions, answering.rank, answering.size)
+        own_questions = of_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
-            answered = evaluation.prepare(own)
+            answered = evaluation.prepare(own_questions)
             answering.on_first_rank(lambda: check_stored(folder, questions))
-            advance(sum(question.id in answered or question.problem is not None for question in own))
+            advance(sum(question.id in answered or question.problem is not None for question in own_questions))
             started = time.perf_counter()
-            results = list(evaluation.run(own, answered, advance))
+            results = list(evaluation.run(own_questions, answered, advance))
             seconds = time.perf_counter() - started
-        asked = [result.completion_tokens for result in results if result.error is None]
-        parts = answering.gather((len(asked), sum(asked), seconds))
+        token_counts = [result.completion_tokens for result in results if result.error is None]
+        parts = answering.gather((len(token_counts), sum(token_counts), seconds))
     return folder, Throughput(sum(a for a, *_ in parts), sum(b for _, b, _ in parts), max(c for *_, c in parts))
 
 
@@ -112,19 +112,22 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
     With a limit they may be those beyond it, and stay.
     """
-    asked = {question.id for question in questions}
+    question_ids = {question.id for question in questions}
     files = [file for name in config.names for file in dataset_files(folder / safe_name(name))]
-    others = [(file, result.id) for file in files for result in read_file(file) if result.id not in asked]
-    if not others:
+    other_results = [(file, result.id) for file in files for result in read_file(file) if result.id not in question_ids]
+    if not other_results:
         return
-    file, first = others[0]
+    file, first = other_results[0]
     if config.evaluation.limit is not None:
         log.warning(
-            "%s: holds answers to %d more questions, such as %s; they are scored, too", folder, len(others), first
+            "%s: holds answers to %d more questions, such as %s; they are scored, too",
+            folder,
+            len(other_results),
+            first,
         )
         return
     raise DataError(
-        f"{folder}: holds answers to {len(others)} questions that are not asked now, such as {first} in {file}: the data "
+        f"{folder}: holds answers to {len(other_results)} questions that are not asked now, such as {first} in {file}: the data "
         "was changed; give another results_dir, delete these answers, or set evaluation.overwrite = true to replace all"
     )
 
@@ -150,8 +153,8 @@ def stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
 def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
     """One rank's part: whole clips, so that no two ranks write to one file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
-    own = set(list(clips)[rank::size])
-    return [question for question in questions if (question.dataset, question.video_id) in own]
+    own_clips = set(list(clips)[rank::size])
+    return [question for question in questions if (question.dataset, question.video_id) in own_clips]
 
 
 @dataclass(frozen=True)
@@ -172,14 +175,19 @@ class Evaluation:
         for question in questions:
             clips.setdefault((question.dataset, question.video_id), []).append(question)
         answered: set[str] = set()
-        for (dataset, video_id), asked in clips.items():
+        for (dataset, video_id), clip_questions in clips.items():
             stored = {result.id: result for result in self.stored(dataset, video_id)}
-            done = [question for question in asked if question.id in stored and stored[question.id].error is None]
+            done = [
+                question for question in clip_questions if question.id in stored and stored[question.id].error is None
+            ]
             for question in done:
                 check_same(question, stored[question.id], result_file(self.folder, dataset, video_id))
             answered |= {question.id for question in done}
-            if missing := [question for question in asked if question.id not in answered]:
-                unasked = {one.id: self.graded(one, Reply(error=one.problem or NOT_ASKED), 0) for one in missing}
+            if missing := [question for question in clip_questions if question.id not in answered]:
+                unasked = {
+                    question.id: self.graded(question, Reply(error=question.problem or NOT_ASKED), 0)
+                    for question in missing
+                }
                 write_results(self.folder, dataset, video_id, list((stored | unasked).values()))
         return answered
 
@@ -203,8 +211,10 @@ class Evaluation:
         """What has to be asked, as many batches on ranks that ask together."""
         size = self.answering.batch_size
         if size is None:
-            asked = [question for question in questions if not question.problem and question.id not in answered]
-            return [asked] if any(self.answering.in_step(bool(asked))) else []
+            open_questions = [
+                question for question in questions if not question.problem and question.id not in answered
+            ]
+            return [open_questions] if any(self.answering.in_step(bool(open_questions))) else []
         cut = [questions[i : i + size] for i in range(0, len(questions), size)]
         usable = [[question for question in batch if not question.problem] for batch in cut]
         missing = [batch for batch in usable if any(question.id not in answered for question in batch)]
@@ -299,9 +309,9 @@ def read(question: Question, text: str, answer_type: AnswerType, parser: Parser)
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
     """DataError where a stored answer is to another question."""
-    asked = [text_of(message) for message in question.sample.messages]
-    for what, old, new in (
-        ("asks", stored.prompt, asked),
+    texts = [text_of(message) for message in question.sample.messages]
+    for fact, old, new in (
+        ("asks", stored.prompt, texts),
         ("has the answer", stored.correct_answer, question.answer),
         ("has the options", stored.options, question.options),
         ("is of kind", stored.kind, question.kind),
@@ -309,6 +319,6 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
     ):
         if old != new:
             raise DataError(
-                f"{file}: {question.id} {what} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "
+                f"{file}: {question.id} {fact} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "
                 "evaluation.overwrite = true to replace what is there"
             )

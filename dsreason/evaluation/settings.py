@@ -35,10 +35,10 @@ def run_folder(config: EvalConfig, model_name: str) -> Path:
 def vision_note(config: EvalConfig) -> str | None:
     """A note where a model that dsreason trained is evaluated with other vision settings than it was trained with."""
     trained = trained_vision(Path(str(config.model.path)).expanduser())
-    asked = config.vision_of().model_dump(exclude_none=True)
-    if trained is None or trained == asked:
+    vision = config.vision_of().model_dump(exclude_none=True)
+    if trained is None or trained == vision:
         return None
-    return f"the model was trained with data.vision {trained or 'at its defaults'}, and is asked with vision {asked}"
+    return f"the model was trained with data.vision {trained or 'at its defaults'}, and is asked with vision {vision}"
 
 
 def trained_vision(model: Path) -> dict[str, Any] | None:
@@ -54,23 +54,23 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
     has_fingerprint = "fingerprint" in model  # however its path is spelled
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         f"model.{key}": value for key, value in model.items() if key != "path" or not has_fingerprint
     }
     if config.server.url is None:
-        found |= {f"model.{name}": document["model"][name] for name in MODEL}
+        settings |= {f"model.{name}": document["model"][name] for name in MODEL}
     else:
-        found["server.video"] = config.server.video
+        settings["server.video"] = config.server.video
     for section in COMPARED:
-        found |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
+        settings |= {f"{section}.{key}": value for key, value in document[section].items() if key not in NOT_COMPARED}
     for name in OPTIONS:
         if options := document["evaluation"][name]:
-            found[f"evaluation.{name}"] = options
-    if config.evaluation.scorer is not None and (own := scorer_file(config.evaluation.scorer)).is_file():
-        found["evaluation.scorer's content"] = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
+            settings[f"evaluation.{name}"] = options
+    if config.evaluation.scorer is not None and (scorer := scorer_file(config.evaluation.scorer)).is_file():
+        settings["evaluation.scorer's content"] = hashlib.sha256(scorer.read_bytes()).hexdigest()[:16]
     for source in config.sources:
-        found[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
-    return found
+        settings[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
+    return settings
 
 
 def scorer_file(scorer: str) -> Path:

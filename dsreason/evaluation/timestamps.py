@@ -66,8 +66,8 @@ def stamp(
     stamped = np.zeros((num_frames, height + border, width, 3), np.uint8)
     stamped[:, :height] = frames
     for number, time in enumerate(times):
-        left, right = (width * (number % sections + i) // sections for i in (0, 1))
-        stamped[number, height:, left:right] = _label(f"{time:.2f}s", right - left, border)
+        left_edge, right = (width * (number % sections + i) // sections for i in (0, 1))
+        stamped[number, height:, left_edge:right] = _label(f"{time:.2f}s", right - left_edge, border)
     return stamped
 
 

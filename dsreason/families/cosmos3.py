@@ -23,10 +23,10 @@ def tiny_config(
 ) -> PreTrainedConfig:
     from transformers import Cosmos3OmniConfig
 
-    found = tiny_qwen3_vl_config(text, vision, head_size, common).to_dict()
+    settings = tiny_qwen3_vl_config(text, vision, head_size, common).to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
-        found.pop(name, None)
-    return Cosmos3OmniConfig(**found)
+        settings.pop(name, None)
+    return Cosmos3OmniConfig(**settings)
 
 
 COSMOS3 = Family(

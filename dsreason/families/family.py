@@ -199,7 +199,7 @@ class Family:
 
 def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     for pattern, replacement in rules:
-        found, count = re.subn(pattern, replacement, name)
+        renamed, count = re.subn(pattern, replacement, name)
         if count:
-            return found
+            return renamed
     return name

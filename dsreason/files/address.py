@@ -92,9 +92,9 @@ def parse_target(text: str) -> UploadAddress:
         return parse_s3(text)
     match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
     if not text.startswith(HUB) or match is None:
-        shown = TOKEN.sub("hf_…", without_credentials(text))
+        shown_text = TOKEN.sub("hf_…", without_credentials(text))
         raise ValueError(
-            f"{shown!r} is not a place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+            f"{shown_text!r} is not a place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
         raise ValueError("hub:…: an address must not contain a token; set HF_TOKEN")

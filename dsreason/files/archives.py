@@ -59,8 +59,8 @@ UNPACK_ERRORS = (
 
 def media_cache() -> Path:
     """`$COSMOS_CACHE`, also where `$DSREASON_CACHE` names another folder for the rest; else `cache_dir`."""
-    own = os.environ.get("COSMOS_CACHE")
-    return Path(own).expanduser() if own else cache_dir()
+    folder = os.environ.get("COSMOS_CACHE")
+    return Path(folder).expanduser() if folder else cache_dir()
 
 
 def embedded_file(content: bytes, suffix: str = "") -> Path:

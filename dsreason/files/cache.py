@@ -13,10 +13,10 @@ from dsreason.files.disk import as_os_error
 
 def cache_dir() -> Path:
     """`$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
-    own = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
+    folder = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     try:
-        if own:
-            return Path(own).expanduser()
+        if folder:
+            return Path(folder).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
     except RuntimeError as error:
         raise ConfigError(f"the cache: {error}; set HOME, or DSREASON_CACHE to a folder") from None

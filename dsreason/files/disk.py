@@ -24,8 +24,8 @@ def as_os_error(error: Exception) -> OSError | None:
     """The error of the machine, also as libraries written in Rust tell it: `I/O error: No space left on device (os error 28)`."""
     if isinstance(error, OSError):
         return error
-    found = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+    match = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
 def sha256_of(file: Path) -> str:
@@ -110,7 +110,7 @@ def existing_part(path: Path) -> Path:
 def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file of ours; empty where there is none that can be read: what it remembers can be found out again."""
     try:
-        found = json.loads(read_small(file))
+        document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -52,9 +52,9 @@ class Answer:
     @property
     def retry_after(self) -> float:
         """Seconds that the server asks to wait; 0 where it does not say."""
-        said = self.headers.get("Retry-After", "")
+        retry_after = self.headers.get("Retry-After", "")
         try:
-            seconds = float(said) if said.isascii() else 0.0
+            seconds = float(retry_after) if retry_after.isascii() else 0.0
         except ValueError:  # a date
             return 0.0
         return seconds if 0 < seconds < float("inf") else 0.0
@@ -168,12 +168,12 @@ def tls() -> ssl.SSLContext:
 
 async def read(response: httpx2.Response, most: int) -> bytes:
     unpack = unpacker(response.headers.get("Content-Encoding", ""))
-    found = bytearray()
+    content = bytearray()
     async for part in response.aiter_raw():
-        found += unpack(part, most + 1 - len(found))
-        if len(found) > most:
+        content += unpack(part, most + 1 - len(content))
+        if len(content) > most:
             raise BadAnswer(f"the response is longer than {most} bytes")
-    return bytes(found)
+    return bytes(content)
 
 
 def unpacker(encoding: str) -> Callable[[bytes, int], bytes]:

@@ -87,5 +87,5 @@ def dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
         yield
     except HUB_ERRORS as error:
         problem = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
-        again = ", and run the same command again: it continues" if problem.transient else ""
-        raise DataError(f"{problem}{again}") from error
+        advice = ", and run the same command again: it continues" if problem.transient else ""
+        raise DataError(f"{problem}{advice}") from error

@@ -73,18 +73,18 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         """
         file, content = folder / LOCK_FILE, json.dumps(asdict(this_process()))
         while not create(file, content):
-            found = read(file)
-            if is_alive(file, found, self.asked_to_stop):
-                raise in_use(folder, found)
-            remove_stale(file, found)
+            other = read(file)
+            if is_alive(file, other, self.asked_to_stop):
+                raise in_use(folder, other)
+            remove_stale(file, other)
         self.file, self.content = file, content
         threading.Thread(target=self._heartbeat, args=(file,), name="lock", daemon=True).start()
 
     def _heartbeat(self, file: Path) -> None:
         while not self.over.wait(HEARTBEAT_S):
             with suppress(OSError, ConfigError):
-                if (found := read(file)) not in ("", self.content):
-                    self.on_lost(in_use(file.parent, found))
+                if (current := read(file)) not in ("", self.content):
+                    self.on_lost(in_use(file.parent, current))
                     return
                 os.utime(file)
 
@@ -97,10 +97,10 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 def check_not_in_use(folder: Path) -> None:
     """ConfigError where a job on this machine uses the folder. Locks of others take a while to judge: `take` does it."""
-    found = read(folder / LOCK_FILE)
-    holder = parse(found)
+    content = read(folder / LOCK_FILE)
+    holder = parse(content)
     if holder is not None and holder.machine == this_machine() and start_time(holder.pid) == holder.started:
-        raise in_use(folder, found)
+        raise in_use(folder, content)
 
 
 def in_use(folder: Path, content: str) -> ConfigError:

@@ -104,23 +104,23 @@ def _is_local(text: str) -> bool:
 
 def _read_index(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        document = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not JSON ({error}); save the data set again") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file}: must hold a JSON object, holds {found!r:.100}; save the data set again")
-    return found
+    if not isinstance(document, dict):
+        raise DataError(f"{file}: must hold a JSON object, holds {document!r:.100}; save the data set again")
+    return document
 
 
 def _texts(value: Any) -> Iterator[str]:
     """All texts in a value, however it nests lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
-    waiting, seen = [value], set()
+    waiting, visited = [value], set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
-        elif isinstance(item, list | dict) and id(item) not in seen:
-            seen.add(id(item))  # YAML's aliases can make a short text a list of a billion, or one that holds itself
+        elif isinstance(item, list | dict) and id(item) not in visited:
+            visited.add(id(item))  # YAML's aliases can make a short text a list of a billion, or one that holds itself
             waiting += reversed(list(item.values() if isinstance(item, dict) else item))
 
 

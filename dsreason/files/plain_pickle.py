@@ -57,7 +57,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Knows the names that numpy's arrays are made of; each file gets functions of its own, which it cannot change for others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = {
+        known_classes = {
             "numpy.ndarray": None,
             "numpy.dtype": lambda *state: Dtype(*state),
             "numpy._core.multiarray._reconstruct": lambda *empty: Array(),
@@ -68,9 +68,9 @@ class PlainUnpickler(pickle.Unpickler):
             "__builtin__.bytes": lambda: b"",
         }
         full_name = f"{module}.{name}".replace("numpy.core.", "numpy._core.")
-        if full_name not in known:
+        if full_name not in known_classes:
             raise DataError(f"holds an object of {module}.{name}, which is not read".replace("\n", " ")[:300])
-        return known[full_name]
+        return known_classes[full_name]
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:
@@ -83,12 +83,12 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
     pickled, document = file.read_bytes(), io.StringIO()
     arrays: list[tuple[Path, NDArray[Any]]] = []
-    left = FREE_SIZE + MAX_RATIO * size
+    remaining = FREE_SIZE + MAX_RATIO * size
 
     def spend(count: int) -> None:
-        nonlocal left
-        left -= count
-        if left < 0:
+        nonlocal remaining
+        remaining -= count
+        if remaining < 0:
             raise DataError("uses the same lists, texts or arrays so often that it would become too large")
 
     def name_array(value: Any) -> dict[str, str]:

@@ -92,21 +92,21 @@ def _copy_of(text: str) -> Path:
 def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
     """A local copy of a folder: the objects whose path below it is `wanted`. Errors: as `local_copy`."""
     address = read_address(text)
-    found = list_objects(address)
-    chosen = {name: source for name, source in sorted(found.items()) if wanted(name)}
-    if not chosen:
-        what = "no usable file" if found else "nothing"
-        raise DataError(f"{address}: there is {what} below this address")
-    for name in chosen:
+    objects = list_objects(address)
+    chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
+    if not chosen_objects:
+        content = "no usable file" if objects else "nothing"
+        raise DataError(f"{address}: there is {content} below this address")
+    for name in chosen_objects:
         if (
             not PurePosixPath(name).parts
             or name != str(PurePosixPath(name))
             or {"..", "/"} & {*PurePosixPath(name).parts}
         ):
             raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
-    folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen.items()))
+    folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen_objects.items()))
     with cache_errors(folder, "DSREASON_CACHE"):
-        return build_once(folder, lambda partial: _fetch_all(address, chosen, partial))
+        return build_once(folder, lambda partial: _fetch_all(address, chosen_objects, partial))
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
@@ -138,10 +138,10 @@ def _folder(address: S3Address, version: str) -> Path:
 def _fetch(source: S3Object, file: Path) -> None:
     """What is missing of the file; what an earlier process left is of the same version."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    left = source.size - (file.stat().st_size if file.exists() else 0)
+    remaining = source.size - (file.stat().st_size if file.exists() else 0)
     free = shutil.disk_usage(file.parent).free
-    if left > free:
-        raise OSError(f"{source.address} needs {left} bytes, {free} are free")
+    if remaining > free:
+        raise OSError(f"{source.address} needs {remaining} bytes, {free} are free")
     if source.size >= SHOWN_BYTES:
         log.info("fetching %s (%.1f GB)", source.address, source.size / 1e9)
     read_into(source, file)

@@ -67,21 +67,21 @@ def connect() -> Any:
 
     cosmos-rl's variables are read where AWS's name no keys; an AWS_ENDPOINT_URL or AWS_REGION wins over theirs.
     """
-    given = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
-    if given.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
-        given = {name: value for name, value in given.items() if not name.startswith(COSMOS)}
-    key, secret = given.get(f"{COSMOS}ACCESS_KEY_ID"), given.get(f"{COSMOS}SECRET_ACCESS_KEY")
-    named = [name for name in ENDPOINTS if name in given]
-    endpoint = given[named[0]] if named else ""
+    variables = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
+    if variables.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
+        variables = {name: value for name, value in variables.items() if not name.startswith(COSMOS)}
+    key, secret = variables.get(f"{COSMOS}ACCESS_KEY_ID"), variables.get(f"{COSMOS}SECRET_ACCESS_KEY")
+    endpoints = [name for name in ENDPOINTS if name in variables]
+    endpoint = variables[endpoints[0]] if endpoints else ""
     if without_credentials(endpoint) != endpoint:
-        keys = COSMOS if named[0].startswith(COSMOS) else "AWS_"
+        keys = COSMOS if endpoints[0].startswith(COSMOS) else "AWS_"
         raise StorageError(
-            f"{named[0]} holds a user and a password; remove them, and set {keys}ACCESS_KEY_ID and {keys}SECRET_ACCESS_KEY"
+            f"{endpoints[0]} holds a user and a password; remove them, and set {keys}ACCESS_KEY_ID and {keys}SECRET_ACCESS_KEY"
         )
     if (key is None) != (secret is None):
         raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
     # botocore knows only AWS_DEFAULT_REGION
-    region = next((given[name] for name in REGIONS if name in given), None)
+    region = next((variables[name] for name in REGIONS if name in variables), None)
     return _client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
 
@@ -98,8 +98,8 @@ def _client(
     if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
         # Many servers that speak S3 refuse the checksum headers that are AWS's default; uploads are compared by ETag.
         settings["request_checksum_calculation"] = "when_required"
-    once = {"total_max_attempts": 1, "mode": "standard"}
-    config = Config(retries=once, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
+    one_attempt = {"total_max_attempts": 1, "mode": "standard"}
+    config = Config(retries=one_attempt, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
     session = boto3.session.Session(aws_access_key_id=key, aws_secret_access_key=secret)
     return session.client("s3", region, endpoint_url=endpoint or None, config=config)
 
@@ -135,23 +135,23 @@ def request(
 
 
 def find_object(address: S3Address) -> S3Object:
-    found = request("head_object", address, Key=address.key)
-    return _object(address, found.get("ContentLength"), found)
+    head = request("head_object", address, Key=address.key)
+    return _object(address, head.get("ContentLength"), head)
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
     """Everything below the address, by its path from there; folder marks (keys that end with a slash) left out."""
     prefix = f"{address.key}/".lstrip("/")
-    found: dict[str, S3Object] = {}
+    objects: dict[str, S3Object] = {}
     following: dict[str, Any] = {}
     for _ in range(MOST_PAGES):  # boto3's paginator would start at the first page again after a refusal
         page = request("list_objects_v2", address, Prefix=prefix, **following)
         for entry in page.get("Contents", []):
             key, size = entry.get("Key", ""), entry.get("Size")
             if not key.endswith("/"):
-                found[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
+                objects[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
         if not page.get("IsTruncated"):
-            return found
+            return objects
         following = {"ContinuationToken": page.get("NextContinuationToken", "")}
     raise StorageError(f"{address}: the list of what is below it has no end; name a folder with fewer files")
 

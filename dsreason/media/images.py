@@ -100,10 +100,10 @@ def _scans(file: Path) -> Iterator[int]:
     """Counts the scans of a JPEG up to its end, behind which phones put a video; what its segments hold is no scan."""
     scans, place = 0, 0
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
-        while (found := JPEG_MARKER.search(content, place)) and found[1] != JPEG_END:
+        while (marker := JPEG_MARKER.search(content, place)) and marker[1] != JPEG_END:
             check_time()
-            place = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
-            if found[1] == JPEG_SCAN:
+            place = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2], "big")
+            if marker[1] == JPEG_SCAN:
                 yield (scans := scans + 1)
 
 

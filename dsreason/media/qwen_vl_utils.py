@@ -39,22 +39,22 @@ def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Show
     Raises:
         DataError: qwen-vl-utils refuses it.
     """
-    given = {key: value for key, value in part.items() if value is not None}
-    low = given.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
-    high = given.get("max_pixels", IMAGE_TOKENS[1] * factor**2)
+    settings = {key: value for key, value in part.items() if value is not None}
+    low = settings.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
+    high = settings.get("max_pixels", IMAGE_TOKENS[1] * factor**2)
     size = smart_resize(height, width, factor, low, high)
     return Shown(*size, tokens=size[0] * size[1] // factor**2)
 
 
 def video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
     """As `image`, for a video."""
-    given = {key: value for key, value in part.items() if value is not None}
-    start, end = frame_range(info, given)
-    indices = evenly_spaced(start, end, smart_nframes(given, end - start + 1, info.fps))
-    low = given.get("min_pixels", FRAME_TOKENS[0] * factor**2)
-    share = given.get("total_pixels", VIDEO_TOKENS * factor**2) / len(indices) * PAIR
+    settings = {key: value for key, value in part.items() if value is not None}
+    start, end = frame_range(info, settings)
+    indices = evenly_spaced(start, end, smart_nframes(settings, end - start + 1, info.fps))
+    low = settings.get("min_pixels", FRAME_TOKENS[0] * factor**2)
+    share = settings.get("total_pixels", VIDEO_TOKENS * factor**2) / len(indices) * PAIR
     high = max(min(FRAME_TOKENS[1] * factor**2, share), int(low * 1.05))
-    height, width = smart_resize(info.height, info.width, factor, low, min(given.get("max_pixels", high), high))
+    height, width = smart_resize(info.height, info.width, factor, low, min(settings.get("max_pixels", high), high))
     return Shown(height, width, len(indices) // PAIR * height * width // factor**2, indices)
 
 

@@ -99,15 +99,15 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
 
 def size_on_disk(file: Path) -> int:
     """In bytes, without holes. Some file systems say 0 blocks for a file that has content."""
-    found = file.stat()
-    return min(found.st_size, 512 * found.st_blocks) if found.st_blocks else found.st_size
+    status = file.stat()
+    return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 
 
 def seconds_of(size: float) -> float:
-    given = os.environ.get(TIME_VARIABLE)
-    if given is not None and not given.isdecimal():
-        raise ConfigError(f"{TIME_VARIABLE}={given}: must be a whole number of seconds")
-    return (SECONDS if given is None else float(given)) + SECONDS_PER_MEGABYTE * size / 1e6
+    seconds_text = os.environ.get(TIME_VARIABLE)
+    if seconds_text is not None and not seconds_text.isdecimal():
+        raise ConfigError(f"{TIME_VARIABLE}={seconds_text}: must be a whole number of seconds")
+    return (SECONDS if seconds_text is None else float(seconds_text)) + SECONDS_PER_MEGABYTE * size / 1e6
 
 
 def check_time() -> None:

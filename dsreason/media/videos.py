@@ -91,19 +91,19 @@ def load_video(
     file = local_path(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
-    wanted = sorted(set(indices))
+    wanted_indices = sorted(set(indices))
     if decoder == "torchcodec":
         with _video_time(file):
-            frames = _torchcodec_frames(file, wanted, size)
+            frames = _torchcodec_frames(file, wanted_indices, size)
     else:
         with _video_time(file), ffmpeg_errors(file):  # also of the conversion to RGB
             try:
-                frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted)]
+                frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted_indices)]
             except UnusableTimes:
-                frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted)]
-    row_of = {index: row for row, index in enumerate(wanted)}
+                frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted_indices)]
+    row_of = {index: row for row, index in enumerate(wanted_indices)}
     stacked = np.stack(frames)
-    return stacked if len(wanted) == len(indices) else stacked[[row_of[index] for index in indices]]
+    return stacked if len(wanted_indices) == len(indices) else stacked[[row_of[index] for index in indices]]
 
 
 def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -181,13 +181,13 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
     ):  # PyAV < 18 hides the index
         return False
-    shown, end = 0, 0
+    num_shown, end = 0, 0
     for entry in stream.index_entries:
-        shown += not entry.is_discard
+        num_shown += not entry.is_discard
         end = max(end, entry.pos + entry.size)
     if end > size:
         raise DataError(f"{file}: the file is truncated: its index reaches byte {end}, the file ends at {size}")
-    return shown == stream.frames == len(stream.index_entries)
+    return num_shown == stream.frames == len(stream.index_entries)
 
 
 def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
@@ -228,10 +228,10 @@ class UnusableTimes(Exception):
 
 def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
     """The frames of these numbers (ascending), by decoding all that are before them."""
-    index, chosen = -1, set(wanted)
+    index, chosen_indices = -1, set(wanted)
     with opened_video(file) as (container, stream):
         for index, frame in enumerate(_within_work(file, _decoded(container, stream))):
-            if index in chosen:
+            if index in chosen_indices:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
                 yield frame

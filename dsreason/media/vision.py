@@ -80,13 +80,13 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     `max_frames`, and never more than there are; `family` has their defaults. A range with fewer frames than one
     temporal patch repeats them.
     """
-    given = _settings(part)
-    start, end = _frame_range(info, given)
+    settings = _settings(part)
+    start, end = _frame_range(info, settings)
     available = end - start + 1
-    if "nframes" in given:
-        count = _requested_frames(given["nframes"], available, temporal_patch)
+    if "nframes" in settings:
+        count = _requested_frames(settings["nframes"], available, temporal_patch)
     else:
-        count = _frames_at_rate(info, given, family, available, temporal_patch)
+        count = _frames_at_rate(info, settings, family, available, temporal_patch)
     return FrameChoice(evenly_spaced(start, end, count), available)
 
 
@@ -105,9 +105,9 @@ def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
 
 def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
     """(height, width) that an image is resized to; the part's `min_pixels` and `max_pixels` win over `limits`."""
-    given = _settings(part)
-    min_pixels = given.get("min_pixels", min(limits.min_pixels, given.get("max_pixels", limits.min_pixels)))
-    max_pixels = given.get("max_pixels", max(limits.max_pixels, min_pixels))
+    settings = _settings(part)
+    min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
+    max_pixels = settings.get("max_pixels", max(limits.max_pixels, min_pixels))
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
@@ -158,11 +158,11 @@ def video_size(
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
     With a `max_pixels` below the smallest frame by default, no frame is enlarged.
     """
-    given = _settings(part)
+    settings = _settings(part)
     smallest, largest, total = frame_bounds(num_frames, limits, family, temporal_patch)
-    min_pixels, total = given.get("min_pixels", smallest), given.get("total_pixels", total)
+    min_pixels, total = settings.get("min_pixels", smallest), settings.get("total_pixels", total)
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
-    max_pixels = min(max_pixels, given.get("max_pixels", max_pixels))
+    max_pixels = min(max_pixels, settings.get("max_pixels", max_pixels))
     if max_pixels < min_pixels:
         min_pixels = 0
     return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
@@ -190,19 +190,19 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max
 
 def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
     """The part's own settings, without those that are None. DataError for values that cannot be used."""
-    given = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
-    for key, value in given.items():
+    settings = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
+    for key, value in settings.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{key} is {value!r:.100}; it must be a number")
         if not 0 <= value <= most or (value == 0 and key != "video_start"):
             raise DataError(f"{key} is {value!r:.100}; it must be greater than 0 and at most {most}")
-    if "fps" in given and "nframes" in given:
-        raise DataError(f"fps ({given['fps']}) and nframes ({given['nframes']}) exclude each other; remove one")
+    if "fps" in settings and "nframes" in settings:
+        raise DataError(f"fps ({settings['fps']}) and nframes ({settings['nframes']}) exclude each other; remove one")
     for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
-        if low in given and high in given and given[low] > given[high]:
-            raise DataError(f"{low} ({given[low]}) is greater than {high} ({given[high]})")
-    return given
+        if low in settings and high in settings and settings[low] > settings[high]:
+            raise DataError(f"{low} ({settings[low]}) is greater than {high} ({settings[high]})")
+    return settings
 
 
 def _frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:

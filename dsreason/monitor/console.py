@@ -24,7 +24,7 @@ class Visible:
 
 class VisibleTexts(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [Visible(one) for one in renderables]
+        return [Visible(renderable) for renderable in renderables]
 
 
 def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:

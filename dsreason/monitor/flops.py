@@ -115,8 +115,8 @@ class ModelFlops:
         """Sum of squared window sides, in patches, along a side of `side` patches; the last window may be cut."""
         if self.window is None:
             return 0
-        whole, rest = divmod(side, self.window * self.merge_size)
-        return whole * (self.window * self.merge_size) ** 2 + rest**2
+        num_whole, remainder = divmod(side, self.window * self.merge_size)
+        return num_whole * (self.window * self.merge_size) ** 2 + remainder**2
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:

@@ -63,14 +63,14 @@ class MemoryLedger:
             yield
             synchronize(self.device)
         seconds, after = self.clock() - started, used_bytes(self.device)
-        found = {
+        values = {
             "allocated": allocated_bytes(self.device) / GIB,
             "peak": peak_bytes(self.device) / GIB,
             "freed": max(0, before - after) / GIB,
         }
         if self.device.type == "cuda":
-            found["device"] = after / GIB
-        self._note(name, seconds, found)
+            values["device"] = after / GIB
+        self._note(name, seconds, values)
 
     def _note(self, name: str, seconds: float, found: dict[str, float]) -> None:
         prefix, values = f"memory/{name}", self.values
@@ -142,9 +142,9 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:
-        found = re.search(pattern, lines, re.MULTILINE)
+        match = re.search(pattern, lines, re.MULTILINE)
         top = groups / root
-        folder = top / (found.group(1) if found else "")
+        folder = top / (match.group(1) if match else "")
         inside = [group for group in (folder, *folder.parents) if group.is_relative_to(top)]
         free += [group_bytes(*(group / name for name in names)) for group in inside if (group / names[0]).is_file()]
     return min(free)
@@ -160,7 +160,7 @@ def group_bytes(limit: Path, used: Path, stat: Path) -> int:
 
 
 def status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
         raise RuntimeError(f"/proc/self/status has no line {field}")
-    return int(found.group(1)) * 1024
+    return int(match.group(1)) * 1024

@@ -124,8 +124,8 @@ class Rate:
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
             return f"left {duration(seconds)}"
-        whole = seconds + self.part.after * self.total_steps * self.seconds
-        return f"left {duration(seconds)}, in all {duration(whole)}"
+        in_all = seconds + self.part.after * self.total_steps * self.seconds
+        return f"left {duration(seconds)}, in all {duration(in_all)}"
 
 
 class LineProgress(Progress):
@@ -221,8 +221,8 @@ class BarProgress(Progress):
 
 def duration(seconds: float) -> str:
     """`0:03:20`."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    minutes, remaining_seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{remaining_seconds:02d}"
 
 
 # ---------------------------------------------------------------- work beside training
@@ -239,9 +239,9 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
             (bars.DownloadColumn(), bars.TransferSpeedColumn()) if unit == "bytes" else (bars.MofNCompleteColumn(),)
         )
         columns = bars.TextColumn("{task.description}"), bars.BarColumn(), *counts, bars.TimeRemainingColumn()
-        with bars.Progress(*columns, console=open_console(stderr=True)) as shown:
-            task = shown.add_task(name, total=total)
-            yield lambda count: shown.advance(task, count)
+        with bars.Progress(*columns, console=open_console(stderr=True)) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda count: bar.advance(task, count)
     else:
         with track_in_lines(name, total, unit, lambda text: say(text, err=True)) as advance:
             yield advance
@@ -256,18 +256,18 @@ def track_in_lines(
     def amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)
 
-    begin = shown = time.monotonic()
+    begin = last_shown = time.monotonic()
     done, lock = 0, Lock()
 
     def advance(count: int) -> None:
-        nonlocal done, shown
+        nonlocal done, last_shown
         with lock:
             done += count
             now = time.monotonic()
-            if done > 0 and now >= shown + interval_s:
-                shown = now
-                left = (total - done) * (now - begin) / done
-                say(f"{name}: {amount(done)} of {amount(total)}, {left:.0f} s left")
+            if done > 0 and now >= last_shown + interval_s:
+                last_shown = now
+                seconds_left = (total - done) * (now - begin) / done
+                say(f"{name}: {amount(done)} of {amount(total)}, {seconds_left:.0f} s left")
 
     suffix = "" if unit == "bytes" else f" {unit}"
     say(f"{name}: {amount(total)}{suffix}")

@@ -43,13 +43,16 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
     Whole numbers are as far apart as they differ, letters as their places in the sample's options. Other answers are right
     or wrong (case aside). Answers are read as in `single_choice`.
     """
-    given, references = tagged_answer(completion), _references(sample)
+    answer, references = tagged_answer(completion), _references(sample)
     places = {letter.upper(): place for place, letter in enumerate(sample.options or {})}
     for place in (_whole_number, lambda text: places.get(text.upper())):
-        here, there = place(given), [one for one in map(place, references) if one is not None]
-        if here is not None and there:
-            return max(0.0, 1.0 - step * min(abs(here - one) for one in there))
-    return float(given.lower() in {right.lower() for right in references})
+        here, reference_places = (
+            place(answer),
+            [position for position in map(place, references) if position is not None],
+        )
+        if here is not None and reference_places:
+            return max(0.0, 1.0 - step * min(abs(here - position) for position in reference_places))
+    return float(answer.lower() in {right.lower() for right in references})
 
 
 def _references(sample: Sample) -> list[str]:

@@ -64,7 +64,7 @@ def json_fields(
         metrics: also return `read` and the worth of each field.
     """
     right = reference(sample, last_object, "JSON object")
-    given = last_object(answer_of(completion))
+    answer = last_object(answer_of(completion))
     compared = (
         given_fields(fields) if fields is not None else {name: Field(usual(value)) for name, value in right.items()}
     )
@@ -73,16 +73,16 @@ def json_fields(
     if not compared:
         raise unusable(sample, "an object without fields")
     worths = {
-        name: compare(how, value_at(right, name), MISSING if given is None else value_at(given, name), sample, name)
+        name: compare(how, value_at(right, name), MISSING if answer is None else value_at(answer, name), sample, name)
         for name, how in compared.items()
     }
     total = sum(how.weight for how in compared.values())
     worth = sum(how.weight * worths[name] for name, how in compared.items()) / total
-    if given is not None and no_others and given.keys() - right.keys():
+    if answer is not None and no_others and answer.keys() - right.keys():
         worth = 0.0
     if threshold is not None:
         worth = float(worth >= threshold - SLACK)
-    return (worth, {"read": float(given is not None)} | worths) if metrics else worth
+    return (worth, {"read": float(answer is not None)} | worths) if metrics else worth
 
 
 def last_object(text: str) -> dict[str, Any] | None:
@@ -93,9 +93,9 @@ def value_at(found: dict[str, Any], name: str) -> Any:
     """What stands under `name`, or under `a.b` inside `a`; MISSING where nothing does."""
     if name in found:
         return found[name]
-    first, dot, rest = name.partition(".")
+    first, dot, remainder = name.partition(".")
     inside = found.get(first)
-    return value_at(inside, rest) if dot and isinstance(inside, dict) else MISSING
+    return value_at(inside, remainder) if dot and isinstance(inside, dict) else MISSING
 
 
 def usual(value: Any) -> str:
@@ -109,8 +109,8 @@ def compare(how: Field, right: Any, given: Any, sample: Sample, name: str) -> fl
     if how.compare == "set" and not isinstance(right, list):
         raise unusable(sample, f"whose field {name} is no list, and is compared as a set")
     if how.compare in REWARDS:
-        asked = replace(sample, answer=as_text(right), id=f"{sample.id}, field {name}")
-        worth = REWARDS[how.compare]("" if given is MISSING else as_text(given), asked, **how.options)
+        field_sample = replace(sample, answer=as_text(right), id=f"{sample.id}, field {name}")
+        worth = REWARDS[how.compare]("" if given is MISSING else as_text(given), field_sample, **how.options)
         return worth[0] if isinstance(worth, tuple) else worth
     if given is MISSING:
         return 0.0
@@ -126,8 +126,10 @@ def as_text(value: Any) -> str:
 def item_f1(given: Any, right: list[Any]) -> float:
     if not isinstance(given, list):
         return 0.0
-    ours, theirs = (Counter(normalized_answer(as_text(item)) for item in items) for items in (given, right))
-    both = (ours & theirs).total()
+    answer_counts, reference_counts = (
+        Counter(normalized_answer(as_text(item)) for item in items) for items in (given, right)
+    )
+    both = (answer_counts & reference_counts).total()
     return 2 * both / (len(given) + len(right)) if given or right else 1.0
 
 
@@ -167,12 +169,12 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{place}.{name} compares by {compare!r}, which is none of {', '.join(COMPARISONS)}{hint}"
             )
-        found = parted(how) if isinstance(how, dict) else Field(compare)
-        if isinstance(found.weight, bool) or not isinstance(found.weight, int | float) or not 0 < found.weight < 1e9:
-            raise ConfigError(f"{place}.{name}.weight ({found.weight!r}): must be a number above 0")
-        known = defaults_of(REWARDS[compare]) if compare in REWARDS else {}
-        if unknown := [key for key in found.options if key not in known]:
-            allowed = ", ".join(["compare", "weight", *known])
+        field = parted(how) if isinstance(how, dict) else Field(compare)
+        if isinstance(field.weight, bool) or not isinstance(field.weight, int | float) or not 0 < field.weight < 1e9:
+            raise ConfigError(f"{place}.{name}.weight ({field.weight!r}): must be a number above 0")
+        defaults = defaults_of(REWARDS[compare]) if compare in REWARDS else {}
+        if unknown := [key for key in field.options if key not in defaults]:
+            allowed = ", ".join(["compare", "weight", *defaults])
             raise ConfigError(f"{place}.{name} has {unknown[0]}, which {compare} does not know; it may have {allowed}")
         if compare in REWARDS:
-            check_values(REWARDS[compare], found.options, f"json_fields.fields.{name}")
+            check_values(REWARDS[compare], field.options, f"json_fields.fields.{name}")

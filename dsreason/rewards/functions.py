@@ -39,12 +39,12 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
-    given = dict(options or {})
-    bound = with_options(function, given, name, {"completion": "", "sample": Sample("id", [])})
+    arguments = dict(options or {})
+    bound = with_options(function, arguments, name, {"completion": "", "sample": Sample("id", [])})
     if name in BUILT_IN:
-        check_values(function, given, name)
-    if function is json_fields and given.get("fields") is not None:
-        check_fields(given["fields"])
+        check_values(function, arguments, name)
+    if function is json_fields and arguments.get("fields") is not None:
+        check_fields(arguments["fields"])
     return bound
 
 
@@ -64,8 +64,8 @@ def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
     """What the name of a reward stands for; ConfigError where that is nothing."""
-    found = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
-    return _only_function(found, name) if isinstance(found, ModuleType) else found
+    code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
+    return _only_function(code, name) if isinstance(code, ModuleType) else code
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:
@@ -95,14 +95,14 @@ def with_options(function: Any, options: dict[str, Any], name: str, arguments: M
 
 def _only_function(module: ModuleType, name: str) -> Any:
     """The function `reward`, else the only public one that is written in the module, not imported into it."""
-    found = {
+    public_functions = {
         key: value
         for key, value in vars(module).items()
         if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
     }
-    if "reward" in found:
-        return found["reward"]
-    if len(found) != 1:
-        listed = f"it has {', '.join(found)}" if found else "it has none"
+    if "reward" in public_functions:
+        return public_functions["reward"]
+    if len(public_functions) != 1:
+        listed = f"it has {', '.join(public_functions)}" if public_functions else "it has none"
         raise ConfigError(f'reward "{name}" has no function "reward" ({listed}); name one as :attr')
-    return next(iter(found.values()))
+    return next(iter(public_functions.values()))

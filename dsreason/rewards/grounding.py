@@ -54,9 +54,9 @@ def temporal_iou(
     right = reference(sample, spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
     if any(start >= end for start, end in right):
         raise unusable(sample, "with a span that does not end after its start")
-    given = spans(answer_of(completion))
-    score = paired(right, given, partial(overlap, generalized=generalized), threshold)
-    return (score, {"read": float(given is not None)}) if metrics else score
+    answer = spans(answer_of(completion))
+    score = paired(right, answer, partial(overlap, generalized=generalized), threshold)
+    return (score, {"read": float(answer is not None)}) if metrics else score
 
 
 def box_iou(
@@ -87,12 +87,12 @@ def box_iou(
     check_range(sample, right, coordinates)
     if any(box.numbers[0] >= box.numbers[2] or box.numbers[1] >= box.numbers[3] for box in right):
         raise unusable(sample, f"with a box without width or height; are its numbers {order}?")
-    given = in_reference_units(
+    answer = in_reference_units(
         boxes(answer_of(completion), order), sample, answer_coordinates or coordinates, coordinates
     )
     quality = partial(box_quality, generalized=generalized, labels=labels)
-    score = paired(right, given, quality, threshold)
-    return (score, {"read": float(given is not None)}) if metrics else score
+    score = paired(right, answer, quality, threshold)
+    return (score, {"read": float(answer is not None)}) if metrics else score
 
 
 def points(
@@ -124,7 +124,7 @@ def points(
     check_range(sample, right, coordinates)
     if limit is None:
         limit = 0.1 * (RANGES[coordinates] if coordinates in RANGES else max(image_size(sample)))
-    given = in_reference_units(
+    answer = in_reference_units(
         read_points(answer_of(completion)), sample, answer_coordinates or coordinates, coordinates
     )
 
@@ -134,8 +134,8 @@ def points(
         far = distance(one, other)
         return float(far <= threshold + SLACK) if threshold is not None else nearness(far, limit, score)
 
-    worth = paired(right, given, quality, None if threshold is None else 1.0)
-    return (worth, {"read": float(given is not None)}) if metrics else worth
+    worth = paired(right, answer, quality, None if threshold is None else 1.0)
+    return (worth, {"read": float(answer is not None)}) if metrics else worth
 
 
 # ---------------------------------------------------------------- pairing
@@ -150,7 +150,7 @@ def paired(
     """`2 · sum / (references + answers)` over the best pairs; with a threshold whether all are paired and reach it."""
     if given is None or not right or not given:
         return float(given is not None and not right and not given)
-    table = [[quality(one, other) for other in given[:MOST_PAIRED]] for one in right]
+    table = [[quality(reference, other) for other in given[:MOST_PAIRED]] for reference in right]
     if threshold is None:
         return 2 * best_sum(table) / (len(right) + len(given))
     reached = [[float(value >= threshold - SLACK) for value in row] for row in table]
@@ -201,9 +201,9 @@ def same_label(one: Shape, other: Shape) -> bool:
 def distance(right: Shape, given: Shape) -> float:
     """From a point to a point, or to the nearest place in a box."""
     x, y = given.numbers[:2]
-    left, top, *corner = right.numbers
-    far_x, far_y = corner if len(corner) == 2 else (left, top)
-    return math.hypot(max(left - x, 0.0, x - far_x), max(top - y, 0.0, y - far_y))
+    left_edge, top, *corner = right.numbers
+    far_x, far_y = corner if len(corner) == 2 else (left_edge, top)
+    return math.hypot(max(left_edge - x, 0.0, x - far_x), max(top - y, 0.0, y - far_y))
 
 
 def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
@@ -237,11 +237,11 @@ def in_reference_units(
 
 def image_size(sample: Sample) -> tuple[float, float]:
     """The row's `width` and `height`, in pixels."""
-    found = sample.meta.get("width"), sample.meta.get("height")
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 for value in found):
+    size = sample.meta.get("width"), sample.meta.get("height")
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 for value in size):
         raise unusable(
             sample,
-            f"in pixels, and the row's width and height are {found[0]!r} and {found[1]!r}; add them, or set the reward's "
+            f"in pixels, and the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set the reward's "
             "options coordinates and limit so that none are needed",
         )
-    return float(found[0] or 0), float(found[1] or 0)
+    return float(size[0] or 0), float(size[1] or 0)

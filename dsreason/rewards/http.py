@@ -110,8 +110,8 @@ class RewardServer:
         if status in (408, 425, 429) or status >= 500:
             raise Retry(text, wait=answer.retry_after)
         if status in (401, 403):
-            given = "the server rejects the token" if self.token else "the server requires a token"
-            text += f": {given}, check {self.token_name}"
+            problem = "the server rejects the token" if self.token else "the server requires a token"
+            text += f": {problem}, check {self.token_name}"
         elif status < 400:
             text += f": {http.REDIRECTED}"
         raise Refused(text)

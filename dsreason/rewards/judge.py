@@ -92,8 +92,8 @@ async def judge(
         "max_tokens": max_tokens,
     }
     body = json.dumps(content | request).encode()
-    asked = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
-    found = await asyncio.gather(*asked)
+    votes_asked = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
+    found = await asyncio.gather(*votes_asked)
     scores = [one.score for one in found]
     tokens = [sum(one.prompt_tokens for one in found), sum(one.completion_tokens for one in found)]
     metrics = {
@@ -104,7 +104,7 @@ async def judge(
     }
     if votes > 1:
         pairs = list(combinations(scores, 2))
-        metrics["agreement"] = sum(one == other for one, other in pairs) / len(pairs)
+        metrics["agreement"] = sum(first == other for first, other in pairs) / len(pairs)
     return (sum(scores) / votes - lowest) / (highest - lowest), metrics
 
 
@@ -165,7 +165,7 @@ def messages(
     completion: str, sample: Sample, rubric: str, lowest: float, highest: float, shown: str
 ) -> list[dict[str, str]]:
     answer = completion if shown == "completion" else split_response(completion).answer
-    question = "\n".join(filter(None, (text_of(one) for one in sample.messages if one["role"] == "user")))
+    question = "\n".join(filter(None, (text_of(message) for message in sample.messages if message["role"] == "user")))
     parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
     # An answer cannot close a tag that is named after it.
     mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]
@@ -205,11 +205,11 @@ def opened(url: str, key: str | None, variable: str) -> RewardServer:
 
 def check_judge(options: Mapping[str, Any]) -> None:
     """ConfigError where the judge's address, model, key or scale is none."""
-    given = defaults_of(judge) | {**options}
-    open_judge(given["url"], given["model"], given["api_key_variable"])
-    if not given["lowest"] < given["highest"]:
+    settings = defaults_of(judge) | {**options}
+    open_judge(settings["url"], settings["model"], settings["api_key_variable"])
+    if not settings["lowest"] < settings["highest"]:
         raise ConfigError(
-            f"reward option judge.lowest ({given['lowest']:g}) must be below judge.highest ({given['highest']:g})"
+            f"reward option judge.lowest ({settings['lowest']:g}) must be below judge.highest ({settings['highest']:g})"
         )
 
 
@@ -228,8 +228,10 @@ def parsed(answer: bytes, server: RewardServer) -> dict[str, Any]:
 
 def tokens_of(reply: dict[str, Any]) -> list[int]:
     usage = reply.get("usage")
-    found = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
-    return [value if isinstance(value, int) and 0 <= value < 10**9 else 0 for value in found]
+    token_counts = [
+        usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")
+    ]
+    return [value if isinstance(value, int) and 0 <= value < 10**9 else 0 for value in token_counts]
 
 
 def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardServer) -> float:
@@ -240,11 +242,11 @@ def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardSe
     text = message.get("content") if isinstance(message, dict) else None
     if not isinstance(text, str):
         raise Unreadable(f"the response has no text (finish_reason {server.quoted(str(choice.get('finish_reason')))})")
-    said = split_response(text).answer
-    objects = [value for value in json_values(said) if isinstance(value, dict) and "score" in value]
-    score = finite(objects[-1]["score"]) if objects else plain_score(said)
+    answer = split_response(text).answer
+    objects = [value for value in json_values(answer) if isinstance(value, dict) and "score" in value]
+    score = finite(objects[-1]["score"]) if objects else plain_score(answer)
     if score is None or not scale[0] <= score <= scale[1]:
-        raise Unreadable(f"no score from {scale[0]:g} to {scale[1]:g} in {server.quoted(said or text)!r}")
+        raise Unreadable(f"no score from {scale[0]:g} to {scale[1]:g} in {server.quoted(answer or text)!r}")
     return score
 
 

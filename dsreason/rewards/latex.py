@@ -57,8 +57,10 @@ def direct_math(completion: str, sample: Sample) -> float:
     lines = re.findall(r"answer\s*:\s*([^\n]+)", completion, re.IGNORECASE)
     if not lines or sample.answer is None:
         return -1.0
-    given, right = normalise(lines[-1]), normalise(sample.answer)
-    same = given == right or (is_formula(given) and is_formula(right) and equal(f"${right}$", f"${given}$"))
+    answer_text, right = normalise(lines[-1]), normalise(sample.answer)
+    same = answer_text == right or (
+        is_formula(answer_text) and is_formula(right) and equal(f"${right}$", f"${answer_text}$")
+    )
     return 1.0 if same else -1.0
 
 
@@ -69,8 +71,8 @@ def equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
     latex, number = LatexExtractionConfig(), ExprExtractionConfig()
     right = parse(reference, (latex,), parsing_timeout=seconds)
-    given = parse(answer, (number, latex) if bare_numbers else (latex,), parsing_timeout=seconds)
-    return bool(verify(right, given, timeout_seconds=seconds))
+    answer_value = parse(answer, (number, latex) if bare_numbers else (latex,), parsing_timeout=seconds)
+    return bool(verify(right, answer_value, timeout_seconds=seconds))
 
 
 def is_formula(text: str) -> bool:

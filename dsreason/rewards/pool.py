@@ -51,16 +51,16 @@ class Worker:
     """The trainer's end of one worker process."""
 
     def __init__(self, start: messages.Start) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
             # Its own session: Ctrl-C is for the trainer, and what a function starts is killed with it.
             self.process = subprocess.Popen(
-                messages.command(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
+                messages.command(worker_end.fileno()),
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.connection: Connection[Any, Any] = Connection(ours.detach())
+        self.connection: Connection[Any, Any] = Connection(own_end.detach())
         self.traits: list[messages.Trait] | None = None
         """None until it has imported its functions."""
         self.function = 0
@@ -192,8 +192,8 @@ class Pool:
     def _listen(self, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]) -> None:
         """Waits for news and takes them in; then looks for workers that are over their time."""
         busy = [worker for worker in self._workers if not worker.idle]
-        left = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
-        wait([worker.connection for worker in busy], timeout=min(max(left, 0.0), TICK))
+        seconds_left = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
+        wait([worker.connection for worker in busy], timeout=min(max(seconds_left, 0.0), TICK))
         for worker in busy:
             try:
                 news = worker.received()
@@ -240,11 +240,11 @@ class Pool:
                 f"a reward worker took more than {self.start_limit:g} s to import {', '.join(self.names)}: "
                 "see above where it was; imports that take long belong into the function's first call"
             )
-        call, *rest = worker.pending
+        call, *other_pending = worker.pending
         if self._trait(worker).is_async:
-            others = f" (or one of {len(rest)} others that run beside it)" if rest else ""
+            other_calls = f" (or one of {len(other_pending)} others that run beside it)" if other_pending else ""
             raise RewardError(
-                f"{self._too_slow(worker, calls[call])}{others}: it blocks the event loop, see above where; "
+                f"{self._too_slow(worker, calls[call])}{other_calls}: it blocks the event loop, see above where; "
                 "in async functions use await for everything that waits"
             )
         score = self._trait(worker).score_on_timeout
@@ -252,8 +252,8 @@ class Pool:
             raise RewardError(f"{self._too_slow(worker, calls[call])}, see above where it was")
         log.warning("%s; it counts as %g", self._too_slow(worker, calls[call]), score)
         results[call] = messages.Scored(call, score, {})
-        if rest:
-            jobs.appendleft(rest)
+        if other_pending:
+            jobs.appendleft(other_pending)
         self._workers[self._workers.index(worker)] = Worker(self._start)
 
     def _subject(self, call: Call) -> str:

@@ -19,10 +19,10 @@ def reference(sample: Sample, read: Callable[[str], Read | None], wanted: str) -
         DataError: it finds nothing; the text names the sample, its answer and what is `wanted`.
     """
     answer = sample.answer
-    found = read(answer_of(answer)) if isinstance(answer, str) and answer.strip() else None
-    if found is None:
+    reference = read(answer_of(answer)) if isinstance(answer, str) and answer.strip() else None
+    if reference is None:
         raise unusable(sample, f"which holds no {wanted}")
-    return found
+    return reference
 
 
 def unusable(sample: Sample, problem: str) -> DataError:

@@ -153,7 +153,7 @@ def _seconds(text: str) -> float:
 
 
 def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
-    found: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
+    body: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
     for completion, sample in batch:
         prompt = prompt_messages(sample)
         text = "\n".join(filter(None, map(text_of, prompt)))
@@ -163,6 +163,6 @@ def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
             json.dumps([entry, meta], allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RewardError(f'sample "{sample.id}": its media or meta cannot be sent as JSON: {error}') from error
-        for values, value in zip(found.values(), [*entry, meta], strict=True):
+        for values, value in zip(body.values(), [*entry, meta], strict=True):
             values.append(value)
-    return json.dumps(found).encode()
+    return json.dumps(body).encode()

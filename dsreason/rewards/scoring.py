@@ -57,8 +57,10 @@ class Scorer:
         self._local = [(name, label) for name, label in labelled if not name.startswith(REMOTE)]
         self._served = {name.removeprefix(REMOTE): label for name, label in labelled if name.startswith(REMOTE)}
         self._remote = open_remote(config)
-        found = [(name, config.options.get(name, {})) for name, _ in self._local]
-        self._pool = Pool(KIND, found, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit)
+        local_functions = [(name, config.options.get(name, {})) for name, _ in self._local]
+        self._pool = Pool(
+            KIND, local_functions, workers=config.workers, time_limit=config.time_limit, start_limit=start_limit
+        )
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -88,7 +90,11 @@ class Scorer:
         total = sum(
             (w * values[label] for w, label in zip(self.weights, self.labels, strict=True)), np.zeros(len(pairs))
         )
-        return Scores(total, values, {name: (sum(found), len(found)) for name, found in metrics.items()})
+        return Scores(
+            total,
+            values,
+            {name: (sum(values_of_metric), len(values_of_metric)) for name, values_of_metric in metrics.items()},
+        )
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:

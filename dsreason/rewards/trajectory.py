@@ -53,22 +53,22 @@ def trajectory(
     """
     form = PointForm(range(max(axes) + 1, max(axes) + 3), METRES.get(unit, 1.0))
     right = path(reference(sample, lambda text: points(text, form) or None, "waypoints; write [[x, y], …]"), axes)
-    found = points(answer_of(completion), form)
-    given = path(found, axes) if found else None
-    if given is not None and lengths == "resample":
-        count = max(len(right), len(given), 2)
-        right, given = resampled(right, count), resampled(given, count)
-    if given is None or (lengths == "equal" and len(given) != len(right)):
+    answer_points = points(answer_of(completion), form)
+    answer_path = path(answer_points, axes) if answer_points else None
+    if answer_path is not None and lengths == "resample":
+        count = max(len(right), len(answer_path), 2)
+        right, answer_path = resampled(right, count), resampled(answer_path, count)
+    if answer_path is None or (lengths == "equal" and len(answer_path) != len(right)):
         worth = 0.0
     elif threshold is not None:
-        worth = float(len(given) == len(right) and max(errors(right, given, error)) <= threshold + SLACK)
+        worth = float(len(answer_path) == len(right) and max(errors(right, answer_path, error)) <= threshold + SLACK)
     else:
-        worth = mean_worth(right, given, error, limit, score)
+        worth = mean_worth(right, answer_path, error, limit, score)
     if not metrics:
         return worth
-    same = given is not None and len(given) == len(right)
-    ade, fde = errors(right, given, "both") if given is not None and same else (0.0, 0.0)
-    return worth, {"read": float(given is not None)} | ({"ade": ade, "fde": fde} if same else {})
+    same = answer_path is not None and len(answer_path) == len(right)
+    ade, fde = errors(right, answer_path, "both") if answer_path is not None and same else (0.0, 0.0)
+    return worth, {"read": float(answer_path is not None)} | ({"ade": ade, "fde": fde} if same else {})
 
 
 def mean_worth(right: Path, given: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
@@ -82,13 +82,13 @@ def mean_worth(right: Path, given: Path, error: str, limit: float, score: Litera
 def errors(right: Path, given: Path, error: str) -> tuple[float, ...]:
     """ADE, FDE or both, of paths of one length."""
     far = distances(right, given)
-    found = {"ade": sum(far) / len(far), "fde": far[-1]}
-    return tuple(found.values()) if error == "both" else (found[error],)
+    metrics = {"ade": sum(far) / len(far), "fde": far[-1]}
+    return tuple(metrics.values()) if error == "both" else (metrics[error],)
 
 
 def distances(right: Path, given: Path) -> list[float]:
     """Of the waypoints that both have."""
-    return [math.dist(one, other) for one, other in zip(right, given, strict=False)]
+    return [math.dist(right_point, other) for right_point, other in zip(right, given, strict=False)]
 
 
 def path(found: Sequence[Shape], axes: Sequence[int]) -> Path:

@@ -199,12 +199,14 @@ def no_result_within(time_limit: float) -> str:
 
 def described(error: BaseException) -> str:
     """`raised ValueError: …`, and below it the traceback from the function on, indented: part of a message of ours."""
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename == __file__:
-        own = own.tb_next
-    found = traceback.TracebackException(type(error), error, own)
-    lines = "".join(line[:ERROR_CHARACTERS] for line in found.format()).rstrip()
-    return f"raised {type(error).__name__}: {str(found)[:ERROR_CHARACTERS].rstrip()}\n{textwrap.indent(lines, '  ')}"
+    user_traceback = error.__traceback__
+    while user_traceback is not None and user_traceback.tb_frame.f_code.co_filename == __file__:
+        user_traceback = user_traceback.tb_next
+    formatted = traceback.TracebackException(type(error), error, user_traceback)
+    lines = "".join(line[:ERROR_CHARACTERS] for line in formatted.format()).rstrip()
+    return (
+        f"raised {type(error).__name__}: {str(formatted)[:ERROR_CHARACTERS].rstrip()}\n{textwrap.indent(lines, '  ')}"
+    )
 
 
 def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:

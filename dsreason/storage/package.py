@@ -182,8 +182,8 @@ def check_link(path: Path, folder: Path) -> None:
 
 def written_at(folder: Path) -> int:
     """When a complete checkpoint or an export was written, in nanoseconds; 0 where it is neither, as logs are."""
-    found = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
-    return found[0].stat().st_mtime_ns if found else 0
+    last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
+    return last_files[0].stat().st_mtime_ns if last_files else 0
 
 
 def is_run(folder: Path) -> bool:

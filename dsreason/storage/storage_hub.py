@@ -60,7 +60,10 @@ class HubStorage:
         with hub_errors(self.address):
             account = self._open(create=False).whoami()
         owner, name = self.address.repo.partition("/")[0], account["name"]
-        if owner.lower() not in {name.lower(), *(one["name"].lower() for one in account.get("orgs", []))}:
+        if owner.lower() not in {
+            name.lower(),
+            *(organization["name"].lower() for organization in account.get("orgs", [])),
+        }:
             raise StorageError(
                 f"{self.address}: the token in HF_TOKEN belongs to {name}, who is not a member of {owner}; correct the name, "
                 "or use a token of that account",

@@ -52,8 +52,8 @@ class S3Storage:
         return Sent(len(missing), sum(package.files[name] for name in missing))
 
     def _has(self, name: str, size: int, sha256: str) -> bool:
-        found = self._head(name)
-        return found is not None and found["ContentLength"] == size and found["Metadata"].get(SHA256) == sha256
+        head = self._head(name)
+        return head is not None and head["ContentLength"] == size and head["Metadata"].get(SHA256) == sha256
 
     def _head(self, name: str) -> Answer | None:
         address = self.address / name

@@ -71,7 +71,7 @@ def uploading(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> 
         StorageError: on the way out, unless the run itself has failed; what is missing in storage then is only logged.
     """
     targets = config.targets if is_first_rank() else ()
-    uploads = Uploads([Uploader(one.address, what=one.what, include=one.include) for one in targets])
+    uploads = Uploads([Uploader(target.address, what=target.what, include=target.include) for target in targets])
     if any(isinstance(uploader.target, HubAddress) for uploader in uploads.uploaders):
         disable_progress_bars()  # they would draw over the run's own
     try:
@@ -124,7 +124,7 @@ class Uploads:
 
         What fails is only logged.
         """
-        threads = [one.logs_thread() for one in self.uploaders if one.has_logs()]
+        threads = [uploader.logs_thread() for uploader in self.uploaders if uploader.has_logs()]
         if threads:
             logging.getLogger(CRASH_LOG).critical("the run ends: %s", failure_of(error).text)
         until = time.monotonic() + LOGS_TIME_S
@@ -168,9 +168,9 @@ class Uploader:
         """
         self._run = run_of(folder)
         if last or self.what == "all":
-            for one in (folder, self._run / LOGS):
-                if self._goes(one):
-                    self._enqueue(one)
+            for source in (folder, self._run / LOGS):
+                if self._goes(source):
+                    self._enqueue(source)
 
     def _goes(self, folder: Path) -> bool:
         kind = kind_of(folder)
@@ -183,8 +183,8 @@ class Uploader:
             failed = [other for other, why in self._unfinished.items() if why != WAITING and other != folder]
             due = [folder, *failed]
             self._unfinished |= dict.fromkeys(due, WAITING)
-        for one in due:
-            self._queue.put(one)
+        for due_folder in due:
+            self._queue.put(due_folder)
         if self._thread is None:
             self._thread = Thread(target=self._work, name="uploads", daemon=True)  # a failed run does not wait for it
             self._thread.start()

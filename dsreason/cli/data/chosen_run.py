@@ -22,17 +22,17 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
     Raises:
         ConfigError: no training command has the name.
     """
-    known = trainers()
+    trainer_of_name = trainers()
     if command is not None:
-        if command not in known:
-            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(known)}")
-        return known[command]
+        if command not in trainer_of_name:
+            raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(trainer_of_name)}")
+        return trainer_of_name[command]
     if imported := find_import(config):
-        return known[imported.trainer]
+        return trainer_of_name[imported.trainer]
     document = {} if config is None else read_config(config)
     sections = {*document, *(text.partition(".")[0] for text in overrides or ())}
-    chosen = max(known.values(), key=lambda trainer: len(trainer.own_sections & sections))
-    return chosen if chosen.own_sections & sections else known["sft"]
+    chosen = max(trainer_of_name.values(), key=lambda trainer: len(trainer.own_sections & sections))
+    return chosen if chosen.own_sections & sections else trainer_of_name["sft"]
 
 
 def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:

@@ -135,13 +135,13 @@ def inspect(
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
-    found = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
-    found = with_labels(found, training, run.data)
-    write_inspection(found, datasets, folder)
+    inspection = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
+    inspection = with_labels(inspection, training, run.data)
+    write_inspection(inspection, datasets, folder)
     if as_json:
-        write(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        write(json.dumps(asdict(inspection), indent=2, ensure_ascii=False))
     else:
-        show_inspection(found)
+        show_inspection(inspection)
     say(f"written to {folder}", err=True)
 
 
@@ -220,8 +220,8 @@ def validate(
     count = 0
     bad: list[str] = []
     for name, dataset, encode in encoded_parts(trainer, run):
-        rendered, found = render_rows(name, dataset, encode, limit=limit, workers=num_workers(workers))
-        count, bad = count + rendered, bad + found
+        rendered, unusable = render_rows(name, dataset, encode, limit=limit, workers=num_workers(workers))
+        count, bad = count + rendered, bad + unusable
     for text in bad:
         say(text)
     say(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)

@@ -59,9 +59,9 @@ def fetch(
         check_origin(dataset[0], raw_from)
     plans = [
         fetching.plan_fetch(
-            one, data_dir=data_dir, repo=repo, revision=revision, datasets=dataset or [], patterns=file or []
+            task, data_dir=data_dir, repo=repo, revision=revision, datasets=dataset or [], patterns=file or []
         )
-        for one in tasks
+        for task in tasks
     ]
     if not dry_run and any(plan.missing for plan in plans):
         check_writable(data_dir, "--data-dir")
@@ -70,12 +70,12 @@ def fetch(
         if not dry_run:
             fetching.fetch(plan)
             say(f"{plan.repo}: complete in {plan.folder}")
-    uncut = [(name, one) for one, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
-    wanted = [(name, one) for name, one in uncut if raw and name in get_args(CutDataset)]
+    uncut = [(name, task) for task, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
+    wanted_tasks = [(name, task) for name, task in uncut if raw and name in get_args(CutDataset)]
     for name, one in uncut:
-        if (name, one) not in wanted:
+        if (name, one) not in wanted_tasks:
             say(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
-    if fetch_all_raw_videos(wanted, data_dir, raw_from, dry_run):
+    if fetch_all_raw_videos(wanted_tasks, data_dir, raw_from, dry_run):
         raise typer.Exit(1)
 
 
@@ -132,9 +132,9 @@ def show_plan(plan: Plan, with_files: bool) -> None:
         f"{gigabytes(plan.num_bytes)} ({gigabytes(plan.disk_bytes)} of disk)"
     )
     if with_files:
-        wanted = set(plan.missing)
-        for one in plan.files:
-            say(f"  {gigabytes(one.size):>10}  {one.path}{'' if one in wanted else '  (there already)'}")
+        missing_files = set(plan.missing)
+        for file in plan.files:
+            say(f"  {gigabytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}")
 
 
 def advice_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:

@@ -89,8 +89,8 @@ def shown(numbers: Spread | None) -> str:
 
 def letters_table(name: str, part: PartReport) -> Table:
     table = Table("right letter", "rows", "if all options were alike", title=f"{name}: position bias")
-    for letter, found in part.letters.items():
-        table.add_row(letter, str(found.count), f"{found.expected:.1f}")
+    for letter, counts in part.letters.items():
+        table.add_row(letter, str(counts.count), f"{counts.expected:.1f}")
     return table
 
 
@@ -112,6 +112,6 @@ def balance_table(found: Inspection) -> Table:
 
 def overlaps_table(found: Inspection) -> Table:
     table = Table("rows of", "also in", "same question and media", "a medium in common", title="duplicates")
-    for one in found.overlaps:
-        table.add_row(one.part, one.other, str(one.same_rows), str(one.same_media))
+    for overlap in found.overlaps:
+        table.add_row(overlap.part, overlap.other, str(overlap.same_rows), str(overlap.same_media))
     return table

@@ -39,10 +39,10 @@ def unpickle(
 
 def pickles_at(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
             raise DataError(f"{path}: there is no {' or '.join(SUFFIXES)} file in this folder")
-        return found
+        return files
     if not path.is_file():
         raise DataError(f"{path}: {instead_of_file(path)}")
     return [path]

@@ -142,9 +142,9 @@ def check_model(config: EvalConfig) -> None:
     """Raise what is wrong with a model before ranks start; a checkpoint is not exported yet."""
     if config.server.url is not None:
         return
-    own = run_weights(str(config.model.path))
-    if own is None or not is_checkpoint(own):
-        check_folder(config, resolved(config, own))
+    own_weights = run_weights(str(config.model.path))
+    if own_weights is None or not is_checkpoint(own_weights):
+        check_folder(config, resolved(config, own_weights))
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
@@ -178,14 +178,14 @@ def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path
 
     A checkpoint is exported for that, to a folder that lasts until `stack` closes. Collective.
     """
-    own = on_rank_zero(lambda: run_weights(str(config.model.path)))
-    name = base_name(str(own or config.model.path))
-    if own is not None and is_checkpoint(own):
+    own_weights = on_rank_zero(lambda: run_weights(str(config.model.path)))
+    name = base_name(str(own_weights or config.model.path))
+    if own_weights is not None and is_checkpoint(own_weights):
         dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")
         results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
-        return on_rank_zero(lambda: stack.enter_context(exported(own, results, dtype))), name
+        return on_rank_zero(lambda: stack.enter_context(exported(own_weights, results, dtype))), name
     with first_rank_first(world):
-        return resolved(config, own), name
+        return resolved(config, own_weights), name
 
 
 def dtype_name(config: EvalConfig, world: World) -> str:
@@ -209,19 +209,19 @@ def max_length(config: EvalConfig, path: Path) -> int:
 
 def choose_engine(config: EvalConfig, world: World) -> str:
     """On a CPU plain transformers is done with a tiny model before vLLM has started."""
-    asked, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
+    engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
-    if asked == "vllm" and not installed:
+    if engine == "vllm" and not installed:
         raise ConfigError('model.engine = "vllm", which is not installed; install it, or choose "transformers"')
-    if asked == "transformers" and tensor_parallel_size > 1:
+    if engine == "transformers" and tensor_parallel_size > 1:
         raise ConfigError(
             f'model.tensor_parallel_size ({tensor_parallel_size}) is vLLM\'s; set model.engine = "vllm" or leave it at 1: '
             "a model that is larger than one GPU is spread over several without it, with --nproc 1 over all"
         )
-    if asked != "auto":
-        return asked
-    wanted = world.device.type == "cuda" or tensor_parallel_size > 1
-    return "vllm" if wanted and installed else "transformers"
+    if engine != "auto":
+        return engine
+    wants_vllm = world.device.type == "cuda" or tensor_parallel_size > 1
+    return "vllm" if wants_vllm and installed else "transformers"
 
 
 def build_engine(

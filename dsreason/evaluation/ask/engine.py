@@ -47,15 +47,15 @@ class EngineAnswerer:
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
         found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
-            for asked in merged(
+            for prompts in merged(
                 self._groups(batch, found),
                 lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
                 memory_gib=self.media_memory_gib,
                 least=self.engine.max_num_seqs,
                 any_rank=lambda flag: any(self.in_step(flag)),
             ):
-                self.prompts = {question.id: prompt for question, prompt in asked}
-                yield [question for question, _ in asked]
+                self.prompts = {question.id: prompt for question, prompt in prompts}
+                yield [question for question, _ in prompts]
 
     def _groups(
         self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
@@ -65,22 +65,22 @@ class EngineAnswerer:
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
-        asked: list[tuple[Request, EncodedPrompt]] = []
+        prompts: list[tuple[Request, EncodedPrompt]] = []
         for request in requests:
             prompt = self.prompts[request.question.id]
             if isinstance(prompt, str):
                 yield request, Reply(error=prompt, sent=False)
             else:
-                asked.append((request, prompt))
+                prompts.append((request, prompt))
         started = time.perf_counter()
         for number, completion in self.engine.as_completed(
-            [prompt for _, prompt in asked],
-            [self._with_room(request.sampling, prompt) for request, prompt in asked],
+            [prompt for _, prompt in prompts],
+            [self._with_room(request.sampling, prompt) for request, prompt in prompts],
             version=VERSION,
-            streams=[random_stream(request.question.id) for request, _ in asked],
+            streams=[random_stream(request.question.id) for request, _ in prompts],
         ):
             seconds = time.perf_counter() - started
-            request, _ = asked[number]
+            request, _ = prompts[number]
             yield request, Reply(completion.text, completion.finish_reason, completion.num_tokens, seconds)
 
     def _with_room(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:

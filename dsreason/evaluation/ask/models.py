@@ -70,20 +70,22 @@ def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        own = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
+        own_folder = Path(tempfile.mkdtemp(prefix=MAKING, dir=parent))
     except OSError as error:
         raise CheckpointError(
             f"{parent}: no room for the export of {checkpoint} ({error.strerror}); free it, or choose another folder"
         ) from None
-    for left in parent.glob(f"{EXPORT}*"):
-        with suppress(OSError), (left / LOCK).open("r+") as lock:  # in use, or gone by now
+    for left_folder in parent.glob(f"{EXPORT}*"):
+        with suppress(OSError), (left_folder / LOCK).open("r+") as lock:  # in use, or gone by now
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left_folder, ignore_errors=True)
     try:
-        with (own / LOCK).open("w") as lock:
+        with (own_folder / LOCK).open("w") as lock:
             with suppress(OSError):  # a file system without locks: then nobody deletes another's
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            own = own.rename(parent / own.name.replace(MAKING, EXPORT))  # seen by others only now that it is locked
-            yield export_checkpoint(checkpoint, own / "model", dtype=dtype)
+            own_folder = own_folder.rename(
+                parent / own_folder.name.replace(MAKING, EXPORT)
+            )  # seen by others only now that it is locked
+            yield export_checkpoint(checkpoint, own_folder / "model", dtype=dtype)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(own_folder, ignore_errors=True)

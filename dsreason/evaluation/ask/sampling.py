@@ -24,19 +24,19 @@ def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampli
     With the parser `compat` all is as in cosmos-reason1: `letter` knows no penalties, and its retries begin at the length
     and temperature of `[generation]`; a temperature above 0.9 is 0.9 in a retry.
     """
-    given, length = config.generation, max_tokens(config, kind)
+    generation, length = config.generation, max_tokens(config, kind)
     letter, compat = config.evaluation.answer_type == "letter", config.evaluation.parser == "compat"
-    temperature = 0.0 if letter else given.temperature
+    temperature = 0.0 if letter else generation.temperature
     if attempt and compat:
-        temperature = min(given.temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE)
-        length = given.max_tokens or REASONING_TOKENS
+        temperature = min(generation.temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE)
+        length = generation.max_tokens or REASONING_TOKENS
     elif attempt:
         temperature = max(temperature, min(temperature + RETRY_TEMPERATURE * attempt, MAX_RETRY_TEMPERATURE))
-    penalties = {} if letter and compat else given.model_dump(include=set(PENALTIES))
+    penalties = {} if letter and compat else generation.model_dump(include=set(PENALTIES))
     return Sampling(
         temperature=temperature,
-        top_p=1.0 if letter else given.top_p,
-        top_k=1 if letter else given.top_k,
+        top_p=1.0 if letter else generation.top_p,
+        top_k=1 if letter else generation.top_k,
         max_completion_length=length + RETRY_TOKENS * attempt,
         seed=1000 * config.evaluation.seed + attempt,  # more attempts than 1000 the configuration does not allow
         **penalties,

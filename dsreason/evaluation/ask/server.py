@@ -126,11 +126,11 @@ class ServerAnswerer:
         started = time.perf_counter()
         try:
             messages, fields = as_request(request.question.sample, self.config.video)
-            asked = {"model": self.model, "messages": messages, **sampling_fields(request), **fields}
-            found = self._request("POST", "/chat/completions", json.dumps(asked).encode())
-            if not found.is_success:
-                return self._refused(found, fields)
-            answer = Answer.model_validate_json(found.content)
+            body = {"model": self.model, "messages": messages, **sampling_fields(request), **fields}
+            response = self._request("POST", "/chat/completions", json.dumps(body).encode())
+            if not response.is_success:
+                return self._refused(response, fields)
+            answer = Answer.model_validate_json(response.content)
         except ValidationError as error:
             problem = first_problem(error, self._without_key)
             return Reply(error=f"the server's response is not a chat completion: {problem}")
@@ -185,12 +185,12 @@ class ServerAnswerer:
     def _list_models(self) -> list[str]:
         """Names of the models that the server has; empty where it does not say."""
         try:
-            found = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
-            if found.status in (401, 403):
-                raise self._refusal(found)
-            if not found.is_success and found.status != 404:
-                raise self._failed(f"the server answers {self._said(found)}")
-            return [model.id for model in ModelList.model_validate_json(found.content).data]
+            response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
+            if response.status in (401, 403):
+                raise self._refusal(response)
+            if not response.is_success and response.status != 404:
+                raise self._failed(f"the server answers {self._said(response)}")
+            return [model.id for model in ModelList.model_validate_json(response.content).data]
         except ValidationError:  # servers that only chat
             return []
         except http.BadAnswer as error:
@@ -202,23 +202,23 @@ class ServerAnswerer:
     def _only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
-        found = (
+        models = (
             f"it has {listed(self.listed, LISTED, separator=', ')}"
             if self.listed
             else "it does not say which models it has"
         )
-        raise self._failed(f"set server.model to the model that shall answer; {found}")
+        raise self._failed(f"set server.model to the model that shall answer; {models}")
 
     def _refusal(self, answer: http.Answer) -> ConfigError:
-        said, variable = self._said(answer), self.config.api_key_env
+        quoted, variable = self._said(answer), self.config.api_key_env
         if answer.status != 404:
             done = "rejects the key in" if self.key else "requires a key, and none is in"
             return self._failed(
-                f"the server {done} the environment variable {variable} ({said}); set it, or set server.api_key_env to "
+                f"the server {done} the environment variable {variable} ({quoted}); set it, or set server.api_key_env to "
                 "another one"
             )
         if self.model in self.listed:
-            return self._failed(f"the server has no chat at this address ({said}); correct server.url")
+            return self._failed(f"the server has no chat at this address ({quoted}); correct server.url")
         near = nearest(self.model, self.listed)
         has = (
             f" It has {listed(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")
@@ -226,7 +226,7 @@ class ServerAnswerer:
             else ""
         )
         return self._failed(
-            f"the server has no model {self.model!r}, or no chat at this address ({said}); correct server.model or "
+            f"the server has no model {self.model!r}, or no chat at this address ({quoted}); correct server.model or "
             f"server.url.{has}"
         )
 

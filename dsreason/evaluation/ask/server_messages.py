@@ -77,8 +77,8 @@ def as_pictures(part: Part) -> list[Part]:
 def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
     """The clip, and how vLLM has to read it."""
     path = local_path(part["video"])
-    info, chosen = videos.probe_video(path), chosen_frames(part)
-    count = len(chosen.indices)
+    info, frame_choice = videos.probe_video(path), chosen_frames(part)
+    count = len(frame_choice.indices)
     if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
         # Which of these counts depends on the model's reader. A rate of -1 leaves the number to the others.
@@ -88,8 +88,8 @@ def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
     return url_part("video", "video/jpeg", sequence), {
         "num_frames": -1,
         "fps": info.fps,
-        "frames_indices": list(chosen.indices),
-        "total_num_frames": max(chosen.range_frames, count),  # a single frame is repeated
+        "frames_indices": list(frame_choice.indices),
+        "total_num_frames": max(frame_choice.range_frames, count),  # a single frame is repeated
         "duration": info.duration,
         "do_sample_frames": False,
     }

@@ -55,9 +55,9 @@ def load_questions(config: EvalConfig) -> list[Question]:
             among its options. The text names file, row and both values.
     """
     limit = config.evaluation.limit
-    given = [benchmark_questions(name, config) for name in config.datasets]
-    given += [row_questions(source, config) for source in config.sources]
-    datasets = [list(islice(questions, limit)) for questions in given]
+    question_lists = [benchmark_questions(name, config) for name in config.datasets]
+    question_lists += [row_questions(source, config) for source in config.sources]
+    datasets = [list(islice(questions, limit)) for questions in question_lists]
     shares = even_shares([len(questions) for questions in datasets], limit)
     return [question for questions, share in zip(datasets, shares, strict=True) for question in questions[:share]]
 
@@ -67,10 +67,10 @@ def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
 
     Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
     """
-    shares, left = list(sizes), sum(sizes) if limit is None else limit
+    shares, remaining = list(sizes), sum(sizes) if limit is None else limit
     for rank, place in enumerate(sorted(range(len(sizes)), key=lambda place: (sizes[place], -place))):
-        shares[place] = min(sizes[place], left // (len(sizes) - rank))
-        left -= shares[place]
+        shares[place] = min(sizes[place], remaining // (len(sizes) - rank))
+        remaining -= shares[place]
     return shares
 
 
@@ -79,7 +79,7 @@ def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
 
 def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
@@ -89,7 +89,7 @@ def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
             raise DataError(f"{where}: field {error} is missing") from error
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-        yield to_question(name, video_id, kind, sample, problem, seen)
+        yield to_question(name, video_id, kind, sample, problem, counts)
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
@@ -98,16 +98,16 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
     for place in places:
         if (place / name / ANNOTATIONS.format(name)).is_file():
             return place / name
-    there = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
-    if name in PUBLISHED and name not in there:
+    subsets = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
+    if name in PUBLISHED and name not in subsets:
         advice = "`dsreason data fetch` downloads it"
-    elif near := nearest(name, [*there, *PUBLISHED]):
+    elif near := nearest(name, [*subsets, *PUBLISHED]):
         advice = f"did you mean {near}?"
     else:
         advice = "check datasets and data_dir"
     raise DataError(
         f"dataset {name}: no {name}/{ANNOTATIONS.format(name)} in {places[0]} or {places[1]}; {advice} "
-        f"(there: {', '.join(there) or 'no benchmark'})"
+        f"(there: {', '.join(subsets) or 'no benchmark'})"
     )
 
 
@@ -174,9 +174,9 @@ def benchmark_sample(
 
 def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
     system = config.system_prompt or evaluation.evaluation.system_prompt or ""
-    shown = evaluation.vision_of(config.vision)
-    source = open_source(config.model_copy(update={"vision": shown, "system_prompt": system}))
-    seen: Counter[str] = Counter()
+    vision = evaluation.vision_of(config.vision)
+    source = open_source(config.model_copy(update={"vision": vision, "system_prompt": system}))
+    counts: Counter[str] = Counter()
     for index in range(len(source.rows)):
         sample = source.read(index)
         problem = missing_medium(sample.messages, source.media_root)
@@ -192,7 +192,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
             sample = replace(sample, messages=with_format_request(prompt_messages(sample), kind, evaluation))
         except DataError as error:
             raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
-        yield to_question(config.dataset, sample.id, kind, sample, problem, seen)
+        yield to_question(config.dataset, sample.id, kind, sample, problem, counts)
 
 
 # ---------------------------------------------------------------- both
@@ -223,8 +223,8 @@ def with_format_request(messages: list[Message], kind: QuestionKind, config: Eva
         raise DataError("the last message before the answer must be the user's; there is no question")
     if config.evaluation.answer_type != "reasoning" or any("<answer>" in text_of(message) for message in messages):
         return messages
-    what = "single letter answer" if kind == "multiple_choice" else "answer"
-    return [*messages[:-1], with_line(last, REASONING_REQUEST.format(what))]
+    answer_name = "single letter answer" if kind == "multiple_choice" else "answer"
+    return [*messages[:-1], with_line(last, REASONING_REQUEST.format(answer_name))]
 
 
 def with_line(message: Message, line: str) -> Message:
@@ -266,7 +266,7 @@ def check_reference(sample: Sample, kind: QuestionKind) -> None:
 
 def checked_kind(sample: Sample) -> QuestionKind:
     """DataError where the row names a kind that there is none of; it would else be graded as another."""
-    given = sample.meta.get("question_kind")
-    if given is not None and given not in get_args(QuestionKind):
-        raise DataError(f"question_kind is {given!r}; it must be one of {', '.join(get_args(QuestionKind))}")
+    question_kind = sample.meta.get("question_kind")
+    if question_kind is not None and question_kind not in get_args(QuestionKind):
+        raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")
     return kind_of(sample)

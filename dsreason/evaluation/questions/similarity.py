@@ -57,5 +57,5 @@ class Similarity:
         if not (answer and reference):
             return 0.0
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)
-        one, other = embeddings.double()
-        return float(torch.cosine_similarity(one, other, dim=0))
+        first, other = embeddings.double()
+        return float(torch.cosine_similarity(first, other, dim=0))

@@ -126,12 +126,12 @@ def read_settings(folder: Path) -> dict[str, str]:
     settings = read_json(file)
     if not isinstance(settings, dict):
         raise DataError(f"{file}: must hold an object with the settings of the evaluation")
-    found = flat(settings)
-    if found.get("config.evaluation.scorer") is not None:
-        found.setdefault(f"config.{THRESHOLD}", FORMER_THRESHOLD)
+    values = flat(settings)
+    if values.get("config.evaluation.scorer") is not None:
+        values.setdefault(f"config.{THRESHOLD}", FORMER_THRESHOLD)
     return {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for name, value in found.items()
+        for name, value in values.items()
         if value is not None
     }
 

@@ -199,12 +199,12 @@ def letters(results: Sequence[Result]) -> Letters | None:
     pairs = Counter((_letter(result.correct_answer), _letter(result.answer)) for result in results)
     rows = sorted({reference for reference, _ in pairs}, key=_letters_first)
     columns = sorted({letter for pair in pairs for letter in pair}, key=_letters_first)
-    said = [column for column in columns if len(column) == 1]
-    read = sum(count for (_, answer), count in pairs.items() if answer in said)
+    single_columns = [column for column in columns if len(column) == 1]
+    read = sum(count for (_, answer), count in pairs.items() if answer in single_columns)
     return Letters(
         confusion={row: {column: pairs[row, column] for column in columns} for row in rows},
         references={row: share(sum(pairs[row, column] for column in columns), len(results)) for row in rows},
-        answers={column: share(sum(pairs[row, column] for row in rows), read) for column in said},
+        answers={column: share(sum(pairs[row, column] for row in rows), read) for column in single_columns},
     )
 
 
@@ -221,7 +221,7 @@ def mean_scores(results: Sequence[Result]) -> dict[str, Mean]:
     """Of each score, over the results that have it."""
     names = sorted({name for result in results for name in result.scores})
     values = {name: [result.scores[name] for result in results if name in result.scores] for name in names}
-    return {name: Mean(_finite(sum(found) / len(found)), len(found)) for name, found in values.items()}
+    return {name: Mean(_finite(sum(scores) / len(scores)), len(scores)) for name, scores in values.items()}
 
 
 def corpus_bleu(results: Sequence[Result]) -> Mean:

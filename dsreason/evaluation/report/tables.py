@@ -53,13 +53,13 @@ def p_of(p_value: float) -> str:
 
 def facts(summary: Summary) -> dict[str, str]:
     """What there is to say of a run beside its accuracies."""
-    found = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
+    shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
-        found["without an answer"] = f"{len(summary.unanswered)}, such as {question}: {why:.200}"
+        shares["without an answer"] = f"{len(summary.unanswered)}, such as {question}: {why:.200}"
     if summary.accuracy.clustered:
-        found["95% interval, clustered by clip"] = between(summary.accuracy.clustered)
-    return found | score_facts(summary)
+        shares["95% interval, clustered by clip"] = between(summary.accuracy.clustered)
+    return shares | score_facts(summary)
 
 
 def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
@@ -84,12 +84,12 @@ def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
 
 
 def score_facts(summary: Summary) -> dict[str, str]:
-    found = {f"mean {name}": mean_of(mean) for name, mean in summary.scores.items()}
+    means = {f"mean {name}": mean_of(mean) for name, mean in summary.scores.items()}
     if summary.corpus_bleu:
-        found["corpus BLEU"] = mean_of(summary.corpus_bleu)
+        means["corpus BLEU"] = mean_of(summary.corpus_bleu)
     if summary.pearson:
-        found["Pearson's r"] = mean_of(summary.pearson)
-    return found
+        means["Pearson's r"] = mean_of(summary.pearson)
+    return means
 
 
 def accuracy_parts(summary: Summary) -> list[tuple[str, dict[str, Accuracy]]]:
@@ -138,8 +138,8 @@ def _table(title: Text | None, first: str, columns: Sequence[str]) -> Table:
 
 def _accuracy_cells(part: Accuracy) -> tuple[str, ...]:
     over_all, answered = part.over_all, part.over_answered
-    shown = (percent(over_all.share), between(over_all.interval), str(over_all.count), str(over_all.total))
-    return (*shown, str(part.clips), percent(answered.share), str(answered.total))
+    cells = (percent(over_all.share), between(over_all.interval), str(over_all.count), str(over_all.total))
+    return (*cells, str(part.clips), percent(answered.share), str(answered.total))
 
 
 def _paired_cells(part: Paired) -> tuple[str, ...]:

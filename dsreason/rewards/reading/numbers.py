@@ -104,10 +104,10 @@ def quantity(text: str, dimension: str = "") -> Quantity | None:
         dimension: that of the reference: of several numbers one that has it is meant.
     """
     text = clean(text.lower())
-    tokens = [token_of(found) for found in TOKEN.finditer(text)]
+    tokens = [token_of(match) for match in TOKEN.finditer(text)]
     if not tokens:
-        named = [word for word in re.findall(r"[a-z]+", text) if word in WORDS]
-        return Quantity(float(WORDS[named[0]])) if len(named) == 1 else None
+        number_words = [word for word in re.findall(r"[a-z]+", text) if word in WORDS]
+        return Quantity(float(WORDS[number_words[0]])) if len(number_words) == 1 else None
     return chosen(text, joined(tokens, text), dimension)
 
 
@@ -210,9 +210,9 @@ def digits_value(text: str) -> float | None:
         decimal, thousands = "", "," if commas else "."
     else:
         return float(text)
-    whole, _, fraction = text.rpartition(decimal) if decimal else (text, "", "")
-    if decimal and (decimal in whole or thousands and thousands in fraction):
+    whole_part, _, fraction = text.rpartition(decimal) if decimal else (text, "", "")
+    if decimal and (decimal in whole_part or thousands and thousands in fraction):
         return None
-    if thousands and not re.fullmatch(rf"[0-9]{{1,3}}(?:{re.escape(thousands)}[0-9]{{3}})+", whole):
+    if thousands and not re.fullmatch(rf"[0-9]{{1,3}}(?:{re.escape(thousands)}[0-9]{{3}})+", whole_part):
         return None
-    return float(f"{whole.replace(thousands, '') if thousands else whole}.{fraction or 0}")
+    return float(f"{whole_part.replace(thousands, '') if thousands else whole_part}.{fraction or 0}")

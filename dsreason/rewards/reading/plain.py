@@ -41,7 +41,10 @@ def plain(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda found: "^" + found[0].translate(SUPERSCRIPTS), text)
     text = re.sub("[¼-¾⅐-⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     text = unicodedata.normalize("NFKC", text.translate(SIGNS)).translate(SIGNS).replace("\u2044", "/")
-    return "".join(str(unicodedata.decimal(one)) if not one.isascii() and one.isdecimal() else one for one in text)
+    return "".join(
+        str(unicodedata.decimal(character)) if not character.isascii() and character.isdecimal() else character
+        for character in text
+    )
 
 
 def json_values(text: str) -> list[Any]:
@@ -80,7 +83,9 @@ def is_deep(value: Any) -> bool:
     """Whether lists and objects are nested deeper than anybody's answer, and than recursive functions may go."""
     level = [value]
     for _ in range(MOST_DEPTH):
-        inside = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        inside = [
+            item for container in level for item in (container.values() if isinstance(container, dict) else container)
+        ]
         level = [item for item in inside if isinstance(item, dict | list)]
     return bool(level)
 

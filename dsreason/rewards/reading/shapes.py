@@ -68,8 +68,8 @@ Found = list[Shape] | None
 
 def boxes(text: str, order: Order = "xyxy") -> Found:
     """All boxes of a `plain` text, as x1, y1, x2, y2."""
-    found = read(text, json_boxes, text_boxes)
-    return [replace(box, numbers=corners(box.numbers, order)) for box in found] if found else found
+    shapes = read(text, json_boxes, text_boxes)
+    return [replace(box, numbers=corners(box.numbers, order)) for box in shapes] if shapes else shapes
 
 
 PLAIN_POINT = PointForm()
@@ -82,11 +82,11 @@ def points(text: str, form: PointForm = PLAIN_POINT) -> Found:
 
 def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable[[str], list[Shape]]) -> Found:
     values = json_values(text)
-    found = [shape for value in values for shape in in_json(value)] or in_text(text.lower())
-    found = [shape for shape in found if all(abs(value) < LARGEST for value in shape.numbers)]
-    if not found and (says_none(text) or (values and all(value in ([], {}) for value in map(unwrapped, values)))):
+    shapes = [shape for value in values for shape in in_json(value)] or in_text(text.lower())
+    shapes = [shape for shape in shapes if all(abs(value) < LARGEST for value in shape.numbers)]
+    if not shapes and (says_none(text) or (values and all(value in ([], {}) for value in map(unwrapped, values)))):
         return []
-    return found or None
+    return shapes or None
 
 
 def unwrapped(value: Any) -> Any:
@@ -110,9 +110,11 @@ def json_boxes(value: Any, label: str = "") -> Iterator[Shape]:
     if isinstance(value, dict):
         label = label_of(value) or label
         keys = {key_name(key): item for key, item in value.items()}
-        named = {CORNERS.get(key, key): number for key, item in keys.items() if (number := finite(item)) is not None}
-        if all(key in named for key in ("x1", "y1", "x2", "y2")):
-            yield Shape((named["x1"], named["y1"], named["x2"], named["y2"]), label)
+        named_numbers = {
+            CORNERS.get(key, key): number for key, item in keys.items() if (number := finite(item)) is not None
+        }
+        if all(key in named_numbers for key in ("x1", "y1", "x2", "y2")):
+            yield Shape((named_numbers["x1"], named_numbers["y1"], named_numbers["x2"], named_numbers["y2"]), label)
             return
         yield from (box for item in value.values() for box in json_boxes(item, label))
     elif isinstance(value, list):
@@ -156,27 +158,27 @@ def label_of(value: dict[Any, Any]) -> str:
 
 def numbers_of(values: Sequence[Any]) -> tuple[float, ...]:
     """All of them as floats, numbers in quotes too; () where one is no number."""
-    found = [number(value) if isinstance(value, str) else finite(value) for value in values]
-    return tuple(value for value in found if value is not None) if None not in found else ()
+    numbers = [number(value) if isinstance(value, str) else finite(value) for value in values]
+    return tuple(value for value in numbers if value is not None) if None not in numbers else ()
 
 
 def number(text: str) -> float | None:
-    found = re.fullmatch(rf"\s{{0,9}}({NUMBER})\s{{0,9}}(?:[a-z]{{1,6}}|%)?", text[:64].lower())
-    return finite(float(found[1])) if found else None
+    match = re.fullmatch(rf"\s{{0,9}}({NUMBER})\s{{0,9}}(?:[a-z]{{1,6}}|%)?", text[:64].lower())
+    return finite(float(match[1])) if match else None
 
 
 # ---------------------------------------------------------------- text
 
 
 def text_boxes(text: str) -> list[Shape]:
-    named = [(CORNERS.get(key_name(key), key_name(key)), float(value)) for key, value in NAMED.findall(text)]
-    if named and len(named) % 4 == 0:
-        fours = [dict(named[place : place + 4]) for place in range(0, len(named), 4)]
+    named_numbers = [(CORNERS.get(key_name(key), key_name(key)), float(value)) for key, value in NAMED.findall(text)]
+    if named_numbers and len(named_numbers) % 4 == 0:
+        fours = [dict(named_numbers[place : place + 4]) for place in range(0, len(named_numbers), 4)]
         if all(four.keys() == {"x1", "y1", "x2", "y2"} for four in fours):
             return [Shape((four["x1"], four["y1"], four["x2"], four["y2"])) for four in fours]
     groups = groups_of(text)
-    if found := [Shape(group) for group in groups if len(group) == 4]:
-        return found
+    if shapes := [Shape(group) for group in groups if len(group) == 4]:
+        return shapes
     twos = [group for group in groups if len(group) == 2]
     if twos and len(twos) % 2 == 0:
         return [Shape(twos[place] + twos[place + 1]) for place in range(0, len(twos), 2)]
@@ -184,10 +186,10 @@ def text_boxes(text: str) -> list[Shape]:
 
 
 def text_points(text: str, form: PointForm) -> list[Shape]:
-    if found := [Shape(group) for group in groups_of(text, form.metres) if len(group) in form.sizes]:
-        return found
-    named = [(key[0], float(value)) for key, value in NAMED.findall(text) if key[0] in "xy"]
-    pairs = [named[place : place + 2] for place in range(0, len(named), 2)]
+    if shapes := [Shape(group) for group in groups_of(text, form.metres) if len(group) in form.sizes]:
+        return shapes
+    named_numbers = [(key[0], float(value)) for key, value in NAMED.findall(text) if key[0] in "xy"]
+    pairs = [named_numbers[place : place + 2] for place in range(0, len(named_numbers), 2)]
     if pairs and all([axis for axis, _ in pair] == ["x", "y"] for pair in pairs):
         return [Shape((pair[0][1], pair[1][1])) for pair in pairs]
     return rows_of(text, form.sizes, form.metres)
@@ -195,14 +197,14 @@ def text_points(text: str, form: PointForm) -> list[Shape]:
 
 def groups_of(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
     """The numbers of each innermost pair of brackets that holds nothing else."""
-    return [values_of(found[1], metres) for found in GROUP.finditer(text)]
+    return [values_of(match[1], metres) for match in GROUP.finditer(text)]
 
 
 def rows_of(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Shape]:
     """Of a text without brackets that is nothing but lines (or `;`, or tags) of so many numbers."""
     parts = [part for part in re.split(r"<[^<>]{0,200}>|[\n;]|->", text) if re.search("[0-9]", part)]
-    found = [ROW.fullmatch(part) for part in parts]
-    shapes = [Shape(values_of(row[1], metres)) for row in found if row]
+    rows = [ROW.fullmatch(part) for part in parts]
+    shapes = [Shape(values_of(row[1], metres)) for row in rows if row]
     return shapes if len(shapes) == len(parts) and all(len(shape.numbers) in sizes for shape in shapes) else []
 
 

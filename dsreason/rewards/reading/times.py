@@ -68,10 +68,10 @@ TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 def spans(text: str) -> list[Span] | None:
     """All spans of a `plain` text; [] where it says that there are none; None where nothing was read."""
     values = json_values(text)
-    found = [span for value in values for span in json_spans(value)]
-    if not found and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
+    spans_read = [span for value in values for span in json_spans(value)]
+    if not spans_read and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
         return []
-    return found or text_spans(text.lower()) or None
+    return spans_read or text_spans(text.lower()) or None
 
 
 def holds_anything(value: Any) -> bool:
@@ -108,9 +108,9 @@ def json_time(value: Any) -> float | None:
     """A number of seconds, or the text of one time."""
     if not isinstance(value, str):
         return finite(value)
-    found = TIME.search(value[:WINDOW].lower())
-    alone = found is not None and not words(value[:WINDOW].lower().replace(found[0], " ", 1)) - FILLING
-    return Time.of(found).seconds() if found is not None and alone and not value.strip().startswith("-") else None
+    match = TIME.search(value[:WINDOW].lower())
+    alone = match is not None and not words(value[:WINDOW].lower().replace(match[0], " ", 1)) - FILLING
+    return Time.of(match).seconds() if match is not None and alone and not value.strip().startswith("-") else None
 
 
 def words(text: str) -> set[str]:
@@ -148,7 +148,7 @@ def text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
     `whole`: only a text that is nothing but a span.
     """
-    times = [Time.of(found) for found in TIME.finditer(text)]
+    times = [Time.of(match) for match in TIME.finditer(text)]
     if whole and (len(times) != 2 or words(text) - FILLING - TO - {"from", "between"}):
         return []
     clear: list[Span] = []
