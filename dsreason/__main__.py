@@ -24,17 +24,17 @@ def leave_current_folder() -> None:
     given = variable.split(os.pathsep) if variable else []
     if given[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
         given[0] = ""  # `deepspeed` puts it there on several hosts
-    named = [path for path in given if path]
+    usable = [path for path in given if path]
     path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` put it first
-    if named != given:
+    if usable != given:
         # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody asked for it.
         path = [entry for entry in path if entry != here]
     own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if here in map(os.path.abspath, named) or (here == own_folder and here not in path):
+    if here in map(os.path.abspath, usable) or (here == own_folder and here not in path):
         return  # a checkout that is not installed runs from its own folder
     sys.path[:] = path
     if "PYTHONPATH" in os.environ:
-        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+        os.environ["PYTHONPATH"] = os.pathsep.join(usable)
     os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text will do; reward workers know this one as ours
 
 
@@ -42,8 +42,8 @@ def leave_empty_entries() -> None:
     """Programs, shared libraries and headers are not looked for in the current folder by the processes that this one starts."""
     for name in SEARCHED:
         given = os.environ.get(name, "").split(os.pathsep)
-        if named := [path for path in given if path]:
-            os.environ[name] = os.pathsep.join(named)
+        if usable := [path for path in given if path]:
+            os.environ[name] = os.pathsep.join(usable)
         else:
             os.environ.pop(name, None)
     # OpenCV, which vLLM imports, puts a folder and a colon before what it finds, which ends in an empty entry where it finds

@@ -73,9 +73,9 @@ def say(text: object = "", *, err: bool = False) -> None:
 
 def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool = False) -> None:
     """Print a text of many lines to stdout or `file`: an answer, JSON, a traceback."""
-    shown, stream = visible(text), file or sys.stdout
+    shown_text, stream = visible(text), file or sys.stdout
     try:
-        print(f"{DIM}{shown}{PLAIN}" if dim else shown, file=stream, end=end, flush=True)
+        print(f"{DIM}{shown_text}{PLAIN}" if dim else shown_text, file=stream, end=end, flush=True)
     except BrokenPipeError:  # such as `| head -1`: who reads no more misses nothing
         lead_nowhere(stream.fileno())
 

@@ -72,8 +72,8 @@ def hide_secrets(text: str) -> str:
     """The text with the names of secret variables in place of their values, and without `user:password@`."""
     for name, value in secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
-    for pattern, shown in PATTERNS.items():
-        text = pattern.sub(shown, text)
+    for pattern, replacement in PATTERNS.items():
+        text = pattern.sub(replacement, text)
     return without_credentials(text)
 
 
@@ -84,12 +84,12 @@ def secret_variables(count: int) -> list[tuple[str, str]]:
     The environment is looked through once, and again when it has another `count` of variables: user code may load keys.
     """
     values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
-    found = {name: value for name, value in values.items() if len(value) >= SHORTEST}
+    long_values = {name: value for name, value in values.items() if len(value) >= SHORTEST}
     for name, value in os.environ.items():
         # A path, such as that of a file with the key, is no secret, and would be hidden in every path below it.
         if SECRET_NAME.search(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
-            found.setdefault(name, value.strip())
-    return sorted(found.items(), key=lambda item: -len(item[1]))
+            long_values.setdefault(name, value.strip())
+    return sorted(long_values.items(), key=lambda item: -len(item[1]))
 
 
 def hidden(value: Any) -> Any:
@@ -157,8 +157,8 @@ def without_credentials(text: str) -> str:
     """`s3://key:secret@bucket` → `s3://…@bucket`. A secret may hold slashes."""
 
     def masked(found: re.Match[str]) -> str:
-        user, at, rest = found[0].rpartition("@")
-        return f"…@{rest}" if at and ":" in user else found[0]
+        user, at, remainder = found[0].rpartition("@")
+        return f"…@{remainder}" if at and ":" in user else found[0]
 
     return re.sub(r"(?<=://)[^\s'\"]+", masked, text)
 

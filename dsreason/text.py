@@ -28,14 +28,14 @@ def split_response(text: str) -> Response:
     follows the thoughts.
     """
     text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
-    thoughts, closed, said = text.rpartition("</think>")
+    thoughts, closed, answer_part = text.rpartition("</think>")
     if not closed:
-        said, _, thoughts = text.partition("<think>")
-    if not said.strip():  # thoughts that hold the answer, or that nothing closes
-        thoughts, tag, said = thoughts.partition("<answer>")
-        said = tag + said
-    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", said, re.DOTALL)]
-    answer = next((block for block in reversed(blocks) if block), "") if blocks else said
+        answer_part, _, thoughts = text.partition("<think>")
+    if not answer_part.strip():  # thoughts that hold the answer, or that nothing closes
+        thoughts, tag, answer_part = thoughts.partition("<answer>")
+        answer_part = tag + answer_part
+    blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", answer_part, re.DOTALL)]
+    answer = next((block for block in reversed(blocks) if block), "") if blocks else answer_part
     # Without closing tags that stand alone, one that was cut off included.
     answer = re.sub(r"</[a-z]*\Z", "", TAG.sub("", answer))
     return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))

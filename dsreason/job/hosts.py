@@ -185,8 +185,8 @@ def own_address(peer: str) -> str | None:
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
-            return None if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+            own_ip = str(probe.getsockname()[0])
+            return None if ipaddress.ip_address(own_ip.partition("%")[0]).is_loopback else own_ip
     return None
 
 

@@ -92,7 +92,7 @@ def check_files(folder: Path) -> None:
 def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
     """The tiny model of that name, built where it is not there yet. `version` is in the folder's name."""
     if name not in builders:
-        known = ", ".join(TINY + known_models for known_models in builders)
+        known = ", ".join(TINY + model_name for model_name in builders)
         raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
     folder = cache / f"tiny-{name}-{version}"
     with cache_errors(folder, "DSREASON_CACHE"):

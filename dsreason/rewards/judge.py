@@ -93,11 +93,14 @@ async def judge(
     }
     body = json.dumps(content | request).encode()
     votes_asked = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
-    found = await asyncio.gather(*votes_asked)
-    scores = [one.score for one in found]
-    tokens = [sum(one.prompt_tokens for one in found), sum(one.completion_tokens for one in found)]
+    votes_given = await asyncio.gather(*votes_asked)
+    scores = [vote_given.score for vote_given in votes_given]
+    tokens = [
+        sum(vote_given.prompt_tokens for vote_given in votes_given),
+        sum(vote_given.completion_tokens for vote_given in votes_given),
+    ]
     metrics = {
-        "retries": float(sum(one.retries for one in found)),
+        "retries": float(sum(vote_given.retries for vote_given in votes_given)),
         "prompt_tokens": float(tokens[0]),
         "completion_tokens": float(tokens[1]),
         "cost": (tokens[0] * input_price + tokens[1] * output_price) / 1e6,
@@ -252,8 +255,8 @@ def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardSe
 
 def plain_score(text: str) -> float | None:
     """Of a judge that leaves out the JSON: `**Score:** 4`, `Score: 4/5`; None where several differ."""
-    found = {
+    values = {
         float(value)
         for value in re.findall(r"\bscore\b[\s*:=\"']{1,8}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", text.lower()[:65_536])
     }
-    return found.pop() if len(found) == 1 else None
+    return values.pop() if len(values) == 1 else None

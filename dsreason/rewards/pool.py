@@ -81,19 +81,19 @@ class Worker:
 
     def received(self) -> list[Any]:
         """What it has said by now; EOFError or OSError when it has died."""
-        found: list[Any] = []
+        results: list[Any] = []
         exited = self.process.poll() is not None  # asked first: what it said before may still be in the pipe
         while self.connection.poll():
             try:
-                found.append(self.connection.recv())
+                results.append(self.connection.recv())
             except (EOFError, OSError):
-                if found:
+                if results:
                     break  # its last words; the next call says that it died
                 raise
             self.since = time.monotonic()
-        if exited and not found:
+        if exited and not results:
             raise EOFError
-        return found
+        return results
 
     def kill(self, *, show_stack: bool = False) -> None:
         if self.connection.closed:

@@ -86,8 +86,10 @@ class RemoteReward:
     def _joined(self, answers: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
         for answer in answers:
             if answer.keys() != answers[0].keys():
-                one, other = self._listed(answers[0]), self._listed(answer)
-                raise RewardError(f"reward server {self.server.place}: one batch has the scores {one}, another {other}")
+                first, other = self._listed(answers[0]), self._listed(answer)
+                raise RewardError(
+                    f"reward server {self.server.place}: one batch has the scores {first}, another {other}"
+                )
         return {
             name: [score for answer in answers for score in answer[name]] for name in (answers[0] if answers else ())
         }

@@ -74,8 +74,8 @@ def engine_arguments(
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
     """ConfigError for options under our `key` that the installed vLLM does not have."""
-    known = known_arguments() if options else set()
-    unknown = {name: nearest(name, known) for name in sorted(options) if name not in known}
+    known_options = known_arguments() if options else set()
+    unknown = {name: nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:
         advice = {name: f"did you mean {near}?" if near else "remove it" for name, near in unknown.items()}
         raise ConfigError(

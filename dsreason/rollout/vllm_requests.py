@@ -128,7 +128,7 @@ def difference(read: Sequence[int], expected: Sequence[int], tokenizer: PreTrain
     """Lengths, the first place where two token lists part, and the tokens there."""
     pairs = zip(read, expected, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(expected)))
-    found, wanted = (
+    reported, wanted = (
         " ".join(tokenizer.convert_ids_to_tokens(list(ids[max(0, at - 2) : at + 6]))) for ids in (read, expected)
     )
-    return f"{len(read)} tokens instead of {len(expected)}; around token {at} it has {found!r} instead of {wanted!r}"
+    return f"{len(read)} tokens instead of {len(expected)}; around token {at} it has {reported!r} instead of {wanted!r}"

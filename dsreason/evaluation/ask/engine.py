@@ -45,10 +45,10 @@ class EngineAnswerer:
         # What a worker decodes beyond the questions asked for: together two groups, while the engine draws.
         ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
-        found = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
+        encoded_batches = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
             for prompts in merged(
-                self._groups(batch, found),
+                self._groups(batch, encoded_batches),
                 lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
                 memory_gib=self.media_memory_gib,
                 least=self.engine.max_num_seqs,

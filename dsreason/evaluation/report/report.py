@@ -189,20 +189,20 @@ def render_html(
 
 
 def _card(number: int, result: Result, changed: str | None, sheets: dict[str, Sheet]) -> Card:
-    found = verdict(result)
-    tags: list[str] = [found] if found in ("right", "wrong") else ["wrong", found]
+    result_verdict = verdict(result)
+    tags: list[str] = [result_verdict] if result_verdict in ("right", "wrong") else ["wrong", result_verdict]
     if result.finish_reason == "length":
         tags.append("truncated")
     if changed:
         tags.append(changed)
-    return Card(f"q{number}", result, found, tuple(tags), question_text(result), sheets.get(result.id))
+    return Card(f"q{number}", result, result_verdict, tuple(tags), question_text(result), sheets.get(result.id))
 
 
 def question_text(result: Result) -> str:
     """What was asked, less the list of options, which is shown by itself, and what follows it."""
-    asked = result.prompt[-1] if result.prompt else ""
+    last_prompt = result.prompt[-1] if result.prompt else ""
     first = next(iter(result.options or {}), None)
-    return asked if first is None else asked.partition(f"\n({first}) ")[0]
+    return last_prompt if first is None else last_prompt.partition(f"\n({first}) ")[0]
 
 
 def _environment(**options: Any) -> Environment:

@@ -113,17 +113,19 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
     files = [file for file in files if not (file.parent / RUN_FILE).exists()]
     if not files:
         raise DataError(f"{results_dir}: holds no results (<model>/<answer_type>/<dataset>/<video_id>.json)")
-    wanted = None if dataset is None else {safe_name(name): name for name in dataset}
+    wanted_folders = None if dataset is None else {safe_name(name): name for name in dataset}
     present = {_dataset_folder(file) for file in files}
-    if wanted is not None and (missing := [name for folder, name in wanted.items() if folder not in present]):
+    if wanted_folders is not None and (
+        missing := [name for folder, name in wanted_folders.items() if folder not in present]
+    ):
         raise DataError(
             f"{results_dir}: holds no results of {', '.join(missing)}; there are those of {', '.join(sorted(present))}"
         )
     runs: dict[Path, list[Path]] = {}
     for file in files:
         runs.setdefault(results_dir if file.parent == results_dir else file.parent.parent, []).append(file)
-    found = [_run(folder, files, wanted) for folder, files in sorted(runs.items())]
-    return [run for run in found if run.files]
+    found_runs = [_run(folder, files, wanted_folders) for folder, files in sorted(runs.items())]
+    return [run for run in found_runs if run.files]
 
 
 def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
@@ -146,22 +148,22 @@ def json_files(results_dir: Path) -> list[Path]:
     Raises:
         DataError: there are so many folders that these are no results; links may even lead in circles.
     """
-    found: list[Path] = []
+    files_found: list[Path] = []
     for number, (folder, inside, files) in enumerate(os.walk(results_dir, followlinks=True)):
         if number > MOST_FOLDERS:
             raise DataError(
                 f"{results_dir}: has more than {MOST_FOLDERS} folders in it; give the --results-dir of an evaluation"
             )
         inside[:] = [name for name in inside if not name.startswith(".")]
-        found += [Path(folder, name) for name in files if name.endswith(".json") and not name.startswith(".")]
-    return sorted(found)
+        files_found += [Path(folder, name) for name in files if name.endswith(".json") and not name.startswith(".")]
+    return sorted(files_found)
 
 
 def _run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:
     if wanted is None:
         return Run(folder, tuple(files))
-    chosen = tuple(file for file in files if _dataset_folder(file) in wanted)
-    return Run(folder, chosen, tuple(sorted({_dataset_folder(file) for file in files} - set(wanted))))
+    chosen_files = tuple(file for file in files if _dataset_folder(file) in wanted)
+    return Run(folder, chosen_files, tuple(sorted({_dataset_folder(file) for file in files} - set(wanted))))
 
 
 def _dataset_folder(file: Path) -> str:
@@ -177,12 +179,12 @@ def read_run(run: Run) -> list[Result]:
     Raises:
         DataError: a file is no JSON list of results, or two of them have the same id; names file and item (from 1).
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     results = []
     for file in run.files:
         for number, result in enumerate(read_file(file), start=1):
             where = f"{file}: item {number}"
-            first = found.setdefault(result.id, where)
+            first = names.setdefault(result.id, where)
             if first != where:
                 raise DataError(f"{where}: question {result.id!r} is there already ({first}); remove one of the two")
             results.append(result)
@@ -200,8 +202,8 @@ def read_file(file: Path) -> list[Result]:
     items = read_json(file)
     if not isinstance(items, list):
         raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
-    seen: Counter[str] = Counter()
-    return [_read_item(item, file, number, seen) for number, item in enumerate(items)]
+    counts: Counter[str] = Counter()
+    return [_read_item(item, file, number, counts) for number, item in enumerate(items)]
 
 
 def read_json(file: Path) -> Any:

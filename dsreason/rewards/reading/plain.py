@@ -52,7 +52,7 @@ def json_values(text: str) -> list[Any]:
 
     NaN and infinity are no JSON. Where there is nothing else, a Python literal counts: `{'x': 1}`.
     """
-    found: list[Any] = []
+    objects: list[Any] = []
     place = failures = 0
     while failures < MOST_FAILURES and (begin := re.compile(r"[\[{]").search(text, place)):
         try:
@@ -60,8 +60,8 @@ def json_values(text: str) -> list[Any]:
         except (ValueError, RecursionError):
             place, failures = begin.end(), failures + 1
         else:
-            found.append(value)
-    return [value for value in found or literal_value(text) if not is_deep(value)]
+            objects.append(value)
+    return [value for value in objects or literal_value(text) if not is_deep(value)]
 
 
 def literal_value(text: str) -> list[Any]:

@@ -40,9 +40,9 @@ def batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
         ours = f"{prompts} prompts x {size} completions = {prompts * size} a rollout, {prompts * size // updates} an update"
         theirs = f"{each} completions a replica x {replicas} = {each * replicas} a step"
         return [gpus, Meaning("global batch", theirs, ours)]
-    whole = draft.get("train.global_batch_size")
-    theirs = f"{each} a data-parallel rank x {whole // each} = {whole} samples"
-    return [gpus, Meaning("global batch", theirs, f"{whole} samples, on any number of GPUs")]
+    global_batch = draft.get("train.global_batch_size")
+    theirs = f"{each} a data-parallel rank x {global_batch // each} = {global_batch} samples"
+    return [gpus, Meaning("global batch", theirs, f"{global_batch} samples, on any number of GPUs")]
 
 
 def their_gpus(cosmos: Settings, draft: Draft) -> str:
@@ -58,8 +58,8 @@ def world_batch(draft: Draft) -> list[Meaning]:
     gpus = Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, each a rank of one job")
     prompts, size = draft.get("world.prompts_per_step"), draft.get("world.num_generations")
     if prompts is None:
-        whole = draft.get("train.global_batch_size")
-        return [gpus, Meaning("global batch", f"{whole} clips", f"{whole} clips")]
+        global_batch = draft.get("train.global_batch_size")
+        return [gpus, Meaning("global batch", f"{global_batch} clips", f"{global_batch} clips")]
     text = f"{prompts} prompts x {size} clips = {prompts * size} a step"
     return [gpus, Meaning("global batch", text, text)]
 
@@ -88,11 +88,11 @@ def steps(draft: Draft, rows: int | None) -> list[Meaning]:
         return [Meaning("steps", theirs, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
     held_out = draft.get("data.validation") or 0
     used = rows - (held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
-    there, here = used // size * epochs, used * epochs // size
+    their_steps, here = used // size * epochs, used * epochs // size
     if most:
-        there, here = min(there, most), min(here, most)
+        their_steps, here = min(their_steps, most), min(here, most)
     each = f"{used} {unit} / {size} = {used / size:.1f} an epoch"
-    return [Meaning("steps", f"{each}, {there} in all{capped}", f"{each}, {here} in all{capped}")]
+    return [Meaning("steps", f"{each}, {their_steps} in all{capped}", f"{each}, {here} in all{capped}")]
 
 
 def held_out_rows(rows: int, share: float) -> int:

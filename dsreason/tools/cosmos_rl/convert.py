@@ -43,21 +43,21 @@ class Imported:
 
     def check(self, name: str) -> None:
         """ConfigError that lists all keys that cannot be left out."""
-        errors = [f"{name}: {found.key}: {found.text}" for found in self.findings if found.verdict == "error"]
+        errors = [f"{name}: {finding.key}: {finding.text}" for finding in self.findings if finding.verdict == "error"]
         if errors:
             raise config_error(errors)
 
 
 def is_cosmos_rl(document: dict[str, Any]) -> bool:
     """Whether a configuration file is one of cosmos-rl's; ours have none of these sections."""
-    given = document.get("train")
+    train_section = document.get("train")
     return (
         isinstance(document.get("policy"), dict)
         or is_predict(document)
         or "redis" in document
         or (
-            isinstance(given, dict)
-            and bool({"train_policy", "ckpt", "train_batch_per_replica", "optm_lr"} & given.keys())
+            isinstance(train_section, dict)
+            and bool({"train_policy", "ckpt", "train_batch_per_replica", "optm_lr"} & train_section.keys())
         )
     )
 
@@ -81,13 +81,13 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
     Raises:
         ConfigError: what is accepted is no key of the file.
     """
-    wanted = frozenset(accepted)
+    accepted_names = frozenset(accepted)
     if is_predict(document):
-        return converted(document, PREDICT_KEYS, Draft("world", wanted), [predict.world])
-    given = document.get("policy")
-    if isinstance(given, dict) and given.get("is_diffusers") is True:
-        return converted(document, WORLD_KEYS, Draft("world", wanted), [world.world])
-    draft = Draft(trainer_of(document), wanted)
+        return converted(document, PREDICT_KEYS, Draft("world", accepted_names), [predict.world])
+    policy_section = document.get("policy")
+    if isinstance(policy_section, dict) and policy_section.get("is_diffusers") is True:
+        return converted(document, WORLD_KEYS, Draft("world", accepted_names), [world.world])
+    draft = Draft(trainer_of(document), accepted_names)
     parts = [train.ranks, train.optimizer, train.model, train.checkpoints, data.rows]
     if draft.trainer == "grpo":
         parts += [grpo.algorithm, grpo.rollout, grpo.rewards, grpo.teacher]
@@ -98,8 +98,8 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
 
 def trainer_of(document: dict[str, Any]) -> str:
     """What trains it here: sft, grpo or dpo."""
-    given = document.get("train")
-    policy = given.get("train_policy") if isinstance(given, dict) else None
+    train_section = document.get("train")
+    policy = train_section.get("train_policy") if isinstance(train_section, dict) else None
     policy = policy if isinstance(policy, dict) else {}
     if policy.get("trainer_type") == "dpo":
         return "dpo"
@@ -126,51 +126,51 @@ def converted(document: dict[str, Any], keys: dict[str, Key], draft: Draft, part
         for key, (verdict, text) in draft.notes.items()
         if key not in cosmos.given
     ]
-    shown = [] if any(found.verdict == "error" for found in findings) else meanings(cosmos, draft)
-    return Imported(draft.trainer, draft.config, findings, shown, draft.num_gpus, draft.arguments)
+    shown_meanings = [] if any(finding.verdict == "error" for finding in findings) else meanings(cosmos, draft)
+    return Imported(draft.trainer, draft.config, findings, shown_meanings, draft.num_gpus, draft.arguments)
 
 
 def check_values(cosmos: Settings, draft: Draft) -> None:
     """Say which values are of the wrong kind."""
     for key, value in cosmos.given.items():
-        known = cosmos.keys.get(key)
-        if known is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
+        known_key = cosmos.keys.get(key)
+        if known_key is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
             if value != {}:
                 draft.wrong(key, f"{value!r:.60} is a value, and this is a section; correct it")
-        elif known is not None and not fits(value, known.takes):
-            draft.wrong(key, f"{value!r:.60} is not {SHOWN[known.takes]}; correct it")
+        elif known_key is not None and not fits(value, known_key.takes):
+            draft.wrong(key, f"{value!r:.60} is not {SHOWN[known_key.takes]}; correct it")
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
     """What one key of theirs decides alone, and what can be left out for some values only."""
-    for key, known in cosmos.keys.items():
-        if draft.trainer not in known.trainers:
+    for key, known_key in cosmos.keys.items():
+        if draft.trainer not in known_key.trainers:
             continue
         value = cosmos[key]
-        if known.copies:
+        if known_key.copies:
             try:
-                draft.set(known.becomes[0], known.convert(value))
+                draft.set(known_key.becomes[0], known_key.convert(value))
             except (ValueError, TypeError) as error:
                 draft.refuse(key, f"{value!r:.60}: {error}")
-        elif known.only is not None and value not in known.only:
-            draft.refuse(key, known.instead)
+        elif known_key.only is not None and value not in known_key.only:
+            draft.refuse(key, known_key.instead)
 
 
 def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
     """What is said of a key that the file has."""
     if key in draft.notes:
         return Finding(key, value, *draft.notes[key])
-    known = cosmos.keys.get(key)
-    if known is None:
+    known_key = cosmos.keys.get(key)
+    if known_key is None:
         if value == {}:
             return Finding(key, value, "left out", "it is empty")
         return Finding(key, value, "not read", meant(key, cosmos))
-    if draft.trainer not in known.trainers:
-        return Finding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known.trainers)} only")
-    if known.because:
-        return Finding(key, value, "left out", known.because)
+    if draft.trainer not in known_key.trainers:
+        return Finding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known_key.trainers)} only")
+    if known_key.because:
+        return Finding(key, value, "left out", known_key.because)
     return Finding(
-        key, value, "mapped", ", ".join(filter(None, (became(name, draft) for name in known.becomes))) or DEFAULT
+        key, value, "mapped", ", ".join(filter(None, (became(name, draft) for name in known_key.becomes))) or DEFAULT
     )
 
 

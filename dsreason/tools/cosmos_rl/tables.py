@@ -26,9 +26,9 @@ def show(imported: Imported) -> None:
     """What became of the keys, and what both configurations mean; on stderr."""
     console = open_console(stderr=True)
     for verdict in HEADS:
-        found = [finding for finding in imported.findings if finding.verdict == verdict]
-        if found:
-            console.print(keys_table(verdict, found))
+        findings = [finding for finding in imported.findings if finding.verdict == verdict]
+        if findings:
+            console.print(keys_table(verdict, findings))
     if imported.meanings:
         table = Table("", "cosmos-rl", "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
         for meaning in imported.meanings:
@@ -46,12 +46,12 @@ def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
         return table
     for reason in dict.fromkeys(finding.text for finding in found):
         same = [f"{finding.key} = {finding.value!r:.40}" for finding in found if finding.text == reason]
-        shown = (
+        shown_cells = (
             same
             if len(same) <= MOST_KEYS
             else [*same[: MOST_KEYS - 1], f"and {len(same) - MOST_KEYS + 1} more like them"]
         )
-        table.add_row(Text("\n".join(shown)), Text(reason))
+        table.add_row(Text("\n".join(shown_cells)), Text(reason))
     return table
 
 

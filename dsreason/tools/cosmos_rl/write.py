@@ -21,9 +21,9 @@ def toml_of(imported: Imported, source: str) -> str:
     document = tomlkit.document()
     document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {gpus(imported)}."))
     document.add(tomlkit.comment(f"  {command(imported, 'this.toml')}"))
-    for found in imported.findings:
-        if found.verdict == "differs":
-            document.add(tomlkit.comment(f"{found.key}: {one_line(found.text)}"))
+    for finding in imported.findings:
+        if finding.verdict == "differs":
+            document.add(tomlkit.comment(f"{finding.key}: {one_line(finding.text)}"))
     plain = {key: value for key, value in imported.config.items() if not isinstance(value, dict)}
     document.add(tomlkit.nl())
     for key, value in plain.items():

@@ -51,8 +51,8 @@ def needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -
             except DataError as error:
                 problems.append(f"{rows.location(index)}: {error}")
     if problems:
-        shown = listed(problems, 10, separator="\n  ")
-        raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown}")
+        shown_problems = listed(problems, 10, separator="\n  ")
+        raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown_problems}")
     return list(names)
 
 

@@ -113,7 +113,12 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
 def agibot_cut(match: re.Match[str], raw: Path) -> Cut:
     task, episode, view = match["task"], match["episode"], match["view"]
     episodes = [raw / "observations" / task / episode, raw / task / episode]
-    places = [folder / stem for one in episodes for folder in (one / "videos", one) for stem in (view, f"{view}_color")]
+    places = [
+        folder / stem
+        for episode in episodes
+        for folder in (episode / "videos", episode)
+        for stem in (view, f"{view}_color")
+    ]
     return Cut(first_file(videos(places)), int(match["start"]), int(match["end"]), "frames")
 
 
@@ -121,10 +126,10 @@ def bridge_cut(match: re.Match[str], raw: Path) -> Cut:
     folder, episode, total, end = match["folder"], match["episode"], int(match["total"]), int(match["clip"])
     places = list(dict.fromkeys(raw / name for name in (folder.replace("-", "/"), folder, folder.replace(".", "/"))))
     names = [episode, f"traj{episode}"]
-    candidates = [place / one / "images0" for place in places for one in names]
+    candidates = [place / name / "images0" for place in places for name in names]
     for place in places:
         candidates += sorted(place.glob(f"raw/traj_group*/traj{episode.removeprefix('traj')}/images0"))
-    candidates += videos(place / one for place in places for one in names)
+    candidates += videos(place / name for place in places for name in names)
     cut = Cut(first_file(candidates), 0, end, "frames", total)
     if end > total:
         raise DataError(f"clipframe ({end}) is beyond totalframe ({total})")
@@ -152,20 +157,20 @@ def videos(places: Iterable[Path]) -> list[Path]:
 
 
 def first_file(candidates: Sequence[Path]) -> Path:
-    found = next((path for path in candidates if path.exists()), None)
-    if found is None:
+    existing_path = next((path for path in candidates if path.exists()), None)
+    if existing_path is None:
         raise MissingRaw(f"no raw video, such as {candidates[0]}")
-    return found
+    return existing_path
 
 
 # ---------------------------------------------------------------- actions of HoloAssist
 
 
 def find_actions(raw: Path) -> Path:
-    found = sorted([*raw.glob("data-annotation*.json"), *raw.parent.glob("data-annotation*.json")])
-    if not found:
+    annotation_files = sorted([*raw.glob("data-annotation*.json"), *raw.parent.glob("data-annotation*.json")])
+    if not annotation_files:
         raise ConfigError(f"--raw {raw}: no data-annotation*.json in it or beside it; give it with --events")
-    return found[-1]
+    return annotation_files[-1]
 
 
 def read_actions(file: Path) -> Actions:
@@ -181,8 +186,8 @@ def read_actions(file: Path) -> Actions:
 
 def fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
     """Of one recording, by id; of events with the same one the first."""
-    found: dict[int, tuple[float, float]] = {}
+    spans: dict[int, tuple[float, float]] = {}
     for event in events:
         if event["label"] == FINE:
-            found.setdefault(int(event["id"]), (float(event["start"]), float(event["end"])))
-    return found
+            spans.setdefault(int(event["id"]), (float(event["start"]), float(event["end"])))
+    return spans

@@ -50,12 +50,12 @@ def cut_clip(cut: Cut, target: Path) -> None:
                 encode(image_frames(cut), IMAGE_FPS, draft)
                 return
             video = timing(cut.source)
-            wanted = frames_of_cut(cut, video)
+            wanted_frames = frames_of_cut(cut, video)
             with time_limit(cut.source, factor=ENCODING):
                 try:
-                    encode(frames_by_time(cut.source, wanted, video.times), video.fps, draft)
+                    encode(frames_by_time(cut.source, wanted_frames, video.times), video.fps, draft)
                 except UnusableTimes:
-                    encode(counted_frames(cut.source, wanted, video), video.fps, draft)
+                    encode(counted_frames(cut.source, wanted_frames, video), video.fps, draft)
     except av.FFmpegError as error:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
 
@@ -111,11 +111,11 @@ def frames_between(times: list[int], time_base: Fraction, start: float, end: flo
     """
     slack = 1e-6  # 0.7 s x 10 frames a second is 7.000000000000001 in binary
     seconds = [float((time - times[0]) * time_base) for time in times]
-    first = next((i for i, shown in enumerate(seconds) if shown >= start - slack), len(seconds))
+    first = next((i for i, frame_time in enumerate(seconds) if frame_time >= start - slack), len(seconds))
     step = seconds[-1] / (len(seconds) - 1) if len(seconds) > 1 else 0.0
     if end > seconds[-1] + step + slack:
         return first, len(seconds) + 1
-    return first, next((i for i, shown in enumerate(seconds) if shown >= end - slack), len(seconds))
+    return first, next((i for i, frame_time in enumerate(seconds) if frame_time >= end - slack), len(seconds))
 
 
 def check_total(cut: Cut, count: int) -> None:
@@ -168,10 +168,10 @@ def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
         if first.rotation:
             stream.set_display_rotation(first.rotation)
         for frame in chain([first], frames):
-            shown = frame.reformat(stream.width, stream.height, format="yuv420p")
-            shown.pts, shown.time_base, shown.duration = time_of(frame)[0] - origin, unit, frame.duration
-            shown.pict_type = PictureType.NONE  # the encoder chooses its key frames itself
-            container.mux(stream.encode(shown))
+            converted = frame.reformat(stream.width, stream.height, format="yuv420p")
+            converted.pts, converted.time_base, converted.duration = time_of(frame)[0] - origin, unit, frame.duration
+            converted.pict_type = PictureType.NONE  # the encoder chooses its key frames itself
+            container.mux(stream.encode(converted))
         container.mux(stream.encode())
 
 

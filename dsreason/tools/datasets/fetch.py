@@ -171,9 +171,9 @@ def choose(
 
 
 def without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> list[str]:
-    asked = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
+    folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
     having = {file.path.split("/")[0] for file in listed if file.is_archive or "/clips/" in file.path}
-    return [name for name in asked if name in DATASETS and name not in having]
+    return [name for name in folders if name in DATASETS and name not in having]
 
 
 # ---------------------------------------------------------------- one file

@@ -103,8 +103,8 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
     """DataError, and nothing left of it, where it is not what the Hub's list says."""
     size = partial.stat().st_size
     problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
-    if problem is None and file.sha256 and (found := sha256_of(partial)) != file.sha256:
-        problem = f"the content's SHA-256 is {found}, the Hub lists {file.sha256}"
+    if problem is None and file.sha256 and (digest := sha256_of(partial)) != file.sha256:
+        problem = f"the content's SHA-256 is {digest}, the Hub lists {file.sha256}"
     if problem is not None:
         partial.unlink()
         raise DataError(f"{repo}: {file.path}: {problem}; it was removed, fetch it again")

@@ -162,25 +162,25 @@ def inspect_data(
         datasets: by name, in the order of the report; later ones are compared with earlier ones.
         encoder: with it rows are also measured in tokens.
     """
-    found: dict[str, list[RowFacts | UnusableRow]] = {}
+    facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
         rows = evenly(len(dataset), limit)
         work = partial(read_facts, dataset, encoder)
         read = tracked(work, rows, dataset.location, workers, f"reading {name}", "rows")
-        found[name] = [
+        facts_of_part[name] = [
             UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
             for row, result in zip(rows, read, strict=True)
         ]
-    uses = list(dict.fromkeys(use for facts in found.values() for row in usable(facts) for use in row.media))
+    uses = list(dict.fromkeys(use for facts in facts_of_part.values() for row in usable(facts) for use in row.media))
     results = tracked(medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
     media = dict(zip(uses, results, strict=True))
     keys = content_keys(media, workers)
     return Inspection(
-        parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in found.items()},
-        overlaps=overlaps({name: usable(facts) for name, facts in found.items()}, keys),
+        parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in facts_of_part.items()},
+        overlaps=overlaps({name: usable(facts) for name, facts in facts_of_part.items()}, keys),
         max_length=encoder.max_length if encoder else None,
-        problems=problems(found, media),
-        duplicates=repeated(found, keys),
+        problems=problems(facts_of_part, media),
+        duplicates=repeated(facts_of_part, keys),
     )
 
 
@@ -263,7 +263,7 @@ def preference_report(rows: Sequence[RowFacts]) -> PreferenceReport | None:
     return PreferenceReport(
         rows=len(lengths),
         rejected_characters=spread(rejected for _, rejected in lengths),
-        longer_chosen=sum(chosen > rejected for chosen, rejected in lengths),
+        longer_chosen=sum(chosen_length > rejected for chosen_length, rejected in lengths),
         undecided=sum(row.is_undecided for row in rows),
     )
 
@@ -275,10 +275,10 @@ def pixel_report(rows: Sequence[RowFacts]) -> PixelReport:
 
 
 def spread(numbers: Iterable[float | None]) -> Spread | None:
-    given = [number for number in numbers if number is not None]
-    if not given:
+    known_numbers = [number for number in numbers if number is not None]
+    if not known_numbers:
         return None
-    low, middle, high, top = (float(value) for value in np.percentile(given, [0, 50, 95, 100]))
+    low, middle, high, top = (float(value) for value in np.percentile(known_numbers, [0, 50, 95, 100]))
     return Spread(low, middle, high, top)
 
 
@@ -289,18 +289,19 @@ def modality(row: RowFacts) -> str:
 
 def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
     """By letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
-    asked = [row for row in rows if row.letters]
-    right = Counter(row.answer for row in asked)
-    names = sorted({letter for row in asked for letter in row.letters})
+    rows_with_letters = [row for row in rows if row.letters]
+    right = Counter(row.answer for row in rows_with_letters)
+    names = sorted({letter for row in rows_with_letters for letter in row.letters})
     return {
-        name: Letter(right[name], sum(1 / len(row.letters) for row in asked if name in row.letters)) for name in names
+        name: Letter(right[name], sum(1 / len(row.letters) for row in rows_with_letters if name in row.letters))
+        for name in names
     }
 
 
 def count_answers(answers: Iterable[str | None]) -> Counter[str]:
     """Those that differ in case or a last full stop only are one, written as the first of them."""
-    given, first = [answer for answer in answers if answer is not None], dict[str, str]()
-    return Counter(first.setdefault(label_key(answer), answer) for answer in given)
+    known_answers, first = [answer for answer in answers if answer is not None], dict[str, str]()
+    return Counter(first.setdefault(label_key(answer), answer) for answer in known_answers)
 
 
 def best_constant(rows: Iterable[RowFacts]) -> float | None:
@@ -324,12 +325,12 @@ def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
 def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
     """Of each part with each earlier one."""
     names = list(parts)
-    found = []
+    overlaps = []
     for i, name in enumerate(names):
         for other in names[:i]:
             rows = {row_key(row, keys) for row in parts[other]}
             media = {key for row in parts[other] for key in media_key(row, keys)}
-            found.append(
+            overlaps.append(
                 Overlap(
                     part=name,
                     other=other,
@@ -337,7 +338,7 @@ def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -
                     same_media=sum(not media.isdisjoint(media_key(row, keys)) for row in parts[name]),
                 )
             )
-    return found
+    return overlaps
 
 
 def repeated(found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]) -> list[dict[str, Any]]:

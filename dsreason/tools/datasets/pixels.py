@@ -31,17 +31,17 @@ def difference(encoder: Encoder, part: Mapping[str, Any], planned: PlannedMedium
     processor = encoder.processor.image_processor
     factor = processor.patch_size * processor.merge_size
     frames, height, width = planned.grid
-    ours = Shown(*planned.size, frames * height * width // processor.merge_size**2, planned.indices)
+    own_plan = Shown(*planned.size, frames * height * width // processor.merge_size**2, planned.indices)
     try:
         if planned.kind == "image":
-            theirs = qwen_vl_utils.image(*probe_image(planned.path), part, factor)
+            their_plan = qwen_vl_utils.image(*probe_image(planned.path), part, factor)
         else:
-            theirs = qwen_vl_utils.video(probe_video(planned.path), part, factor)
+            their_plan = qwen_vl_utils.video(probe_video(planned.path), part, factor)
     except DataError as error:
-        return f"{planned.path}: {described(ours)}; qwen-vl-utils {error}"
-    if ours == theirs:
+        return f"{planned.path}: {described(own_plan)}; qwen-vl-utils {error}"
+    if own_plan == their_plan:
         return None
-    return f"{planned.path}: {described(ours)}; qwen-vl-utils: {described(theirs)}{other_frame(ours, theirs)}"
+    return f"{planned.path}: {described(own_plan)}; qwen-vl-utils: {described(their_plan)}{other_frame(own_plan, their_plan)}"
 
 
 def described(shown: Shown) -> str:
@@ -53,5 +53,5 @@ def other_frame(ours: Shown, theirs: Shown) -> str:
     """Where as many frames are shown but not the same ones: the first that differs."""
     if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
         return ""
-    one, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])
-    return f" (frame {one} here, {other} there)"
+    own_index, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])
+    return f" (frame {own_index} here, {other} there)"

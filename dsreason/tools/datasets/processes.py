@@ -85,10 +85,10 @@ class Worker(Generic[T, R]):
 
     def __init__(self, work: Callable[[T], R], place: Callable[[T], str]) -> None:
         self.place = place
-        self.connection, theirs = FORK.Pipe()
-        self.process = FORK.Process(target=serve, args=(work, place, theirs, self.connection), daemon=True)
+        self.connection, worker_end = FORK.Pipe()
+        self.process = FORK.Process(target=serve, args=(work, place, worker_end, self.connection), daemon=True)
         self.process.start()
-        theirs.close()  # so that its end is the end of the stream
+        worker_end.close()  # so that its end is the end of the stream
 
     def give(self, number: int, task: T) -> Connection:
         """The end at which the result will arrive."""
@@ -98,13 +98,13 @@ class Worker(Generic[T, R]):
 
     def result(self) -> R | DataError:
         try:
-            found: R | DataError = self.connection.recv()
+            result: R | DataError = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
             words = last_words(str(self.process.pid))
             reason = words or f"the process that worked on it {exit_reason(self.process.exitcode or 0)}"
             return DataError(f"{self.place(self.task)}: {reason}")
-        return found
+        return result
 
     def end(self) -> None:
         self.process.kill()  # closing would not reach it: processes forked later hold this end as well

@@ -155,12 +155,12 @@ def fetch_raw(plan: RawPlan) -> list[str]:
         return []
     with raw_errors(plan):
         plan.folder.mkdir(parents=True, exist_ok=True)
-        found = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
+        fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
     shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
     return [
         f"{clip}: its raw video {video} is not in {plan.place}"
         for video, clips in plan.videos.items()
-        if video not in found
+        if video not in fetched
         for clip in clips
     ]
 
@@ -183,8 +183,8 @@ def server_errors(source: Source) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        again = "; run the same command again: it continues" if is_transient(error) else ""
-        raise DataError(f"{failure(source, error)}{again}") from error
+        advice = "; run the same command again: it continues" if is_transient(error) else ""
+        raise DataError(f"{failure(source, error)}{advice}") from error
     except TimeoutError as error:
         raise DataError(f"{source.url}: {error}; run the same command again: it continues") from None
 
@@ -201,19 +201,19 @@ def fetch_agibot(plan: RawPlan) -> set[str]:
         tars = [file.path for file in files if re.fullmatch(rf"observations/{task}/[^/]*\.tar", file.path)]
         for tar in tars_of_episode(tars, int(episode)):
             by_tar[tar].append(video)
-    found: set[str] = set()
+    fetched: set[str] = set()
     for tar, videos in sorted(by_tar.items()):
         task = tar.split("/")[1]
-        wanted = {
+        wanted_members = {
             f"{video.split('/')[1]}/{inside}": video
             for video in videos
-            if video not in found
+            if video not in fetched
             for inside in agibot_members(video.split("/")[2])
         }
         url = hf_hub_url(plan.origin, tar, repo_type="dataset", revision=commit, endpoint=hub())
         with dataset_errors(plan.origin, commit):
-            found |= take(plan, Source(url, on_hub=True), wanted, plan.folder / "observations" / task)
-    return found
+            fetched |= take(plan, Source(url, on_hub=True), wanted_members, plan.folder / "observations" / task)
+    return fetched
 
 
 def agibot_members(view: str) -> list[str]:
@@ -229,10 +229,10 @@ def tars_of_episode(tars: Sequence[str], episode: int) -> list[str]:
 
 def fetch_holoassist(plan: RawPlan) -> set[str]:
     fetch_file(plan, Source(f"{plan.origin}/{HOLOASSIST_ACTIONS}"), plan.folder / HOLOASSIST_ACTIONS)
-    wanted = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
+    wanted_members = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
     source = Source(f"{plan.origin}/{HOLOASSIST_TAR}")
     with server_errors(source):
-        return take(plan, source, wanted, plan.folder / "videos")
+        return take(plan, source, wanted_members, plan.folder / "videos")
 
 
 def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) -> set[str]:
@@ -240,10 +240,10 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
-    partials = {found: partial_of(plan, source, *found) for found in members.values()}
-    left = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
-    check_room(plan.folder, left)
-    with track(f"fetching raw videos of {plan.dataset}", left, "bytes") as advance:
+    partials = {member: partial_of(plan, source, *member) for member in members.values()}
+    remaining = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
+    check_room(plan.folder, remaining)
+    with track(f"fetching raw videos of {plan.dataset}", remaining, "bytes") as advance:
         for (member, start, size), partial in partials.items():
             ending = next(ending for ending in wanted if f"/{member}".endswith(f"/{ending}"))
             fetch_part(source, start, size, partial, advance)
@@ -258,17 +258,17 @@ def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
         return
     with server_errors(source):
         size, partial = source.version.size, partial_of(plan, source)
-        left = size - size_of(partial)
-        check_room(plan.folder, left)
-        with track(f"fetching {file.name}", left, "bytes") as advance:
+        remaining = size - size_of(partial)
+        check_room(plan.folder, remaining)
+        with track(f"fetching {file.name}", remaining, "bytes") as advance:
             fetch_part(source, 0, size, partial, advance)
     os.replace(partial, file)
 
 
 def partial_of(plan: RawPlan, source: Source, *part: str | int) -> Path:
     """The file that a part of this version of a file is fetched into."""
-    what = " ".join(map(str, (source.url, *source.version, *part)))
-    return plan.folder / PARTIALS / hashlib.sha256(what.encode()).hexdigest()[:24]
+    key = " ".join(map(str, (source.url, *source.version, *part)))
+    return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -285,22 +285,22 @@ def check_room(folder: Path, size: int) -> None:
 def fetch_bridge(plan: RawPlan) -> set[str]:
     """Shard after shard until all episodes are found, first those that are known to have some."""
     episodes: dict[str, list[str]] = json_object(plan.folder / EPISODES)  # of the shards that earlier calls looked into
-    found: set[str] = set()
+    fetched: set[str] = set()
     for split in ("train", "val"):
-        missing = {video for video in plan.videos if split_of(video) in (split, None)} - found
+        missing = {video for video in plan.videos if split_of(video) in (split, None)} - fetched
         if not missing:
             continue
         for shard in sorted(shard_names(plan, split), key=lambda name: missing.isdisjoint(episodes.get(name, ()))):
-            missing -= found
+            missing -= fetched
             if not missing:
                 break
             if shard in episodes and missing.isdisjoint(episodes[shard]):
                 continue
-            inside, taken = take_shard(plan, shard, missing)
-            found |= taken
+            inside, taken_members = take_shard(plan, shard, missing)
+            fetched |= taken_members
             episodes[shard] = inside
             write_file(plan.folder / EPISODES, json.dumps(episodes))
-    return found
+    return fetched
 
 
 def split_of(video: str) -> str | None:
@@ -314,7 +314,11 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
     with server_errors(source):
         content = source.read()
     try:
-        (count,) = [len(one["shardLengths"]) for one in json.loads(content)["splits"] if one["name"] == split]
+        (count,) = [
+            len(split_facts["shardLengths"])
+            for split_facts in json.loads(content)["splits"]
+            if split_facts["name"] == split
+        ]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{source.url}: does not say how many shards the split {split} has ({error})") from error
     return [f"bridge_dataset-{split}.tfrecord-{number:05d}-of-{count:05d}" for number in range(count)]
@@ -325,24 +329,26 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
     source, file = Source(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
     inside: list[str] = []
-    taken: set[str] = set()
+    fetched: set[str] = set()
     try:
         for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
             video = bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
             inside.append(video)
             if video in wanted:
                 write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
-                taken.add(video)
+                fetched.add(video)
     except (KeyError, IndexError) as error:
         raise DataError(f"{source.url}: an episode has no {error}; it is not the data set bridge_dataset") from error
     finally:
         file.unlink()  # a damaged one is fetched again
-    return inside, taken
+    return inside, fetched
 
 
 def bridge_video(path: bytes | int, episode: bytes | int) -> str:
     """`/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`, as in the names of clips."""
-    text, number = (str(one, "utf-8", "replace") if isinstance(one, bytes) else str(one) for one in (path, episode))
+    text, number = (
+        str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)
+    )
     if BRIDGE_ROOT not in text:
         raise DataError(f"an episode's file_path is {text:.200}, in which no {BRIDGE_ROOT} leads to its folder")
     folder = text.rpartition(BRIDGE_ROOT)[2].removesuffix("/out.npy")

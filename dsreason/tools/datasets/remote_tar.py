@@ -88,17 +88,17 @@ def key_of(member: str, wanted: Mapping[str, str]) -> str | None:
 
 
 def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int, int]]:
-    found: dict[str, tuple[str, int, int]] = {}
+    members: dict[str, tuple[str, int, int]] = {}
     for member, (start, size) in index.members.items():
         if (key := key_of(member, wanted)) is not None:
-            found.setdefault(key, (member, start, size))
-    return found
+            members.setdefault(key, (member, start, size))
+    return members
 
 
 def read_index(file: Path, version: Version) -> Index:
     """A new one where there is none, or the tar was replaced by another."""
     try:
-        found = Index(**json_object(file))
-        return found if tuple(found.version) == version else Index(version)
+        index = Index(**json_object(file))
+        return index if tuple(index.version) == version else Index(version)
     except TypeError:
         return Index(version)

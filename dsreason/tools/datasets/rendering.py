@@ -30,6 +30,6 @@ def render_rows(
 
 
 def render_row(dataset: SampleDataset, encode: Encode, row: int) -> None:
-    found = read_row(dataset, row, encode)
-    if isinstance(found, DataError):
-        raise found
+    encoded = read_row(dataset, row, encode)
+    if isinstance(encoded, DataError):
+        raise encoded

@@ -95,19 +95,19 @@ def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> Row
 
 
 def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
-    asked = [text_of(message) for message in sample.messages if message["role"] == "user"]
+    questions = [text_of(message) for message in sample.messages if message["role"] == "user"]
     replies = replies_of(sample.messages)
     parts = list(map(split_response, replies))
     system = [text_of(message) for message in sample.messages if message["role"] == "system"]
-    shown, answer = media_parts(sample.messages), answer_label(sample)
+    media, answer = media_parts(sample.messages), answer_label(sample)
     return RowFacts(
         where=where,
-        question=hashlib.sha256(normalised(" ".join(asked)).encode()).hexdigest(),
-        question_length=sum(map(len, asked)),
+        question=hashlib.sha256(normalised(" ".join(questions)).encode()).hexdigest(),
+        question_length=sum(map(len, questions)),
         answer_length=sum(map(len, replies)),
         tokens=tokens,
-        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in shown),
-        seconds=tuple(map(shown_seconds, shown)),
+        media=tuple(MediumUse(part["type"], part[part["type"]]) for part in media),
+        seconds=tuple(map(shown_seconds, media)),
         answer=answer,
         letters=tuple(sample.options or ()),
         is_unlisted=not sample.options and answer is not None and options_in_question(sample) is not None,

@@ -26,7 +26,7 @@ def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Featur
     Raises:
         DataError: it is no such file, or it is damaged.
     """
-    wanted = {name.encode(): name for name in names}
+    name_of_key = {name.encode(): name for name in names}
     with file.open("rb") as records:
         number = 0
         while header := records.read(12):
@@ -38,7 +38,7 @@ def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Featur
                 content = records.read(length)
                 if len(content) < length or len(records.read(4)) < 4:
                     raise ValueError("the file ends inside it")
-                yield {wanted[name]: values for name, values in features(content) if name in wanted}
+                yield {name_of_key[name]: values for name, values in features(content) if name in name_of_key}
             except (ValueError, IndexError, struct.error) as error:
                 raise DataError(f"{file}, record {number}: is no TFRecord of examples ({error})") from error
 

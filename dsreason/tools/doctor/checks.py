@@ -60,10 +60,10 @@ def of_config(config: Any) -> Iterator[Finding]:
     except DsReasonError as error:
         yield failed("deepspeed", str(error), "name another --ds-config")
     sources = config.data.all_sources() if hasattr(config.data, "all_sources") else (config.data,)
-    named = {"model.path": config.model.path} | {
-        f"data.path ({number})": one.path for number, one in enumerate(sources, 1)
+    paths = {"model.path": config.model.path} | {
+        f"data.path ({number})": source.path for number, source in enumerate(sources, 1)
     }
-    for key, value in named.items():
+    for key, value in paths.items():
         if not value or "://" in value or value.startswith("tiny:"):
             continue
         if Path(value).expanduser().exists():

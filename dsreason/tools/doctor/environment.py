@@ -39,8 +39,8 @@ NEEDED_FOR = {
 
 
 def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    found = list(suspicious(given))
-    yield from found or [passed("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
+    problems = list(suspicious(given))
+    yield from problems or [passed("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
 
 
 def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
@@ -57,10 +57,10 @@ def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
     for name, value in SLOW.items():
         if given.get(name) == value:
             yield warned("environment", f"{name}={value} makes training slow", "unset it, unless you look for a fault")
-    if own := sorted(name for name in given if name.startswith("VLLM_")):
+    if vllm_variables := sorted(name for name in given if name.startswith("VLLM_")):
         yield warned(
             "environment",
-            f"{', '.join(own)} set: vLLM may run otherwise than it was tested",
+            f"{', '.join(vllm_variables)} set: vLLM may run otherwise than it was tested",
             "unset what is not needed",
         )
     if given.get("PYTHONPATH"):
@@ -78,10 +78,10 @@ def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
 def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Present or not, by variable or by a stored login; not whether they are right."""
     for name, variables in TOKENS.items():
-        found = [variable for variable in variables if given.get(variable)]
-        found += [path for path in STORED.get(name, ()) if is_there(Path(path))]
-        if found:
-            yield passed(f"token: {name}", f"present ({', '.join(found)})")
+        credentials = [variable for variable in variables if given.get(variable)]
+        credentials += [path for path in STORED.get(name, ()) if is_there(Path(path))]
+        if credentials:
+            yield passed(f"token: {name}", f"present ({', '.join(credentials)})")
         else:
             yield passed(f"token: {name}", f"absent; {NEEDED_FOR[name]}: {' or '.join(variables)}")
 

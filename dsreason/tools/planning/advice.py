@@ -55,8 +55,8 @@ class Suggestion:
 
     @property
     def text(self) -> str:
-        found = f"with {self.change.text}: fits, {self.plan.fullest.total / GIB:.1f} GiB a GPU"
-        return f"{found}, {self.plan.host.total / GIB:.0f} GiB of host memory"
+        description = f"with {self.change.text}: fits, {self.plan.fullest.total / GIB:.1f} GiB a GPU"
+        return f"{description}, {self.plan.host.total / GIB:.0f} GiB of host memory"
 
 
 def toml(value: Any) -> str:
@@ -70,14 +70,14 @@ def suggestions(plan: Plan) -> list[Suggestion]:
         return []
     request = plan.request
     here = [*changes_here(request)]
-    found = [one for change in here if (one := suggestion(request, change))]
-    if not found:
+    suggestions = [one for change in here if (one := suggestion(request, change))]
+    if not suggestions:
         pairs = (
             first | second for first, second in combinations(here, 2) if not first.sets.keys() & second.sets.keys()
         )
-        found = [one for change in pairs if (one := suggestion(request, change))][:3]
+        suggestions = [one for change in pairs if (one := suggestion(request, change))][:3]
     more = next((one for change in more_gpus(request) if (one := suggestion(request, change))), None)
-    return [*found, *([more] if more else [])]
+    return [*suggestions, *([more] if more else [])]
 
 
 def suggestion(request: Request, change: Change) -> Suggestion | None:
@@ -92,10 +92,12 @@ def suggestion(request: Request, change: Change) -> Suggestion | None:
 def changed(request: Request, change: Change) -> Request:
     machine = request.machine if change.gpus is None else replace(request.machine, gpus=change.gpus)
     config = with_values(request.config, change.sets)
-    found = Request(request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name)
+    changed_request = Request(
+        request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name
+    )
     if model_settings(config) == model_settings(request.config):
-        found.parameters, found.pieces = request.parameters, request.pieces
-    return found
+        changed_request.parameters, changed_request.pieces = request.parameters, request.pieces
+    return changed_request
 
 
 def model_settings(config: RunConfig) -> tuple[Any, ...]:
@@ -166,9 +168,12 @@ def fewer_tokens(request: Request) -> Iterator[Change]:
 
 
 def other_rollouts(request: Request, config: GRPOConfig) -> Iterator[Change]:
-    shares = [one / 20 for one in range(18, 3, -1)]
-    given = config.rollout.gpu_memory_utilization
-    lower, higher = [one for one in shares if one < given], [one for one in reversed(shares) if one > given]
+    shares = [twentieths / 20 for twentieths in range(18, 3, -1)]
+    current_share = config.rollout.gpu_memory_utilization
+    lower, higher = (
+        [one for one in shares if one < current_share],
+        [one for one in reversed(shares) if one > current_share],
+    )
     best = next(
         (one for one in [*lower, *higher] if suggestion(request, Change({"rollout.gpu_memory_utilization": one}))), None
     )

@@ -57,14 +57,14 @@ def from_hub(name: str, revision: str | None) -> Architecture:
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return Architecture(model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")
-    known = architectures().get(name.lower())
+    known_architecture = architectures().get(name.lower())
     try:
         content = ask_hub(name, revision)
     except HUB_ERRORS as error:
-        if known is None:
+        if known_architecture is None:
             raise unknown(hub_error(error, f"model.path {name}", page=f"{hub()}/{name}", revision=revision)) from None
         return Architecture(
-            from_table(known), f"the shipped table, which has {name}; the Hub did not give its config.json"
+            from_table(known_architecture), f"the shipped table, which has {name}; the Hub did not give its config.json"
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(content)
@@ -87,5 +87,5 @@ def unknown(reason: StorageError) -> CheckpointError:
 
 
 def from_table(values: dict[str, Any]) -> Any:
-    rest = deepcopy(values)
-    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+    remaining_values = deepcopy(values)
+    return AutoConfig.for_model(remaining_values.pop("model_type"), **remaining_values)

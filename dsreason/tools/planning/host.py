@@ -41,7 +41,9 @@ def host_phase(request: Request, states: States, waiting: int, *, moved: int, vl
         Item("rank itself", PROCESS, "allowance"),
         Item("data workers", config.data.workers * WORKER, "allowance"),
     ]
-    return Phase("host memory", tuple(Item(one.name, ranks * one.nbytes, one.note) for one in items)).without_empty()
+    return Phase(
+        "host memory", tuple(Item(item.name, ranks * item.nbytes, item.note) for item in items)
+    ).without_empty()
 
 
 def checkpoint_copy(request: Request) -> int:
@@ -70,14 +72,14 @@ def export_bytes(request: Request) -> int:
 def disk_phase(request: Request) -> Phase:
     """All that is kept, and the checkpoint that is being written."""
     checkpoint = request.config.checkpoint
-    kept = max(checkpoint.keep, 1) + checkpoint.keep_best + 1
+    num_kept = max(checkpoint.keep, 1) + checkpoint.keep_best + 1
     writes = checkpoint.every > 0 or checkpoint.last
     each = checkpoint_bytes(request)
     note = f"{each / GIB:.0f} GiB each" + (", and checkpoint.keep = -1 keeps all" if checkpoint.keep == -1 else "")
     return Phase(
         "disk",
         (
-            Item(f"{kept} checkpoints, one of them being written", kept * each if writes else 0, note),
+            Item(f"{num_kept} checkpoints, one of them being written", num_kept * each if writes else 0, note),
             Item("an export", export_bytes(request) if checkpoint.export != "none" else 0),
         ),
     ).without_empty()

@@ -79,26 +79,26 @@ class Parameters:
     @cached_property
     def numel(self) -> int:
         """Of the model itself, without adapters."""
-        return sum(one.numel for one in self.all if one.kind != "adapter")
+        return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:
-        return tuple(one for one in self.all if one.is_trained)
+        return tuple(parameter for parameter in self.all if parameter.is_trained)
 
     @cached_property
     def num_trained(self) -> int:
-        return sum(one.numel for one in self.trained)
+        return sum(parameter.numel for parameter in self.trained)
 
     def of_kind(self, kind: Kind) -> int:
-        return sum(one.numel for one in self.all if one.kind == kind)
+        return sum(parameter.numel for parameter in self.all if parameter.kind == kind)
 
     def trained_shares(self, ranks: int) -> int:
         """Values of the trained parameters that one rank keeps."""
-        return sum(-(-one.numel // ranks) for one in self.trained)
+        return sum(-(-parameter.numel // ranks) for parameter in self.trained)
 
     def largest(self, among: Callable[[Parameter], bool] = lambda one: True) -> int:
         """Values of the largest parameter."""
-        return max((one.numel for one in self.all if among(one)), default=0)
+        return max((parameter.numel for parameter in self.all if among(parameter)), default=0)
 
 
 def sum_blocks(parameters: Iterable[Parameter], size: Callable[[Parameter], int]) -> dict[str, int]:
@@ -119,19 +119,19 @@ def meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel
 def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
     """ConfigError for patterns of `model.freeze` and `lora.targets` that match nothing."""
     family = family_of(model.config.model_type)
-    named = dict(model.named_parameters())
-    frozen = set(named) if config.lora.rank else check_freeze(named, config.model.freeze)
-    width = next(iter(named.values())).element_size()
+    named_parameters = dict(model.named_parameters())
+    frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
+    width = next(iter(named_parameters.values())).element_size()
 
     def kind_of(name: str) -> Kind:
         if config.model.quantize and is_nf4(name, model, family):
             return "nf4"
         return "frozen" if name in frozen else "trained"
 
-    found = [Parameter(name, one.numel(), kind_of(name), width) for name, one in named.items()]
+    parameters = [Parameter(name, tensor.numel(), kind_of(name), width) for name, tensor in named_parameters.items()]
     if config.lora.rank:
-        found += adapter_parameters(model, config, adapted_layers(model, config.lora), width)
-    return Parameters(tuple(found))
+        parameters += adapter_parameters(model, config, adapted_layers(model, config.lora), width)
+    return Parameters(tuple(parameters))
 
 
 def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
@@ -141,11 +141,11 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
 
 def adapter_parameters(model: nn.Module, config: RunConfig, layers: Iterable[str], width: int) -> list[Parameter]:
     """The matrices A `[rank, in]` and B `[out, rank]` of each layer."""
-    found = []
+    adapters = []
     for name in layers:
         layer: Any = model.get_submodule(name)
         ranks = (rank for pattern, rank in config.lora.rank_pattern.items() if re.search(pattern, name))
         rank = next(ranks, config.lora.rank)
-        found.append(Parameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
-        found.append(Parameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
-    return found
+        adapters.append(Parameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
+        adapters.append(Parameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
+    return adapters

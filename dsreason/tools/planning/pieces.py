@@ -43,10 +43,10 @@ class Pieces:
 
         def run(hidden: Tensor) -> Tensor:
             positions = torch.empty(*axes, tokens, dtype=torch.long, device="meta")
-            found = decoder.layers[0](
+            outputs = decoder.layers[0](
                 hidden, position_embeddings=decoder.rotary_emb(hidden, positions), attention_mask=None
             )
-            return tensor_of(found)
+            return tensor_of(outputs)
 
         return trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
 
@@ -83,9 +83,9 @@ class Pieces:
             logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_size=chunk, with_entropy=with_entropy)
             return torch.cat([logprobs, entropy]) if with_entropy else logprobs
 
-        found = trace(run, (traced, self.shape.hidden), self.dtype)
-        rest = (tokens - traced) * self.shape.hidden * self.dtype.itemsize  # of the hidden states' gradient
-        return Traced(found.kept, found.peak + rest)
+        traced_run = trace(run, (traced, self.shape.hidden), self.dtype)
+        gradient_bytes = (tokens - traced) * self.shape.hidden * self.dtype.itemsize  # of the hidden states' gradient
+        return Traced(traced_run.kept, traced_run.peak + gradient_bytes)
 
     @cache  # noqa: B019
     def final_norm(self, tokens: int) -> Traced:
@@ -100,8 +100,8 @@ class Pieces:
 
 
 def tensor_of(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden_states
 
 
 def pieces_of(architecture: Architecture, config: RunConfig, parameters: Parameters) -> Pieces:
@@ -119,7 +119,7 @@ def pieces_of(architecture: Architecture, config: RunConfig, parameters: Paramet
         attending.append(tower.config)
     for one in attending:
         one._attn_implementation = ATTENTION
-    trained = {generic(one.name) for one in parameters.trained}
+    trained = {generic(parameter.name) for parameter in parameters.trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(generic(name) in trained)
     if config.model.quantize:

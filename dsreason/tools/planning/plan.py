@@ -49,17 +49,17 @@ class Plan:
     @cached_property
     def problems(self) -> list[str]:
         """Why it does not fit."""
-        found = [
+        lines = [
             f"{phase.name}: needs {phase.total / GIB:.1f} GiB, {(phase.total - self.limit) / GIB:.1f} more than a GPU has"
             for phase in self.phases
             if phase.total > self.limit
         ]
         if self.vllm is not None and self.vllm.whole_sequences < 1:
-            found.append(
+            lines.append(
                 f"rollout: the KV cache holds {self.vllm.cache_tokens:,} tokens, less than one sequence of "
                 f"{self.vllm.longest:,}: vLLM refuses to start"
             )
-        return found
+        return lines
 
     @property
     def fits(self) -> bool:
@@ -98,11 +98,13 @@ def plan_run(request: Request) -> Plan:
     ):  # whose held-out pairs are cut as trained ones
         training.append(held_out_phase(request, held))
     # vLLM fills its share to the last byte, so that phase has no fragments.
-    phases = [one if vllm and one is sampling[-1] else with_fragments(one) for one in [*sampling, *training]]
+    phases = [phase if vllm and phase is sampling[-1] else with_fragments(phase) for phase in [*sampling, *training]]
     waiting = activations_of(request).on_host
     host = host_phase(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
     notes = [*notes_of(request), *([offload.note] if offload.note else [])]
-    return Plan(request, [one.without_empty() for one in phases], host, disk_phase(request), vllm, notes, offload.moved)
+    return Plan(
+        request, [phase.without_empty() for phase in phases], host, disk_phase(request), vllm, notes, offload.moved
+    )
 
 
 def with_fragments(phase: Phase) -> Phase:
@@ -123,25 +125,25 @@ def teacher_bytes(request: Request) -> tuple[int, int, int]:
         }
     )
     parameters = count_parameters(meta_model(architecture, bare), bare)
-    share = sum(one.share(request.machine.gpus) for one in parameters.all)
-    whole = parameters.whole_bytes
-    return (0, share, whole) if config.distill.offload else (share, 0, whole)
+    share = sum(parameter.share(request.machine.gpus) for parameter in parameters.all)
+    whole_bytes = parameters.whole_bytes
+    return (0, share, whole_bytes) if config.distill.offload else (share, 0, whole_bytes)
 
 
 def notes_of(request: Request) -> list[str]:
     config, shape = request.config, request.shape
-    found = []
+    notes = []
     if shape.vision_depth:
-        found.append("rows are taken as full, and as full of media as the configuration allows: shorter ones need less")
+        notes.append("rows are taken as full, and as full of media as the configuration allows: shorter ones need less")
     if config.model.attention == "eager":
-        found.append('model.attention = "eager": its scores, of every pair of tokens, are not counted')
+        notes.append('model.attention = "eager": its scores, of every pair of tokens, are not counted')
     if request.zero.stage < 3:
-        found.append(f"ZeRO stage {request.zero.stage}: reckoned by rule, never compared with a measurement")
+        notes.append(f"ZeRO stage {request.zero.stage}: reckoned by rule, never compared with a measurement")
     if copy := checkpoint_copy(request):
-        found.append(
+        notes.append(
             f"checkpoints are written while training goes on where a host has {copy / GIB:.0f} GiB more for a copy "
             "(checkpoint.background); else training waits"
         )
     if request.machine.hosts > 1:
-        found.append(f"{request.machine.hosts} hosts with up to {request.machine.gpus_per_host} GPUs each")
-    return found
+        notes.append(f"{request.machine.hosts} hosts with up to {request.machine.gpus_per_host} GPUs each")
+    return notes

@@ -99,18 +99,18 @@ def text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
 def architectures() -> dict[str, dict[str, Any]]:
     """By name on the Hub, in lower case: what transformers makes a configuration of."""
     qwen3_vl_2b, qwen3_vl_8b = qwen3_vl(QWEN3["1.7B"], large_tower=False), qwen3_vl(QWEN3["8B"], large_tower=True)
-    found = {f"Qwen/Qwen2.5-VL-{size}-Instruct": qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")}
-    found |= {"nvidia/Cosmos-Reason1-7B": qwen2_5_vl("7B")}
+    published_models = {f"Qwen/Qwen2.5-VL-{size}-Instruct": qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")}
+    published_models |= {"nvidia/Cosmos-Reason1-7B": qwen2_5_vl("7B")}
     for kind in ("Instruct", "Thinking"):
-        found |= {
+        published_models |= {
             f"Qwen/Qwen3-VL-2B-{kind}": qwen3_vl_2b,
             f"Qwen/Qwen3-VL-4B-{kind}": qwen3_vl(QWEN3["4B"], large_tower=False),
             f"Qwen/Qwen3-VL-8B-{kind}": qwen3_vl_8b,
             f"Qwen/Qwen3-VL-32B-{kind}": qwen3_vl(QWEN3["32B"], large_tower=True),
         }
-    found |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
+    published_models |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
     for size, sizes in QWEN2.items():
-        found |= {f"Qwen/Qwen2.5-{size}{kind}": text_only("qwen2", sizes) for kind in ("", "-Instruct")}
+        published_models |= {f"Qwen/Qwen2.5-{size}{kind}": text_only("qwen2", sizes) for kind in ("", "-Instruct")}
     for size, sizes in QWEN3.items():
-        found[f"Qwen/Qwen3-{size}"] = text_only("qwen3", sizes)
-    return {name.lower(): config for name, config in found.items()}
+        published_models[f"Qwen/Qwen3-{size}"] = text_only("qwen3", sizes)
+    return {name.lower(): config for name, config in published_models.items()}

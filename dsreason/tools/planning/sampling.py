@@ -60,9 +60,9 @@ class VLLM:
     def sequences(self) -> int:
         """Completions that it draws at the same time."""
         engines = self.request.machine.gpus // self.parallel
-        asked = -(-self.config.grpo.prompts_per_step // engines) * self.config.grpo.num_generations
-        given = self.config.rollout.engine_options.get("max_num_seqs")
-        return int(given or min(MAX_SEQUENCES, max(asked, MIN_SEQUENCES)))
+        num_completions = -(-self.config.grpo.prompts_per_step // engines) * self.config.grpo.num_generations
+        max_num_seqs = self.config.rollout.engine_options.get("max_num_seqs")
+        return int(max_num_seqs or min(MAX_SEQUENCES, max(num_completions, MIN_SEQUENCES)))
 
     @cached_property
     def working(self) -> int:
@@ -187,7 +187,7 @@ def describe_amount(mode: OffloadMode, memory: RolloutMemory) -> str:
 def vllm_phases(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> list[Phase]:
     request = vllm.request
     held = (Item("policy's weights", states.weights + states.persistent), *extra)
-    largest = max(one.numel for one in request.parameters.all) * request.width
+    largest = max(parameter.numel for parameter in request.parameters.all) * request.width
     bucket = sync_bucket(vllm)
     sync = Phase(
         "weight sync",

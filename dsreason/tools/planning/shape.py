@@ -37,7 +37,7 @@ class Shape:
 
 def shape_of(config: Any) -> Shape:
     text = config.get_text_config()
-    found = Shape(
+    shape = Shape(
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
@@ -46,10 +46,10 @@ def shape_of(config: Any) -> Shape:
         head_size=head_size(text),
     )
     if family_of(config.model_type).vision is None:
-        return found
+        return shape
     vision = config.vision_config
     return replace(
-        found,
+        shape,
         vision_hidden=vision.hidden_size,
         vision_depth=vision.depth,
         merge=vision.spatial_merge_size,

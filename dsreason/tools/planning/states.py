@@ -43,13 +43,13 @@ def states_of(request: Request) -> States:
 def sharded(request: Request) -> States:
     """ZeRO-3: everything is cut over the ranks."""
     zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
-    weights = sum(one.share(ranks) for one in parameters.all)
+    weights = sum(parameter.share(ranks) for parameter in parameters.all)
     trained = parameters.trained_shares(ranks)
     off, params_off = zero.offloads("optimizer"), zero.offloads("param")
     persistent = 0
     if ranks > 1 or params_off:
         threshold = zero.number("stage3_param_persistence_threshold")
-        persistent = sum(one.nbytes for one in parameters.all if one.elements <= threshold)
+        persistent = sum(parameter.nbytes for parameter in parameters.all if parameter.elements <= threshold)
     gradients, masters, moments = FP32 * trained, FP32 * trained, MOMENTS * FP32 * trained
     contiguous = bool(zero.section.get("contiguous_gradients", True))
     bucket = FP32 * zero.number("reduce_bucket_size") if contiguous else 0
@@ -77,7 +77,7 @@ def replicated(request: Request) -> States:
     gradients = FP32 * (share if zero.stage == 2 else trained)
     masters, moments = FP32 * share, MOMENTS * FP32 * share
     return States(
-        weights=sum(one.nbytes for one in parameters.all),
+        weights=sum(parameter.nbytes for parameter in parameters.all),
         persistent=0,
         gradients=0 if off else gradients,
         masters=0 if off else masters,
@@ -105,9 +105,13 @@ def gathered(request: Request) -> tuple[int, int]:
     lie_here = request.machine.device == "cpu" or not zero.offloads("param")
     if zero.stage != 3 or (request.machine.gpus == 1 and lie_here):
         return 0, 0
-    everything = sum(one.nbytes for one in parameters.all)
-    kept = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)
-    rest = [one.nbytes for one in parameters.all if one.numel < request.shape.vocabulary * request.shape.hidden]
-    ahead = request.width * zero.number("stage3_prefetch_bucket_size") + max(rest, default=0)
-    at_work = max(kept, parameters.whole_bytes)
+    everything = sum(parameter.nbytes for parameter in parameters.all)
+    reused_bytes = min(everything, request.width * zero.number("stage3_max_reuse_distance") // 2)
+    other_sizes = [
+        parameter.nbytes
+        for parameter in parameters.all
+        if parameter.numel < request.shape.vocabulary * request.shape.hidden
+    ]
+    ahead = request.width * zero.number("stage3_prefetch_bucket_size") + max(other_sizes, default=0)
+    at_work = max(reused_bytes, parameters.whole_bytes)
     return at_work, min(2 * ahead, everything)

@@ -32,12 +32,12 @@ class LiveBytes(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        given = {storage_id(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_leaves(found):
-            if isinstance(one, Tensor) and storage_id(one) not in self.known | given:
-                self._add(one)
-        return found
+        result = function(*args, **(kwargs or {}))
+        given_storages = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and storage_id(leaf) not in self.known | given_storages:
+                self._add(leaf)
+        return result
 
     def _add(self, tensor: Tensor) -> None:
         storage, number = tensor.untyped_storage(), storage_id(tensor)
@@ -61,21 +61,21 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found = torch.empty_like(query.transpose(1, 2).contiguous())
-        ctx.save_for_backward(query, key, value, found)
-        return found
+        attended = torch.empty_like(query.transpose(1, 2).contiguous())
+        ctx.save_for_backward(query, key, value, attended)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, _ = ctx.saved_tensors
-        return tuple(torch.empty_like(one) for one in (query, key, value))
+        return tuple(torch.empty_like(tensor) for tensor in (query, key, value))
 
 
 def planned_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    found: Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return found, None
+    attended: Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return attended, None
 
 
 AttentionInterface.register(ATTENTION, planned_attention)
@@ -106,14 +106,14 @@ def trace(
             f"one forward would take {shape[-2]:.3g} tokens or patches, and a plan reckons with {MOST_TOKENS:.3g} at most; lower "
             "model.max_length, micro_batch_size, max_tokens_per_micro_batch or max_completion_length"
         )
-    given = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
+    inputs = torch.empty(shape, dtype=dtype, device="meta", requires_grad=training)
     live = LiveBytes()
     with live, torch.set_grad_enabled(training):
-        found = run(given)
-        kept = live.now if found.requires_grad else 0
-        if found.requires_grad:
-            found.backward(torch.empty_like(found))
-    return Traced(kept, live.peak)
+        output = run(inputs)
+        kept_bytes = live.now if output.requires_grad else 0
+        if output.requires_grad:
+            output.backward(torch.empty_like(output))
+    return Traced(kept_bytes, live.peak)
 
 
 def give_gradients_away(module: nn.Module) -> None:

@@ -127,18 +127,18 @@ def exchanged(request: Request) -> int:
 
 def tower_is_trained(request: Request) -> bool:
     tower = family_of(request.architecture.config.model_type).modules.vision_tower
-    return tower is not None and any(one.name.startswith(f"{tower}.") for one in request.parameters.trained)
+    return tower is not None and any(parameter.name.startswith(f"{tower}.") for parameter in request.parameters.trained)
 
 
 def head_name(request: Request) -> str:
     """Of the parameter that the output layer multiplies with."""
-    names = {one.name for one in request.parameters.all}
-    own = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
-    return own if own in names else next(name for name in names if name.endswith("embed_tokens.weight"))
+    names = {parameter.name for parameter in request.parameters.all}
+    head_weight = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
+    return head_weight if head_weight in names else next(name for name in names if name.endswith("embed_tokens.weight"))
 
 
 def head_is_trained(request: Request) -> bool:
-    return head_name(request) in {one.name for one in request.parameters.trained}
+    return head_name(request) in {parameter.name for parameter in request.parameters.trained}
 
 
 def is_tied(request: Request) -> bool:
@@ -152,8 +152,8 @@ def reduction(request: Request) -> tuple[int, int]:
     is, and in fp32. The output layer's goes when the first gradient of the last layer comes.
     """
     bucket = request.zero.number("reduce_bucket_size")
-    large = max((one.numel for one in request.parameters.trained if one.numel > bucket), default=0)
-    small = sum(one.numel for one in request.parameters.trained if one.numel <= bucket)
+    large = max((parameter.numel for parameter in request.parameters.trained if parameter.numel > bucket), default=0)
+    small = sum(parameter.numel for parameter in request.parameters.trained if parameter.numel <= bucket)
     copies = FP32 if request.width == FP32 else request.width + FP32
     return FP32 * min(bucket, small), copies * large
 
@@ -177,8 +177,8 @@ def training_phases(request: Request, held: tuple[Item, ...]) -> list[Phase]:
 def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
     copied = 0
     if not request.zero.offloads("optimizer"):
-        own = request.parameters.trained_shares(request.machine.gpus)
-        copied = FP32 * min(own, request.zero.number("sub_group_size"))
+        own_shares = request.parameters.trained_shares(request.machine.gpus)
+        copied = FP32 * min(own_shares, request.zero.number("sub_group_size"))
     return Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
 
 
@@ -190,40 +190,40 @@ def block_gradients(request: Request) -> Item:
 
 def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
     """At the fullest of its moments."""
-    found = activations_of(request)
+    activations = activations_of(request)
     at_work, ahead = gathered(request)
-    few, one_large = reduction(request)
+    small_buckets, one_large = reduction(request)
     held = (*held, Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
-    media = (Item("vision tower, kept for its backward", found.tower), Item("pixels", found.pixels))
+    media = (Item("vision tower, kept for its backward", activations.tower), Item("pixels", activations.pixels))
     layers = "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers"
     waiting = (
-        Item(layers, found.inputs, f"{request.tokens:,} tokens"),
-        Item("hidden states beside the layers", found.around),
+        Item(layers, activations.inputs, f"{request.tokens:,} tokens"),
+        Item("hidden states beside the layers", activations.around),
         *media,
-        Item("features of media", found.features),
+        Item("features of media", activations.features),
     )
     tied = 0  # its gradient by the output layer waits for that by the inputs
     if is_tied(request) and head_is_trained(request):
         tied = request.width * request.shape.vocabulary * request.shape.hidden
     embedding = Item("gradient of the tied embedding", tied)
-    logits = f"logits of {found.logits:,} tokens at a time"
+    logits = f"logits of {activations.logits:,} tokens at a time"
     moving = "copies of gradients on their way"
     moments = {
-        "output layer": (*waiting, Item("output layer and loss", found.head, logits)),
+        "output layer": (*waiting, Item("output layer and loss", activations.head, logits)),
         "a text layer": (
             *waiting,
             embedding,
-            Item(moving, max(few, 0 if tied else one_large)),
-            Item("one text layer at work", found.layer),
+            Item(moving, max(small_buckets, 0 if tied else one_large)),
+            Item("one text layer at work", activations.layer),
             block_gradients(request),
         ),
         "vision tower": (
             *media,
-            Item("features of media", found.deeper),
+            Item("features of media", activations.deeper),
             embedding,
-            Item(moving, few),
-            Item("one vision block at work", found.block),
+            Item(moving, small_buckets),
+            Item("one vision block at work", activations.block),
         ),
-        "embedding": (embedding, Item(moving, max(few, one_large))),
+        "embedding": (embedding, Item(moving, max(small_buckets, one_large))),
     }
     return largest([Phase(f"forward and backward ({name})", (*held, *items)) for name, items in moments.items()])

@@ -15,14 +15,14 @@ def held_out_phase(request: Request, held: tuple[Item, ...]) -> Phase:
     tokens = samples * request.config.model.max_length
     layer = pieces.text_layer(tokens, training=False).peak
     logits = min(logits_chunk(request), tokens) * shape.vocabulary * (FP32 + width)
-    seen = Item("", 0)
+    media_item = Item("", 0)
     block = 0
     if shape.vision_depth:
         media = shown_by(request, samples)
         patches = shape.patches(media)
         block = pieces.vision_block(patches, training=False).peak
         values = patches * shape.patch_values * (FP32 + width) + shape.mergers * media * shape.hidden * width
-        seen = Item("pixels and features of media", values)
+        media_item = Item("pixels and features of media", values)
     at_work, ahead = gathered(request)
     return Phase(
         "validation: loss of held-out rows",
@@ -33,7 +33,7 @@ def held_out_phase(request: Request, held: tuple[Item, ...]) -> Phase:
                 4 * tokens * shape.hidden * width,
                 f"{samples} rows of {request.config.model.max_length:,} tokens",
             ),
-            seen,
+            media_item,
             Item("whole weights at work", at_work),
             Item("whole weights fetched ahead", ahead),
             Item("a layer, a vision block or logits at work", max(layer, block, logits)),

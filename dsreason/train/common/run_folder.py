@@ -168,7 +168,9 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
             "other files; put the base model back, or choose another checkpoint"
         )
     if saved.quantize != adapter.quantize:
-        then, now = (f'"{one.quantize}"' if one.quantize else "unset" for one in (saved, adapter))
+        then, now = (
+            f'"{adapter_state.quantize}"' if adapter_state.quantize else "unset" for adapter_state in (saved, adapter)
+        )
         raise CheckpointError(
             f"{checkpoint}: its adapters were trained on {saved.base} with model.quantize {then}, which is {now} now and makes "
             "other weights of the same files; set it as it was, or choose another checkpoint"

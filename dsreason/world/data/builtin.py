@@ -66,8 +66,8 @@ def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
         raise DataError(f'{variant}: of the format builtin it must be empty or "{MISLABELLED}"')
     rows = Rows()
     for number in range(count):
-        square, said = draw_square(seed, number)
-        prompt = said if variant else caption(square.colour, square.move)
+        square, drawn_caption = draw_square(seed, number)
+        prompt = drawn_caption if variant else caption(square.colour, square.move)
         facts = {"prompt": prompt, "colour": square.colour, "move": square.move}
         rows.add(f"builtin:{seed}:{number}", facts, f"builtin:{seed}:{number}")
     return rows

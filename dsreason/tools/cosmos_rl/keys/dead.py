@@ -34,7 +34,7 @@ def meant(key: str, cosmos: Settings) -> str:
         return f"cosmos-rl does not read it: {GONE[name]}"
     probable = MEANT.get(name)
     if probable not in cosmos.keys:
-        homes = [known for known in cosmos.keys if known.rpartition(".")[2] == name]
+        homes = [known_key for known_key in cosmos.keys if known_key.rpartition(".")[2] == name]
         probable = homes[0] if homes else nearest(key, cosmos.keys, cutoff=0.75) or by_name(name, cosmos)
     if probable is None:
         return "cosmos-rl does not read it, and has no key like it"
@@ -43,6 +43,6 @@ def meant(key: str, cosmos: Settings) -> str:
 
 def by_name(name: str, cosmos: Settings) -> str | None:
     """The key whose last name is most like it."""
-    names = {known.rpartition(".")[2]: known for known in reversed(cosmos.keys)}
-    found = nearest(name, names, cutoff=0.75)
-    return names[found] if found else None
+    names = {known_key.rpartition(".")[2]: known_key for known_key in reversed(cosmos.keys)}
+    near = nearest(name, names, cutoff=0.75)
+    return names[near] if near else None

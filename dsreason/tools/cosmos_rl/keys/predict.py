@@ -148,20 +148,20 @@ SET_KEYS = {
 
 def loaders() -> dict[str, Key]:
     """Both loaders of both splits: what the training one of clips says counts, the rest is left out."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for split in ("train", "val"):
-        found[f"dataloader_{split}.type"] = unused("web", LOADER)
+        keys[f"dataloader_{split}.type"] = unused("web", LOADER)
         for kind in ("image", "video"):
             loader = f"dataloader_{split}.{kind}_dataloader"
             because = LOADER if kind == "video" else IMAGES
-            found[f"{loader}.ratio"] = unused(1, because, takes="any")
+            keys[f"{loader}.ratio"] = unused(1, because, takes="any")
             inside = LOADER_KEYS | {"num_workers": 8, "webdataset": False}
             inside |= {f"dataset.{name}": default for name, default in SET_KEYS.items()}
-            found |= {f"{loader}.{name}": unused(default, because, takes="any") for name, default in LOCAL_KEYS.items()}
-            found |= {
+            keys |= {f"{loader}.{name}": unused(default, because, takes="any") for name, default in LOCAL_KEYS.items()}
+            keys |= {
                 f"{loader}.dataloader.{name}": unused(default, because, takes="any") for name, default in inside.items()
             }
-    own = "dataloader_train.video_dataloader.dataloader"
+    own_loader = "dataloader_train.video_dataloader.dataloader"
     read = {
         "num_workers": "data.workers",
         "batch_size": "train.micro_batch_size",
@@ -171,9 +171,9 @@ def loaders() -> dict[str, Key]:
         "dataset.dataset_dir": "data.path",
         "dataset.video_dir": "data.path",
     }
-    for name, ours in read.items():
-        default = found[f"{own}.{name}"].default
-        found[f"{own}.{name}"] = joint(default, ours, takes=takes_of(default))
+    for name, own_key in read.items():
+        default = keys[f"{own_loader}.{name}"].default
+        keys[f"{own_loader}.{name}"] = joint(default, own_key, takes=takes_of(default))
     local = {
         "dataset_dir": "data.path",
         "num_frames": "data.frames",
@@ -181,13 +181,13 @@ def loaders() -> dict[str, Key]:
         "batch_size": "train.micro_batch_size",
         "num_workers": "data.workers",
     }
-    for name, ours in local.items():
-        found[f"dataloader_train.video_dataloader.{name}"] = joint(LOCAL_KEYS[name], ours)
-    found["dataloader_train.video_dataloader.offline_text_embedding"] = unused(
+    for name, own_key in local.items():
+        keys[f"dataloader_train.video_dataloader.{name}"] = joint(LOCAL_KEYS[name], own_key)
+    keys["dataloader_train.video_dataloader.offline_text_embedding"] = unused(
         False, "each prompt is encoded once, and kept"
     )
-    found["dataloader_val.video_dataloader.dataset_dir"] = joint("", "data.validation")
-    return found
+    keys["dataloader_val.video_dataloader.dataset_dir"] = joint("", "data.validation")
+    return keys
 
 
 KEYS: dict[str, Key] = same_for(RL | RUN | loaders(), "world")

@@ -14,15 +14,15 @@ MORE_EXACT = "sums and master weights are always float32 here, which is at least
 
 
 def precision(dtype: Any) -> str:
-    known = {"bfloat16": "bf16", "float32": "fp32"}
-    if dtype not in known:
+    precisions = {"bfloat16": "bf16", "float32": "fp32"}
+    if dtype not in precisions:
         raise ValueError("weights are bfloat16 or float32 here; set one of them")
-    return known[dtype]
+    return precisions[dtype]
 
 
 def one_rate(rate: Any) -> float:
     rates = rate if isinstance(rate, list) else [rate]
-    if not rates or any(isinstance(one, dict) or one != rates[0] for one in rates):
+    if not rates or any(isinstance(rate, dict) or rate != rates[0] for rate in rates):
         raise ValueError("all weights have one learning rate here; give one number")
     return float(rates[0])
 

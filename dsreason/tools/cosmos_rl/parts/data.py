@@ -17,17 +17,17 @@ REQUEST = "Please answer the question in the following format: <think> your reas
 
 
 def rows(cosmos: Settings, draft: Draft) -> None:
-    found = custom_source(cosmos, "dataset", "train_dataset") or named_source(
+    source = custom_source(cosmos, "dataset", "train_dataset") or named_source(
         cosmos, draft, "train.train_policy.dataset", columns_of(cosmos, draft)
     )
     prompt = cosmos["custom.system_prompt"] or cosmos["train.train_policy.system_prompt"]
-    if not found:
+    if not source:
         draft.refuse("train.train_policy.dataset.name", SCRIPT)
-        found = {"adapter": "jsonl"}
-    if prompt and "system_prompt" not in found:
-        found["system_prompt"] = prompt
-    found |= {"vision": vision} if (vision := vision_of(cosmos, found["adapter"])) else {}
-    for name, value in found.items():
+        source = {"adapter": "jsonl"}
+    if prompt and "system_prompt" not in source:
+        source["system_prompt"] = prompt
+    source |= {"vision": vision} if (vision := vision_of(cosmos, source["adapter"])) else {}
+    for name, value in source.items():
         draft.set(f"data.{name}", value)
 
 
@@ -35,13 +35,13 @@ def custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
     """`[custom.dataset]`, as the scripts of cosmos-reason1 and 2 read it; `train_dataset` is that of the TAO toolkit."""
     for section in sections:
         path = f"custom.{section}"
-        own = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
-        media = own["media_path"] or own["media_root"]
-        extra = {"system_prompt": own["system_prompt"]} if own["system_prompt"] else {}
-        if own["annotation_path"]:
-            return {"adapter": "llava", "path": own["annotation_path"], "media_path": media} | extra
-        if own["path"]:
-            return {"adapter": "conversations", "path": own["path"]} | extra
+        custom_names = {name: cosmos.given.get(f"{path}.{name}") or "" for name in CUSTOM}
+        media = custom_names["media_path"] or custom_names["media_root"]
+        extra = {"system_prompt": custom_names["system_prompt"]} if custom_names["system_prompt"] else {}
+        if custom_names["annotation_path"]:
+            return {"adapter": "llava", "path": custom_names["annotation_path"], "media_path": media} | extra
+        if custom_names["path"]:
+            return {"adapter": "conversations", "path": custom_names["path"]} | extra
     return {}
 
 
@@ -54,22 +54,22 @@ def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str
     name = cosmos[key]
     if not name:
         return {}
-    found: dict[str, Any] = {"path": name}
+    source: dict[str, Any] = {"path": name}
     for part in ("subset", "revision", "split"):
         value = cosmos[f"{section}.{part}"]
         if isinstance(value, list):
-            value = [one for one in value if one]
+            value = [item for item in value if item]
         if value:
-            found[part] = value
-    found["adapter"] = adapter_of(name, key, draft)
-    if found["adapter"] == "cosmos_reason1_rl":
-        found["system_prompt"] = REQUEST
-    elif found["adapter"] == "local_labels":
-        found.pop("subset", None)
-        found.pop("split", None)
+            source[part] = value
+    source["adapter"] = adapter_of(name, key, draft)
+    if source["adapter"] == "cosmos_reason1_rl":
+        source["system_prompt"] = REQUEST
+    elif source["adapter"] == "local_labels":
+        source.pop("subset", None)
+        source.pop("split", None)
     elif columns:
-        found["columns"] = columns
-    return found
+        source["columns"] = columns
+    return source
 
 
 def adapter_of(name: str, key: str, draft: Draft) -> str:
@@ -96,20 +96,24 @@ def columns_of(cosmos: Settings, draft: Draft) -> dict[str, str]:
     """The columns that the adapter reads under names of its own."""
     if draft.trainer == "grpo":
         prefix = "train.train_policy"
-        named = {
+        columns = {
             "question": cosmos[f"{prefix}.prompt_column_name"],
             "answer": cosmos[f"{prefix}.response_column_name"],
         }
     else:
-        named = {"conversations": cosmos["train.train_policy.conversation_column_name"]}
-    return {ours: theirs for ours, theirs in named.items() if theirs and theirs != ours}
+        columns = {"conversations": cosmos["train.train_policy.conversation_column_name"]}
+    return {
+        own_column: their_column
+        for own_column, their_column in columns.items()
+        if their_column and their_column != own_column
+    }
 
 
 def vision_of(cosmos: Settings, adapter: str) -> dict[str, Any]:
     """`[custom.vision]`, or what the scripts take without it: another sum of pixels for Reason2 than for Reason1."""
     if "custom.vision" in cosmos:
-        given = {ours: cosmos[f"custom.vision.{theirs}"] for theirs, ours in VISION}
-        return {name: value for name, value in given.items() if value is not None}
+        vision_keys = {own_key: cosmos[f"custom.vision.{their_key}"] for their_key, own_key in VISION}
+        return {name: value for name, value in vision_keys.items() if value is not None}
     model = cosmos["policy.model_name_or_path"].lower()
     if adapter == "jsonl" or not any(word in model for word in ("vl", "reason", "cosmos", "/")):
         return {}
@@ -144,15 +148,15 @@ def validation(cosmos: Settings, draft: Draft) -> None:
 
 
 def held_out(cosmos: Settings, draft: Draft) -> None:
-    own = custom_source(cosmos, "val_dataset") or named_source(
+    own_source = custom_source(cosmos, "val_dataset") or named_source(
         cosmos, draft, "validation.dataset", columns_of(cosmos, draft)
     )
-    if own:
+    if own_source:
         if vision := draft.get("data.vision"):
-            own["vision"] = vision
-        if "system_prompt" not in own and draft.get("data.system_prompt"):
-            own["system_prompt"] = draft.get("data.system_prompt")
-        draft.set("data.validation", own)
+            own_source["vision"] = vision
+        if "system_prompt" not in own_source and draft.get("data.system_prompt"):
+            own_source["system_prompt"] = draft.get("data.system_prompt")
+        draft.set("data.validation", own_source)
         return
     key = "train.train_policy.dataset.test_size"
     size = cosmos[key] if cosmos[key] is not None else cosmos["validation.dataset.test_size"]

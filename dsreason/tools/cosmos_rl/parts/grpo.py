@@ -178,9 +178,9 @@ def rollout(cosmos: Settings, draft: Draft) -> None:
 
 def utilization(cosmos: Settings, draft: Draft) -> None:
     key = "rollout.gpu_memory_utilization"
-    asked = cosmos[key]
-    draft.set(key, min(asked, MOST_UTILIZATION))
-    if asked > MOST_UTILIZATION and key in cosmos.given:
+    value = cosmos[key]
+    draft.set(key, min(value, MOST_UTILIZATION))
+    if value > MOST_UTILIZATION and key in cosmos.given:
         draft.differs(
             key,
             f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with a policy that waits; `dsreason plan` says what fits",
@@ -190,8 +190,8 @@ def utilization(cosmos: Settings, draft: Draft) -> None:
 def temperature(cosmos: Settings, draft: Draft) -> None:
     """One here; cosmos-rl samples at one and divides the logits of training by another."""
     sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
-    given = [key for key in (sampled, trained) if key in cosmos.given]
-    values = {cosmos[key] for key in given}
+    given_keys = [key for key in (sampled, trained) if key in cosmos.given]
+    values = {cosmos[key] for key in given_keys}
     if len(values) > 1:
         draft.set("rollout.temperature", cosmos[sampled])
         draft.refuse(
@@ -201,7 +201,7 @@ def temperature(cosmos: Settings, draft: Draft) -> None:
         )
         return
     draft.set("rollout.temperature", values.pop() if values else 1.0)
-    if given == [trained] and cosmos[trained] != cosmos[sampled]:
+    if given_keys == [trained] and cosmos[trained] != cosmos[sampled]:
         draft.differs(
             trained,
             f"rollout.temperature = {cosmos[trained]:g}, of sampling and training; cosmos-rl trains with it, and samples with "
@@ -211,9 +211,9 @@ def temperature(cosmos: Settings, draft: Draft) -> None:
 
 def rewards(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.reward_function"
-    given = cosmos[key]
-    alone = cosmos["distillation.enable"] and given is None
-    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if given is None else as_weights(given)
+    value = cosmos[key]
+    alone = cosmos["distillation.enable"] and value is None
+    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if value is None else as_weights(value)
     if unknown := [name for name in weights if name not in REWARDS and ":" not in name]:
         draft.wrong(
             key,
@@ -223,7 +223,7 @@ def rewards(cosmos: Settings, draft: Draft) -> None:
     draft.set("reward.functions", weights or None)
     if "overlong" in weights:
         overlong(cosmos, draft)
-    if given is None and weights:
+    if value is None and weights:
         draft.differs(
             key,
             f"reward.functions = {weights}: rewards that a script gives to launch_worker are none of the file's; "

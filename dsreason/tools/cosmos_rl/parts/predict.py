@@ -52,13 +52,13 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
 
 
 def model(cosmos: Settings, draft: Draft) -> None:
-    given = cosmos["checkpoint.load_path"]
-    large = "14b" in (cosmos["job.name"] + given).lower()
+    load_path = cosmos["checkpoint.load_path"]
+    large = "14b" in (cosmos["job.name"] + load_path).lower()
     draft.set("model.path", f"nvidia/Cosmos-Predict2.5-{'14B' if large else '2B'}")
     draft.set("model.revision", "diffusers/base/pre-trained")
     draft.set("model.freeze_text_projection", True)
     draft.differs("job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another")
-    if given and not given.startswith("nvidia/"):
+    if load_path and not load_path.startswith("nvidia/"):
         draft.differs(
             "checkpoint.load_path",
             "its checkpoints are of another format; export the model to diffusers', and set model.path",
@@ -99,11 +99,11 @@ def objective(cosmos: Settings, draft: Draft) -> None:
 
 
 def clips(cosmos: Settings, draft: Draft) -> None:
-    own = LOCAL if cosmos["dataloader_train.type"] == "local" else CLIPS
-    frames = f"{own}.num_frames" if own == LOCAL else f"{own}.dataset.num_video_frames"
+    loader_keys = LOCAL if cosmos["dataloader_train.type"] == "local" else CLIPS
+    frames = f"{loader_keys}.num_frames" if loader_keys == LOCAL else f"{loader_keys}.dataset.num_video_frames"
     draft.set("data.frames", cosmos[frames])
-    draft.set("data.workers", cosmos[f"{own}.num_workers"])
-    draft.set("train.micro_batch_size", cosmos[f"{own}.batch_size"])
+    draft.set("data.workers", cosmos[f"{loader_keys}.num_workers"])
+    draft.set("train.micro_batch_size", cosmos[f"{loader_keys}.batch_size"])
     size(cosmos, draft)
     folder = cosmos[f"{LOCAL}.dataset_dir"]
     key = f"{CLIPS}.webdataset"
@@ -124,35 +124,35 @@ def clips(cosmos: Settings, draft: Draft) -> None:
 def size(cosmos: Settings, draft: Draft) -> None:
     """Width and height of a local folder's loader, else the name of a resolution."""
     key = f"{LOCAL}.video_size"
-    if given := cosmos[key]:
-        if not isinstance(given, list) or len(given) != 2 or not all(isinstance(side, int) for side in given):
-            draft.wrong(key, f"{given!r} is not [width, height]; correct it")
+    if value := cosmos[key]:
+        if not isinstance(value, list) or len(value) != 2 or not all(isinstance(side, int) for side in value):
+            draft.wrong(key, f"{value!r} is not [width, height]; correct it")
             return
-        width, height = given
+        width, height = value
     else:
         key = f"{CLIPS}.dataset.resolution" if cosmos[f"{CLIPS}.dataset.resolution"] else "model.resolution"
-        named = str(cosmos[key] or "720")
-        if named not in SIZES:
-            draft.wrong(key, f"{named!r} is not one of {', '.join(SIZES)}; correct it")
+        resolution = str(cosmos[key] or "720")
+        if resolution not in SIZES:
+            draft.wrong(key, f"{resolution!r} is not one of {', '.join(SIZES)}; correct it")
             return
-        height, width = SIZES[named]
+        height, width = SIZES[resolution]
     draft.set("data.height", height)
     draft.set("data.width", width)
 
 
 def rewards(cosmos: Settings, draft: Draft) -> None:
     usual = {"name": "dance_grpo", "score_key": "overall_reward", "weight": 1.0}
-    given: Any = cosmos["model.rl.reward_config.reward_fns"]
-    if draft.get("data.format") == "mock" and given is None:
+    reward_functions: Any = cosmos["model.rl.reward_config.reward_fns"]
+    if draft.get("data.format") == "mock" and reward_functions is None:
         draft.set("reward.functions", {"brightness": 1.0})
         draft.differs(
             "model.rl.reward_config.reward_fns", "reward.functions = {'brightness': 1.0}, which needs no service"
         )
-    elif given is None:
+    elif reward_functions is None:
         draft.set("reward.services", [usual])
         draft.differs("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
     else:
-        named(given, usual, draft)
+        named(reward_functions, usual, draft)
 
 
 def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
@@ -172,5 +172,9 @@ def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
 def clip_norm(cosmos: Settings, draft: Draft) -> None:
     """Of the callback that clips gradients; all others only show something."""
     callbacks = as_list(cosmos["trainer.callbacks"])
-    clips = [one["args"] for one in callbacks if one.get("name") == "grad_clip" and isinstance(one.get("args"), dict)]
+    clips = [
+        callback["args"]
+        for callback in callbacks
+        if callback.get("name") == "grad_clip" and isinstance(callback.get("args"), dict)
+    ]
     draft.set("optim.max_grad_norm", next((args["clip_norm"] for args in clips if "clip_norm" in args), 1.0))

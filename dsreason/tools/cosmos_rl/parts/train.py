@@ -98,11 +98,11 @@ def optimizer(cosmos: Settings, draft: Draft) -> None:
 
 
 def resume(cosmos: Settings, draft: Draft) -> None:
-    asked = cosmos["train.resume"]
-    if asked is True:
+    resume = cosmos["train.resume"]
+    if resume is True:
         draft.arguments.append("--resume auto")
         draft.differs("train.resume", "--resume auto on the command line; the first run starts from the model")
-    elif isinstance(asked, str) and asked:
+    elif isinstance(resume, str) and resume:
         draft.refuse(
             "train.resume",
             "checkpoints of cosmos-rl cannot be continued here; set policy.model_name_or_path to its safetensors folder",
@@ -215,22 +215,22 @@ def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
 
 
 def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
-    what, bucket = cosmos["train.ckpt.upload_s3"], cosmos["train.ckpt.s3_bucket"]
-    if what in (False, "", "false"):
+    upload_mode, bucket = cosmos["train.ckpt.upload_s3"], cosmos["train.ckpt.s3_bucket"]
+    if upload_mode in (False, "", "false"):
         return []
-    if what is True or what == "true":
+    if upload_mode is True or upload_mode == "true":
         draft.differs(
             "train.ckpt.upload_s3", 'cosmos-rl refuses true; "final" or "all" was probably meant, and "final" is taken'
         )
-        what = "final"
-    if what not in ("final", "all"):
-        draft.wrong("train.ckpt.upload_s3", f'{what!r} is not one of false, "final", "all"; correct it')
+        upload_mode = "final"
+    if upload_mode not in ("final", "all"):
+        draft.wrong("train.ckpt.upload_s3", f'{upload_mode!r} is not one of false, "final", "all"; correct it')
         return []
     if not bucket:
         draft.wrong("train.ckpt.upload_s3", "there is no s3_bucket to upload to; name one")
         return []
     prefix = cosmos["train.ckpt.s3_prefix"].strip("/")
-    return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": what}]
+    return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": upload_mode}]
 
 
 def preferences(cosmos: Settings, draft: Draft) -> None:

@@ -150,22 +150,24 @@ def prompt_file(name: str, split: Any) -> str:
 def services(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.remote_reward.reward_fns"
     if not cosmos[f"{POLICY}.use_remote_reward"]:
-        given = cosmos[f"{POLICY}.reward_function"]
+        reward_function = cosmos[f"{POLICY}.reward_function"]
         draft.refuse(
             f"{POLICY}.reward_function",
-            f"{given!r} is not known for clips; name functions of yours in reward.functions",
+            f"{reward_function!r} is not known for clips; name functions of yours in reward.functions",
         )
         return
     usual = {"name": "dance_grpo", "weight": 1.0, "score_key": "overall_reward"}
-    given = cosmos[key] if cosmos[key] is not None else [usual]
-    known = {*usual, "clip_min", "clip_max"}
-    found = []
-    for service in given:
-        if unknown := sorted(service.keys() - known):
-            draft.wrong(key, f"{unknown[0]!r} is no key of a reward, which has {', '.join(sorted(known))}; correct it")
+    given_rewards = cosmos[key] if cosmos[key] is not None else [usual]
+    known_names = {*usual, "clip_min", "clip_max"}
+    complete_rewards = []
+    for service in given_rewards:
+        if unknown := sorted(service.keys() - known_names):
+            draft.wrong(
+                key, f"{unknown[0]!r} is no key of a reward, which has {', '.join(sorted(known_names))}; correct it"
+            )
             return
-        found.append(usual | service)
-    draft.set("reward.services", found)
+        complete_rewards.append(usual | service)
+    draft.set("reward.services", complete_rewards)
 
 
 def validation(cosmos: Settings, draft: Draft) -> None:

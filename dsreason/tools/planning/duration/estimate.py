@@ -90,7 +90,7 @@ def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
     if isinstance(config, GRPOConfig):
         rollout = sampling_phases(plan, rates, load, model)
         per_rollout = config.grpo.optimizer_steps_per_rollout
-        phases = [Timed(one.name, one.seconds / per_rollout, one.limit) for one in rollout]
+        phases = [Timed(phase.name, phase.seconds / per_rollout, phase.limit) for phase in rollout]
         completions = config.grpo.prompts_per_step * config.grpo.num_generations / per_rollout
         tokens = completions * config.rollout.max_completion_length
         tokens += config.grpo.prompts_per_step / per_rollout * load.tokens_per_sample
@@ -134,8 +134,8 @@ class Model:
         media = load.media_share * tokens if self.request.shape.vision_depth else 0.0
         frames = round(media * self.request.shape.merge**2 / (FRAME[0] * FRAME[1] * FRAME[2]))
         spans = [(sample, 0)] * int(count)
-        if rest := round(tokens - int(count) * sample):
-            spans.append((rest, 0))
+        if remaining_tokens := round(tokens - int(count) * sample):
+            spans.append((remaining_tokens, 0))
         return Work(spans, round(tokens - media), [FRAME] * frames)
 
     def forward(self, work: Work) -> float:
@@ -143,8 +143,8 @@ class Model:
 
     def training(self, work: Work) -> float:
         """Forward, backward and, with checkpointing, the forward once more."""
-        again = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
-        return self.trained.step(work) + again
+        recomputation = self.forward(work) if self.request.config.model.gradient_checkpointing else 0.0
+        return self.trained.step(work) + recomputation
 
     @property
     def blocks(self) -> int:

@@ -68,9 +68,9 @@ CARDS = {
 def find_card(device_name: str, gpu_memory: float) -> str:
     """Return the card that a local GPU is, or one of that memory (GB)."""
     if (peak := peak_flops(device_name)) is not None:
-        known = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
-        if known:
-            return next(iter(known))
+        known_rates = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
+        if known_rates:
+            return next(iter(known_rates))
     if gpu_memory > 150:
         return "b200"
     return "h200" if gpu_memory > 100 else "h100" if gpu_memory > 50 else "l40s"

@@ -47,7 +47,7 @@ def describe_time(duration: Duration) -> list[str]:
 
 def time_json(duration: Duration) -> dict[str, Any]:
     rates, load = duration.rates, duration.load
-    phases = [{"name": one.name, "seconds": one.seconds, "limited_by": one.limit} for one in duration.phases]
+    phases = [{"name": phase.name, "seconds": phase.seconds, "limited_by": phase.limit} for phase in duration.phases]
     return {
         "card": rates.card,
         "rates": rates.source,
