@@ -42,7 +42,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
 
 
 def preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """The better and the worse answer, or none of them. KeyError where there is only a worse one."""
+    """The better and the worse answer, or none of them. KeyError if there is only a worse one."""
     if row.get("rejected") is None:
         return None, None
     chosen = optional_text(row, "chosen") or optional_text(row, "answer") or text_field(row, "chosen")

@@ -45,7 +45,7 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
 
 
 def find_videos(folder: Path, pattern: str | None) -> list[Path]:
-    """The videos that the pattern takes, or all. DataError where it takes none of those that are there."""
+    """The videos that the pattern takes, or all. DataError if it takes none of those that are there."""
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos
@@ -59,7 +59,7 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def id_by_pattern(name: str, pattern: str) -> str:
-    """What `*` stands for; "" where the pattern does not take the name."""
+    """What `*` stands for; "" if the pattern does not take the name."""
     before, after = pattern.split("*")
     takes = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
     return name[len(before) : len(name) - len(after)] if takes else ""

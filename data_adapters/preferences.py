@@ -3,7 +3,7 @@
     {"id": "7", "prompt": "Which way does it move?", "chosen": "left", "rejected": "right", "videos": ["clips/7.mp4"]}
 
 Each is a text or messages (a list, or JSON text of one); `chosen` and `rejected` may also be whole conversations with a common
-beginning, which need no `prompt`, and hold it where there is one. `images` and `videos` (`image`, `video`) hold one
+beginning, which need no `prompt`, and hold it if there is one. `images` and `videos` (`image`, `video`) hold one
 medium or a list: paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part
 `{"type": "image"}` of the prompt shows the next of them; where the prompt has no such parts, all of them stand before the
 first text of the user. A question may be called `question`, and have `system` beside it. Reference log-probabilities may be
@@ -42,7 +42,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
 
 
 def prompt_of(row: dict[str, Any]) -> list[Message]:
-    """Of the column `prompt` or `question`; empty where the row has neither."""
+    """Of the column `prompt` or `question`; empty if the row has neither."""
     field = "prompt" if row.get("prompt") is not None else "question"
     given = as_messages(row.get(field), field)
     messages: list[Message] = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -64,7 +64,7 @@ def as_messages(given: Any, field: str) -> str | list[Message]:
 def listed_messages(text: str) -> list[Message] | None:
     """The messages that a JSON text lists; None of one that lists other things, as an answer may list boxes.
 
-    DataError where they look like messages and have no role.
+    DataError if they look like messages and have no role.
     """
     if not text.lstrip().startswith("["):
         return None
@@ -103,7 +103,7 @@ def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list
 
 
 def whole_conversation(given: list[Message], field: str, prompt: list[Message]) -> list[Message]:
-    """With the system message that stands beside. DataError where the row's prompt is another one."""
+    """With the system message that stands beside. DataError if the row's prompt is another one."""
     if given[0].get("role") not in ("system", "user"):
         return given  # its role is refused with those of all messages
     if prompt and prompt[0].get("role") == "system" and given[0]["role"] != "system":

@@ -50,7 +50,7 @@ def parse_error(error: Exception) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None where none is alike: `nearest("temprature", ["temperature"])`."""
+    """The candidate most like `word`, or None if none is alike: `nearest("temprature", ["temperature"])`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

@@ -70,7 +70,7 @@ def _importer() -> str:
 def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
     """The module `package.module` or `path.py`, or with `:attr` behind it what is called so in it.
 
-    ConfigError, which `what` begins (`data.adapter "my.py"`), where there is none or it does not import, with the nearest of
+    ConfigError, which `what` begins (`data.adapter "my.py"`), if there is none or it does not import, with the nearest of
     the `known` names and `advice` on what may be given.
     """
     target, _, attribute = name.partition(":")
@@ -86,7 +86,7 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
 
 
 def code_file(name: str) -> Path | None:
-    """The file of what `find_code` finds under this name, without importing it; None where it is not a plain one."""
+    """The file of what `find_code` finds under this name, without importing it; None if it is not a plain one."""
     target = name.partition(":")[0]
     if target.endswith(".py") or "/" in target:
         places = [Path(target).expanduser()]

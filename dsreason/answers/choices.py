@@ -166,7 +166,7 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def verdict(self, text: str) -> str | None:
-        """The last one: a text that corrects itself ends with what it means; "" where what follows names another option."""
+        """The last one: a text that corrects itself ends with what it means; "" if what follows names another option."""
         verdict_keys = [(start, self._said(line)) for start, line in verdicts(text)]
         verdict_keys += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())
@@ -207,7 +207,7 @@ class _Reader:
         return not self._contradicts(found[1] + after)
 
     def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
-        """The last of some verdicts; None where another option follows on second thought, alone in a line, or at the end."""
+        """The last of some verdicts; None if another option follows on second thought, alone in a line, or at the end."""
         if not found:
             return None
         start, key = max(found, key=lambda place: place[0])

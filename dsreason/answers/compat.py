@@ -31,7 +31,7 @@ def tagged_answer(text: str) -> str:
 
 
 def _inside(text: str, tag: str) -> str | None:
-    """What `<tag>(.*?)</tag>` finds, which looks for the end again and again where there is none."""
+    """What `<tag>(.*?)</tag>` finds, which looks for the end again and again if there is none."""
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 

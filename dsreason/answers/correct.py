@@ -31,7 +31,7 @@ def kind_of(sample: Sample) -> QuestionKind:
 def reference_of(sample: Sample) -> str | None:
     """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any.
 
-    None where it is blank, too.
+    None if it is blank, too.
     """
     if sample.answer is not None and sample.answer.strip():
         return sample.answer

@@ -150,7 +150,7 @@ class OptionTexts:
         return (option for other, option in self.bare.items() if other != key)
 
     def answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
-        """The option whose text the last sentence answers with; none where another is said, or it is denied elsewhere.
+        """The option whose text the last sentence answers with; none if another is said, or it is denied elsewhere.
 
         Where its letter is `named`, and no other, any sentence that says its text is enough.
         """
@@ -172,7 +172,7 @@ class OptionTexts:
     def _with_marks(self, sentence: str) -> str | None:
         """`it is ice on the road` → `it is «B»`, longer texts first.
 
-        None where the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
+        None if the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
         """
         for key, phrase in self.phrases.items():
             match = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)

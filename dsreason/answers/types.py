@@ -8,7 +8,7 @@ AnswerType = Literal["letter", "reasoning"]
 
 
 class Parsed(NamedTuple):
-    """What was read in a response. `answer` is "" where nothing was, and `rule` then "none".
+    """What was read in a response. `answer` is "" if nothing was, and `rule` then "none".
 
     Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
     """

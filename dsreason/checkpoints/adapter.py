@@ -47,7 +47,7 @@ class Merge:
 
     Args:
         dtype: "bf16" or "fp32", of what is written.
-        adapter: None where there is none.
+        adapter: None if there is none.
     """
 
     dtype: str
@@ -77,7 +77,7 @@ class Merge:
 
     @property
     def summary(self) -> str:
-        """For the model card; empty where there is no adapter."""
+        """For the model card; empty if there is no adapter."""
         if self.adapter is None:
             return ""
         (name, change), settings = self.largest, self.adapter.settings

@@ -117,7 +117,7 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, None where there is none."""
+    """The complete checkpoint of the highest step, None if there is none."""
     complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
@@ -140,7 +140,7 @@ def newer_checkpoint(folder: Path, file: Path) -> Path | None:
 
 
 def exported_step(export: Path) -> int | None:
-    """After which step an export's weights were taken, as its card tells; None where there is no such card."""
+    """After which step an export's weights were taken, as its card tells; None if there is no such card."""
     try:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
     except OSError:
@@ -347,7 +347,7 @@ def delete_folder(path: Path) -> None:
 
 
 def mark_deleted(path: Path) -> Path | None:
-    """Give a folder, where there is one, the name of what is being deleted."""
+    """Give a folder, if there is one, the name of what is being deleted."""
     if not os.path.lexists(path):
         return None
     doomed = path.with_name(f"{DELETING}{path.name}")

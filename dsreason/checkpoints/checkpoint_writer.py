@@ -187,7 +187,7 @@ class CheckpointWriter:
     def start(self, step: int, state: TrainerState) -> None:
         """Copy what makes `<folder>/step_<step>`, and have it written; an earlier one on its way must be waited for first.
 
-        SaveError where the disk has no room for it; nothing is written then.
+        SaveError if the disk has no room for it; nothing is written then.
         """
         if self.writing is not None:
             raise RuntimeError(f"{self.writing.final} is being written; wait for it first")

@@ -87,7 +87,7 @@ def model_card(
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """`config.json` of a run; empty where it has none."""
+    """`config.json` of a run; empty if it has none."""
     file = run / CONFIG_FILE
     if not file.is_file():
         return {}
@@ -99,7 +99,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
-    """Hub names of the base models and of the data sets, None where there are none."""
+    """Hub names of the base models and of the data sets, None if there are none."""
     data = config.get("data", {})
     path = config.get("model", {}).get("path", "")
     bases = [path] if is_hub_name(path) else []

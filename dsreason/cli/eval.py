@@ -193,7 +193,7 @@ def exported(model: str) -> str:
 
 
 def check_unmasked(config: WorldConfig, name: str) -> None:
-    """ConfigError where the evaluation needs a value that the file `name` shows only masked, as `config.json` of a run does."""
+    """ConfigError if the evaluation needs a value that the file `name` shows only masked, as `config.json` of a run does."""
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
     if keys := list(masked(needed)):
         raise ConfigError(

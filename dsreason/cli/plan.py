@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsreason.tools.planning.request import Machine
 
 LOG_WIDTH = 120
-"""Columns of tables in a pipe or a file, where there is no terminal to ask."""
+"""Columns of tables in a pipe or a file, if there is no terminal to ask."""
 GPU_MEMORY, MOST_GPU_MEMORY = 80.0, 1e6
 
 
@@ -69,7 +69,7 @@ def plan(
 ) -> None:
     """Estimate the memory of an sft, grpo or dpo run by phase, whether it fits, and how long it takes.
 
-    Needs neither GPUs nor weights: the model's config.json is enough. The exit code is 0 where it fits, and 1 where it does
+    Needs neither GPUs nor weights: the model's config.json is enough. The exit code is 0 if it fits, and 1 where it does
     not; then it says what to change.
     """
     trainer = choose_trainer(config, overrides, command)
@@ -106,7 +106,7 @@ def plan(
 
 
 def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
-    """What the options leave open is that of this machine. ConfigError where it has no GPU, and none are given."""
+    """What the options leave open is that of this machine. ConfigError if it has no GPU, and none are given."""
     with quick_imports():
         import torch
 

@@ -81,7 +81,7 @@ def reward_serve(
 
 
 def find_device(name: str) -> torch.device:
-    """ConfigError where this machine has no such device, or it holds no numbers."""
+    """ConfigError if this machine has no such device, or it holds no numbers."""
     import torch
 
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORLD_FILE = "world.json"
 """In the results of a world model."""
 LOG_WIDTH = 120
-"""Columns of tables in a pipe or a file, where there is no terminal to ask."""
+"""Columns of tables in a pipe or a file, if there is no terminal to ask."""
 
 
 def score(

@@ -184,7 +184,7 @@ def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:
 
 
 def _concrete(document: Any, path: tuple[str, ...]) -> Any:
-    """The value at `path`, None where it is absent or `"auto"`."""
+    """The value at `path`, None if it is absent or `"auto"`."""
     for key in path:
         if not isinstance(document, dict):
             return None

@@ -218,7 +218,7 @@ def as_toml(value: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, `null` for "unset", or else the text itself. ConfigError where a list or table is broken TOML."""
+    """A TOML value, `null` for "unset", or else the text itself. ConfigError if a list or table is broken TOML."""
     if text == "null":
         return None
     try:

@@ -91,7 +91,7 @@ def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) 
 
 
 def run_record(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a run of dsreason; None where the folder has none, or that of a model."""
+    """`config.json` of a run of dsreason; None if the folder has none, or that of a model."""
     try:
         return read_record(folder)
     except (OSError, ValueError, RecursionError):
@@ -111,7 +111,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration of the run in `folder`, None where it has none."""
+    """The configuration of the run in `folder`, None if it has none."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None

@@ -54,13 +54,13 @@ class ModelConfig(JobModelConfig):
 
 class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate. With `lora.rank`, where unset: 1e-4 in sft, 2e-5 in grpo and dpo."""
+    """Peak learning rate. With `lora.rank`, if unset: 1e-4 in sft, 2e-5 in grpo and dpo."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
-    """Applied to matrices, not to norms and biases. With `lora.rank`, where unset: 0 in sft, grpo and dpo."""
+    """Applied to matrices, not to norms and biases. With `lora.rank`, if unset: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
     """Warmup steps: a whole number (at most all steps), or a share (below 1) of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"

@@ -138,7 +138,7 @@ class Encoder:
     def _readable(self, sample: Sample) -> Sample:
         """For a model that reads text alone, the parts of each message as one text, which is what its template takes.
 
-        DataError where one of them is an image or a video.
+        DataError if one of them is an image or a video.
         """
         if self.sees:
             return sample

@@ -40,7 +40,7 @@ class Label:
 
 
 def answer_label(sample: Sample) -> str | None:
-    """The letter of the option that the sample's answer gives, else a short answer; None where it is a longer text or none.
+    """The letter of the option that the sample's answer gives, else a short answer; None if it is a longer text or none.
 
     The answer is `sample.answer`, else a last message of the assistant.
     """
@@ -51,7 +51,7 @@ def answer_label(sample: Sample) -> str | None:
 
 
 def short_answer(text: str) -> str | None:
-    """What stands in `<answer>` tags, else behind the thoughts; None where that is a longer text or none."""
+    """What stands in `<answer>` tags, else behind the thoughts; None if that is a longer text or none."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
@@ -198,7 +198,7 @@ def fields_of(values: dict[str, Any]) -> list[str]:
 
 
 def value_at(values: Any, field: str) -> Any:
-    """Of `a.b` the value under that key, else the value of `b` in that of `a`; None where there is none."""
+    """Of `a.b` the value under that key, else the value of `b` in that of `a`; None if there is none."""
     if not isinstance(values, dict):
         return None
     if field in values:

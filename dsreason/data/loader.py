@@ -50,7 +50,7 @@ class StepBatches:
     work: Work
     """In them, of this rank."""
     num_tokens: int
-    """Trained tokens over all ranks and micro-batches (1 where there is none: it divides the loss)."""
+    """Trained tokens over all ranks and micro-batches (1 if there is none: it divides the loss)."""
     num_input_tokens: int
     """Tokens without padding, over all ranks."""
     num_samples: int

@@ -84,7 +84,7 @@ def media_paths(messages: Iterable[Message]) -> list[str]:
 
 
 def shown_seconds(part: dict[str, Any]) -> str:
-    """`2.5-4` where only these seconds of a video are shown, "" where all of it is."""
+    """`2.5-4` where only these seconds of a video are shown, "" if all of it is."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
 

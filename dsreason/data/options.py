@@ -64,7 +64,7 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Options by letter, or None where there are none; numbers become strings. DataError for anything else.
+    """Options by letter, or None if there are none; numbers become strings. DataError for anything else.
 
     Without the None entries that Arrow fills in so that all rows have the same letters.
     """
@@ -81,7 +81,7 @@ def option_lines(options: Mapping[str, str] | None) -> list[str]:
 
 
 def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """The answer as the option's letter is written, whatever its case; None where it is none of them."""
+    """The answer as the option's letter is written, whatever its case; None if it is none of them."""
     return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
@@ -111,7 +111,7 @@ def listed_options(question: str) -> dict[str, str] | None:
     """The options that a text lists, a line each or one behind the other: two or more, lettered from A without a gap.
 
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
-    those the last. None where there is none. A text is cut after 1000 characters. Keys are capitals, as in `(a) Rain`.
+    those the last. None if there is none. A text is cut after 1000 characters. Keys are capitals, as in `(a) Rain`.
     """
     question = BOLD.sub("", question)
     runs: list[list[re.Match[str]]] = []

@@ -224,7 +224,7 @@ def is_data_file(name: str) -> bool:
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """The string in a field of a row. KeyError where it is missing, DataError where it is not a string."""
+    """The string in a field of a row. KeyError if it is missing, DataError if it is not a string."""
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
@@ -232,7 +232,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
 
 
 def optional_text(row: Mapping[str, Any], field: str) -> str | None:
-    """The string in a field of a row; None where it is missing, null or blank. DataError where it is something else."""
+    """The string in a field of a row; None if it is missing, null or blank. DataError if it is something else."""
     if row.get(field) is None:
         return None
     text = text_field(row, field)
@@ -240,7 +240,7 @@ def optional_text(row: Mapping[str, Any], field: str) -> str | None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Where a field holds one thing or a list of them; [] where it holds nothing."""
+    """Where a field holds one thing or a list of them; [] if it holds nothing."""
     if not value:
         return []
     return value if isinstance(value, list) else [value]

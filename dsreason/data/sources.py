@@ -240,7 +240,7 @@ def check_options(options: object) -> None:
 
 
 def first_path(messages: Sequence[Message]) -> str:
-    """The first file, as its row names it; "" where there is none, or the row holds the file itself."""
+    """The first file, as its row names it; "" if there is none, or the row holds the file itself."""
     paths = [part[part["type"]] for part in media_parts(messages)]
     return paths[0] if paths and isinstance(paths[0], str) else ""
 

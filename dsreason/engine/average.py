@@ -70,7 +70,7 @@ class WeightAverage:
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Continue from a checkpoint that `saved_ranks` ranks wrote. CheckpointError where it has no such weights."""
+        """Continue from a checkpoint that `saved_ranks` ranks wrote. CheckpointError if it has no such weights."""
         rank = dist.get_rank()
         same = saved_ranks == dist.get_world_size()
         ranks = [rank] if same else range(saved_ranks)

@@ -63,7 +63,7 @@ class ReferencePolicy:
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
-        """Take the weights of a Hugging Face folder, whose names `rename` knows. CheckpointError where one is missing."""
+        """Take the weights of a Hugging Face folder, whose names `rename` knows. CheckpointError if one is missing."""
         weights = find_weights(folder, rename)
         trained = trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:

@@ -280,7 +280,7 @@ def sample_of(settings: InferSettings, number: int, prompt: str) -> Sample:
 
 
 def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
-    """Tokens of the prompt, from the headers of its media; DataError where no answer fits behind it."""
+    """Tokens of the prompt, from the headers of its media; DataError if no answer fits behind it."""
     length = encoder.measure(sample)
     if length >= longest:
         raise DataError(

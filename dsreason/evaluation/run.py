@@ -108,7 +108,7 @@ def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[
 
 
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
-    """DataError where a data set has stored answers to questions that it no longer has: they would be scored, too.
+    """DataError if a data set has stored answers to questions that it no longer has: they would be scored, too.
 
     With a limit they may be those beyond it, and stay.
     """
@@ -133,7 +133,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """DataError where not every question stands in the folder, as it does once all ranks have prepared theirs."""
+    """DataError if not every question stands in the folder, as it does once all ranks have prepared theirs."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - stored_ids(folder, clips):
@@ -281,7 +281,7 @@ class Evaluation:
 def check_server_answers(
     replies: Iterator[tuple[Request, Reply]], num_asked: int, url: str
 ) -> Iterator[tuple[Request, Reply]]:
-    """The same replies. ConfigError where a server fails at the first `MIN_FAILURES` questions, or at all where they are fewer.
+    """The same replies. ConfigError if a server fails at the first `MIN_FAILURES` questions, or at all where they are fewer.
 
     Questions that were not sent to it say nothing about it.
     """
@@ -308,7 +308,7 @@ def read(question: Question, text: str, answer_type: AnswerType, parser: Parser)
 
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
-    """DataError where a stored answer is to another question."""
+    """DataError if a stored answer is to another question."""
     texts = [text_of(message) for message in question.sample.messages]
     for fact, old, new in (
         ("asks", stored.prompt, texts),

@@ -114,7 +114,7 @@ def has_answers(file: Path) -> bool:
 
 
 def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings with what is recorded of other data sets; ConfigError where those of both differ."""
+    """The settings with what is recorded of other data sets; ConfigError if those of both differ."""
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):
         raise ConfigError(f"{folder / RUN_FILE}: holds no settings; give another results_dir")

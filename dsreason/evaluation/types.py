@@ -45,11 +45,11 @@ class Result:
     datasource: str
     video_id: str
     prompt: list[str]
-    """The texts of the messages asked, in order: system (where there is one), user."""
+    """The texts of the messages asked, in order: system (if there is one), user."""
     correct_answer: str
     reasoning: str
     answer: str
-    """As parsed; "" where nothing was read, or nothing was answered."""
+    """As parsed; "" if nothing was read, or nothing was answered."""
     full_response: str
     is_correct: StrictBool
     id: str
@@ -61,9 +61,9 @@ class Result:
     rule: str
     """Which rule of the parser matched; "none" where none did."""
     attempts: int
-    """How often the question was asked; 0 where it could not be."""
+    """How often the question was asked; 0 if it could not be."""
     finish_reason: str
-    """`stop`, `length`, or "" where nothing was answered."""
+    """`stop`, `length`, or "" if nothing was answered."""
     completion_tokens: int
     seconds: float
     """From the question's (last) request to its answer, those of its batch included."""

@@ -115,7 +115,7 @@ class Modules:
     """Names of modules, or parts of them, in the transformers model."""
 
     vision_tower: str | None
-    """None where the model reads text alone."""
+    """None if the model reads text alone."""
     head: str
     """The output layer, which may be tied to the embedding."""
     norms: tuple[str, ...]
@@ -180,12 +180,12 @@ class Family:
     vllm_class: str | None = None
     """vLLM's class, where config.json may name transformers' alone, of which vLLM would take a generic form."""
     weight_folders: tuple[str, ...] = ()
-    """Folders inside of a published checkpoint that hold its weights, where there are none beside config.json."""
+    """Folders inside of a published checkpoint that hold its weights, if there are none beside config.json."""
     others: tuple[str, ...] = ()
     """Regular expressions, searched in the names of published checkpoints: what belongs to another model in the same files."""
 
     def rename(self, name: str) -> str | None:
-        """The name in memory of a tensor in a checkpoint; None where it is another model's."""
+        """The name in memory of a tensor in a checkpoint; None if it is another model's."""
         return None if any(re.search(pattern, name) for pattern in self.others) else renamed(name, self.renames)
 
     def published_name(self, name: str) -> str:

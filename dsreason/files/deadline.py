@@ -43,7 +43,7 @@ class Pace:
         self.began, self.bytes = time.monotonic(), 0
 
     def count(self, num_bytes: int) -> None:
-        """So many bytes came. TimeoutError where it was too few for too long."""
+        """So many bytes came. TimeoutError if it was too few for too long."""
         self.bytes += num_bytes
         now = time.monotonic()
         if now - self.began < PACE_S:

@@ -61,13 +61,13 @@ def read_small(file: Path, most: int | None = None) -> bytes:
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
-    """OSError where something that is open, or at this place, is no file."""
+    """OSError if something that is open, or at this place, is no file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(file))
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, a file or a link, where there is one; where a link leads, all stays."""
+    """Delete a folder, a file or a link, if there is one; where a link leads, all stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -108,7 +108,7 @@ def existing_part(path: Path) -> Path:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours; empty where there is none that can be read: what it remembers can be found out again."""
+    """The JSON object in a file of ours; empty if there is none that can be read: what it remembers can be found out again."""
     try:
         document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):

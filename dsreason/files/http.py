@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the server asks to wait; 0 where it does not say."""
+        """Seconds that the server asks to wait; 0 if it does not say."""
         retry_after = self.headers.get("Retry-After", "")
         try:
             seconds = float(retry_after) if retry_after.isascii() else 0.0

@@ -40,7 +40,7 @@ def hub() -> str:
 def hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
     """One of `HUB_ERRORS`, of a repository that was read (it has its `page` on the Hub) or written.
 
-    The library's texts may hold signed addresses: raise it from None where others see them.
+    The library's texts may hold signed addresses: raise it from None if others see them.
     """
     if isinstance(error, OfflineModeIsEnabled):
         return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it")

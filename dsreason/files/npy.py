@@ -16,7 +16,7 @@ MALFORMED = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError
 
 
 def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
-    """The array in these bytes, whose memory it shares. ValueError where it is no such array, or not of that length."""
+    """The array in these bytes, whose memory it shares. ValueError if it is no such array, or not of that length."""
     content = memoryview(content)
     file = io.BytesIO(content[:MAX_HEADER_BYTES])
     try:

@@ -36,7 +36,7 @@ def is_inside(path: str | Path, folder: str | Path) -> bool:
 
 
 def check_configs(folder: Path) -> None:
-    """DataError where a `configs` entry of the folder's README takes its files from anywhere else."""
+    """DataError if a `configs` entry of the folder's README takes its files from anywhere else."""
     for name in (README, STANDALONE):
         if (file := folder / name).is_file():
             for key, text in _named_files(file):
@@ -44,7 +44,7 @@ def check_configs(folder: Path) -> None:
 
 
 def check_hub_configs(repository: str, revision: str | None) -> None:
-    """DataError where the README of a data set on the Hub names files of this machine."""
+    """DataError if the README of a data set on the Hub names files of this machine."""
     for name in (README, STANDALONE):
         try:
             file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
@@ -61,7 +61,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
 
 
 def check_saved(folder: Path) -> None:
-    """DataError where the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
+    """DataError if the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
     tables = [folder]
     if (file := folder / SPLITS).is_file():
         splits = list(_texts(_read_index(file).get("splits")))

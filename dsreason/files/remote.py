@@ -52,7 +52,7 @@ def check_place(key: str, text: str) -> None:
 
 
 def join_address(folder: S3Address, relative: str) -> S3Address:
-    """An object below `folder`. DataError where the path leads out of it."""
+    """An object below `folder`. DataError if the path leads out of it."""
     if ".." in PurePosixPath(relative).parts:
         raise DataError(f"{relative} leads out of {folder}; set data.media_path or use whole addresses")
     return folder / str(PurePosixPath(relative))
@@ -110,7 +110,7 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """StorageError where those that are not here yet are larger together than the room on the cache's disk."""
+    """StorageError if those that are not here yet are larger together than the room on the cache's disk."""
     missing = sum(source.size for source in sources if not _folder(source.address, source.version).is_dir())
     folder = cache_dir()
     with cache_errors(folder, "DSREASON_CACHE"):

@@ -67,7 +67,7 @@ class Failure:
     """A `DsReasonError`: printed without a traceback."""
     time: float
     signal: int = 0
-    """The one that killed it; 0 where none did."""
+    """The one that killed it; 0 if none did."""
     silent: bool = False
     """The rank reported nothing; the text is what others noticed."""
     restarts: bool = True
@@ -213,7 +213,7 @@ def activity_file(file: Path) -> mmap:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty, without secrets; "" where there is none, or no log."""
+    """The last line of a log that is not empty, without secrets; "" if there is none, or no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LINE_BYTES))

@@ -48,7 +48,7 @@ CAUSES = {
 
 @cache
 def cuda_fault() -> str | None:
-    """Why torch cannot use the GPUs of this machine; None where it can, where there are none, or where it is built without.
+    """Why torch cannot use the GPUs of this machine; None if it can, if there are none, or where it is built without.
 
     torch warns of it once a process, so this comes before anything else that asks for GPUs.
     """
@@ -74,7 +74,7 @@ def has_gpu() -> bool:
 
 
 def check_gpus() -> None:
-    """ConfigError where there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
+    """ConfigError if there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
     fault = cuda_fault()
     if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         return
@@ -90,9 +90,9 @@ def check_gpus() -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU, which becomes the current one; the CPU where there is none, or DS_ACCELERATOR asks for it.
+    """This rank's GPU, which becomes the current one; the CPU if there is none, or DS_ACCELERATOR asks for it.
 
-    DsReasonError where there are GPUs and this rank cannot use its own.
+    DsReasonError if there are GPUs and this rank cannot use its own.
     """
     import torch
 
@@ -102,7 +102,7 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with gpu_errors():
         torch.cuda.set_device(device)
-    # On Hopper GPUs and newer torch prefers cuDNN's attention: its gradients can be NaN where there is a mask, and it
+    # On Hopper GPUs and newer torch prefers cuDNN's attention: its gradients can be NaN if there is a mask, and it
     # compiles kernels for every new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
@@ -120,7 +120,7 @@ def gpu_errors() -> Iterator[None]:
 
 
 def meaning(error: str) -> str | None:
-    """What an error of CUDA or NCCL means, and what to do; None where that is not known."""
+    """What an error of CUDA or NCCL means, and what to do; None if that is not known."""
     import torch
 
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)

@@ -180,7 +180,7 @@ def this_rank() -> str:
 
 
 def own_address(peer: str) -> str | None:
-    """The address of this host on the way to `peer`, None where that is this host's loopback. Nothing is sent."""
+    """The address of this host on the way to `peer`, None if that is this host's loopback. Nothing is sent."""
     with suppress(OSError, UnicodeError):  # an unknown name, one that none can have, or no way there
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -268,7 +268,7 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 
 
 def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
-    """Compare the hosts, where there are several. Every rank calls it.
+    """Compare the hosts, if there are several. Every rank calls it.
 
     Args:
         options: of the command line, those that are not in the configuration.

@@ -117,7 +117,7 @@ def is_number(text: str) -> bool:
 def enter_rank() -> None:
     """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
     end_children_with_us()
-    # Ranks have sessions of their own and would stay when their launcher is gone. There is none where somebody set the
+    # Ranks have sessions of their own and would stay when their launcher is gone. There is none if somebody set the
     # variables in a shell of his own, which may end before the rank does.
     if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
         end_with_parent()
@@ -261,7 +261,7 @@ def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
 
 
 def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
-    """`cuda` where there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
+    """`cuda` if there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
     return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
 
@@ -291,7 +291,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
-    """Start all ranks and wait; None where all ended well."""
+    """Start all ranks and wait; None if all ended well."""
     with quick_imports():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -6,7 +6,7 @@ interpreter lock for minutes. Over the connection a rank says what it is doing, 
 in order. Rank 0 decides which failure was the first one, and tells everybody; of its own death the others notice by
 themselves.
 
-On one host the launcher notices a death before there is a watchdog to listen. Where there are several, the lifeline is
+On one host the launcher notices a death before there is a watchdog to listen. If there are several, the lifeline is
 opened as soon as the ranks have met.
 """
 
@@ -192,7 +192,7 @@ _started: Lifeline | None = None
 
 @contextmanager
 def from_the_start(activity: str = AT_START) -> Iterator[None]:
-    """Around all that a rank does: join the job, with a lifeline from then on, where there are several hosts.
+    """Around all that a rank does: join the job, with a lifeline from then on, if there are several hosts.
 
     Before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, who hears
     of a failure ends at once.
@@ -310,7 +310,7 @@ class LifelineServer:
         return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
-        """What a rank says; None where its connection has ended, or it is none of this job."""
+        """What a rank says; None if its connection has ended, or it is none of this job."""
         is_known = peer in self._peers
         try:
             messages = peer.messages()

@@ -99,7 +99,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
 
 
 def log_file() -> str:
-    """Full path of this rank's log, "" where it has none."""
+    """Full path of this rank's log, "" if it has none."""
     files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     return next(iter(files), "")
 

@@ -165,7 +165,7 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
     if backend == "gloo":
         # DeepSpeed would compile its shared-memory all-reduce here, and dies where ninja or a compiler is missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # As DeepSpeed does it, but in our store; it binds the device where there is a peer to reach.
+    # As DeepSpeed does it, but in our store; it binds the device if there is a peer to reach.
     dist.init_process_group(
         backend,
         store=store,

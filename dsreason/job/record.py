@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that the package runs from; None where it was installed otherwise."""
+    """Commit of the checkout that the package runs from; None if it was installed otherwise."""
     root = Path(__file__).parents[2]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

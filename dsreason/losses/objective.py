@@ -28,7 +28,7 @@ class Objective:
     loss: Callable[..., PolicyLoss]
     """A loss of `losses.policy`, its clips set."""
     correction: Callable[[Tensor, Tensor], Tensor] | None
-    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None where the run has no correction."""
+    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None if the run has no correction."""
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(logprobs, ref_logprobs, old_logprobs), `[N]` each → `[N]`."""
     kl_coef: float
@@ -39,7 +39,7 @@ class Objective:
     def penalty(
         self, logprobs: Tensor, ref_logprobs: Tensor | None, old_logprobs: Tensor, entropy: Tensor
     ) -> Tensor | None:
-        """kl_coef KL - entropy_coef H of each token, `[N]`; None where both coefficients are 0."""
+        """kl_coef KL - entropy_coef H of each token, `[N]`; None if both coefficients are 0."""
         parts = []
         if self.kl_coef and ref_logprobs is not None:
             parts.append(self.kl_coef * self.kl(logprobs, ref_logprobs, old_logprobs))

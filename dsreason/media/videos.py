@@ -141,7 +141,7 @@ def ffmpeg_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The open file and its first video stream; DataError where it is none, or breaks off while it is read inside."""
+    """The open file and its first video stream; DataError if it is none, or breaks off while it is read inside."""
     # A playlist in disguise must not make FFmpeg open or fetch anything else.
     allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
     with (
@@ -207,7 +207,7 @@ def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
     """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
 
-    The times are empty where the file does not give a different one to every frame. Reading ends after `most` frames.
+    The times are empty if the file does not give a different one to every frame. Reading ends after `most` frames.
     """
     count, times = 0, set()
     for number, packet in enumerate(container.demux(stream)):

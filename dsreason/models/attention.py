@@ -59,7 +59,7 @@ class RowLayout:
 
     segments: tuple[Segment, ...]
     calls: tuple[Call, ...] = ()
-    """For the kernel; empty where there is none."""
+    """For the kernel; empty if there is none."""
     order: Tensor | None = None
     """`[T]`: puts the results of several calls, one behind the other, in the order of the row."""
     group: Group = None
@@ -268,7 +268,7 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
     """What a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
 
     Without our attention transformers finds the samples of a packed row where the first of four rows of positions starts
-    again, and only where there is no mask.
+    again, and only if there is no mask.
 
     Args:
         group: the ranks that compute a row together, where the batch has a part for each.

@@ -131,7 +131,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """CheckpointError where config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
+    """CheckpointError if config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
     for name, value in config.items():
         if name == "mrope_section" and not (
             isinstance(value, list)

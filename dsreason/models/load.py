@@ -72,7 +72,7 @@ def model_files(config: ModelConfig) -> list[str]:
 
 
 def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model folder; CheckpointError where it is unreadable or of an unsupported model.
+    """The transformers config of a model folder; CheckpointError if it is unreadable or of an unsupported model.
 
     `dtype`: what the model will be loaded in, where that is not what the folder says; positions depend on it.
     """
@@ -173,7 +173,7 @@ def load_weights(
 
 
 def read_generation_config(path: Path) -> GenerationConfig | None:
-    """That of a model's folder, if it has one; CheckpointError where it cannot be read."""
+    """That of a model's folder, if it has one; CheckpointError if it cannot be read."""
     if not (path / "generation_config.json").is_file():
         return None
     try:
@@ -183,7 +183,7 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
 
 
 def check_depth(config: Any, weights: Weights) -> None:
-    """CheckpointError where config.json claims more layers than there are tensors: building them might never end."""
+    """CheckpointError if config.json claims more layers than there are tensors: building them might never end."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if family_of(config.model_type).vision is not None:
         depths = {

@@ -124,7 +124,7 @@ def chunks(count: int, size: int) -> list[slice]:
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in float32, in place; the product alone where there is no total yet, as zeros of its size take time."""
+    """total + a b in float32, in place; the product alone if there is no total yet, as zeros of its size take time."""
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dsreason.data.types import MediaPart
 
 Group = Any
-"""A process group of torch; mypy knows none where torch is built without them."""
+"""A process group of torch; mypy knows none if torch is built without them."""
 
 
 class _Exchange(torch.autograd.Function):

@@ -45,7 +45,7 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of one GPU (`torch.cuda.get_device_name()`); None where it is not known.
+    """Peak dense bf16 FLOP/s of one GPU (`torch.cuda.get_device_name()`); None if it is not known.
 
     A MIG slice has a share of its GPU's peak that the name does not give: None.
     """
@@ -77,7 +77,7 @@ class ModelFlops:
     """FLOPs of a forward and backward pass, per unit of work.
 
     A matrix product costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
-    gradient of its weight (none where frozen). Attention costs 4 FLOPs per layer, head channel and pair of tokens
+    gradient of its weight (none if frozen). Attention costs 4 FLOPs per layer, head channel and pair of tokens
     forward (scores and weighted sum), twice that backward (Chowdhery et al. 2022, PaLM, appendix B; theirs counts all
     pairs, this only the causal ones). Recomputation by gradient checkpointing is not counted, as MFU wants it.
     """

@@ -16,7 +16,7 @@ from dsreason.text import QuestionKind
 def single_choice(completion: str, sample: Sample) -> float:
     """1 if the answer is the reference to the letter, case aside, else 0; the same as cosmos-rl's.
 
-    Both are what is inside the first `<answer>…</answer>`, or the whole text where there is none. `(A)` is not `A`. Of a
+    Both are what is inside the first `<answer>…</answer>`, or the whole text if there is none. `(A)` is not `A`. Of a
     sample with options the reference may also be written `(A)`, "The answer is A", or as an option's text.
     """
     return float(tagged_answer(completion).lower() in {right.lower() for right in _references(sample)})

@@ -105,7 +105,7 @@ def usual(value: Any) -> str:
 
 
 def compare(how: Field, right: Any, given: Any, sample: Sample, name: str) -> float:
-    """0 to 1. DataError where the reference's value is nothing that can be compared so."""
+    """0 to 1. DataError if the reference's value is nothing that can be compared so."""
     if how.compare == "set" and not isinstance(right, list):
         raise unusable(sample, f"whose field {name} is no list, and is compared as a set")
     if how.compare in REWARDS:
@@ -157,7 +157,7 @@ def parted(how: Mapping[str, Any]) -> Field:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """ConfigError where the option `fields` of `json_fields` is none; the text names the field and what may stand there."""
+    """ConfigError if the option `fields` of `json_fields` is none; the text names the field and what may stand there."""
     place = "reward option json_fields.fields"
     if not fields:
         raise ConfigError(f"{place} is empty; name a field, or leave it out to compare all of the reference's")

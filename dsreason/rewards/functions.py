@@ -49,21 +49,21 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """ConfigError where a reward cannot be had with these options, before anything is started or requested."""
+    """ConfigError if a reward cannot be had with these options, before anything is started or requested."""
     find_reward(name, options)
     if name == "judge":
         check_judge(options)
 
 
 def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
-    """DataError where one of these rewards cannot read the sample's reference answer."""
+    """DataError if one of these rewards cannot read the sample's reference answer."""
     for name in rewards:
         if name in READS_REFERENCE:
             BUILT_IN[name]("", sample, **options.get(name, {}))
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
-    """What the name of a reward stands for; ConfigError where that is nothing."""
+    """What the name of a reward stands for; ConfigError if that is nothing."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
     return _only_function(code, name) if isinstance(code, ModuleType) else code
 
@@ -80,7 +80,7 @@ def _short(name: str) -> str:
 
 
 def with_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with its options; ConfigError where it cannot be called with them and with `arguments`, in their order."""
+    """The function with its options; ConfigError if it cannot be called with them and with `arguments`, in their order."""
     if not callable(function):
         raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:

@@ -126,7 +126,7 @@ class RewardServer:
 
 
 def variable(name: str) -> str | None:
-    """The environment's `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; ConfigError where both are set and differ."""
+    """The environment's `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; ConfigError if both are set and differ."""
     new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
         raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")

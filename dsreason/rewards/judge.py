@@ -65,7 +65,7 @@ async def judge(
 ) -> tuple[float, dict[str, float]]:
     """The judge's score, from `lowest` = 0 to `highest` = 1, and the mean of several `votes`.
 
-    The judge sees the rubric, the question's text, the reference answer where there is one, and the answer; no media. Its
+    The judge sees the rubric, the question's text, the reference answer if there is one, and the answer; no media. Its
     metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost`, and with several votes `agreement`, the share of
     pairs of votes that are equal.
 
@@ -207,7 +207,7 @@ def opened(url: str, key: str | None, variable: str) -> RewardServer:
 
 
 def check_judge(options: Mapping[str, Any]) -> None:
-    """ConfigError where the judge's address, model, key or scale is none."""
+    """ConfigError if the judge's address, model, key or scale is none."""
     settings = defaults_of(judge) | {**options}
     open_judge(settings["url"], settings["model"], settings["api_key_variable"])
     if not settings["lowest"] < settings["highest"]:
@@ -254,7 +254,7 @@ def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardSe
 
 
 def plain_score(text: str) -> float | None:
-    """Of a judge that leaves out the JSON: `**Score:** 4`, `Score: 4/5`; None where several differ."""
+    """Of a judge that leaves out the JSON: `**Score:** 4`, `Score: 4/5`; None if several differ."""
     values = {
         float(value)
         for value in re.findall(r"\bscore\b[\s*:=\"']{1,8}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", text.lower()[:65_536])

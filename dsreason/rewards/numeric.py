@@ -62,7 +62,7 @@ def with_unit(found: Quantity, unit: str | None) -> Quantity:
 
 
 def difference(right: Quantity, given: Quantity) -> float | None:
-    """In the reference's unit; None where the two have different dimensions."""
+    """In the reference's unit; None if the two have different dimensions."""
     if right.dimension == given.dimension:
         return abs(given.base - right.base) / right.factor
     if right.dimension and given.dimension:

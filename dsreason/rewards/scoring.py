@@ -98,5 +98,5 @@ class Scorer:
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:
-    """The server of the rewards named `remote:…`, where there are any. No request is made."""
+    """The server of the rewards named `remote:…`, if there are any. No request is made."""
     return RemoteReward(config.remote) if any(name.startswith(REMOTE) for name in config.functions) else None

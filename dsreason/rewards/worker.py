@@ -44,7 +44,7 @@ class Kind:
     """What the functions of a pool are. Workers get both by name, so these are functions of modules."""
 
     find: Callable[[str, Mapping[str, Any]], Function]
-    """The function of a name, with its options. ConfigError where there is none."""
+    """The function of a name, with its options. ConfigError if there is none."""
     check: Callable[[Any, tuple[Any, ...]], tuple[Any, dict[str, float]]]
     """(result, arguments of the call) → score and metrics as plain numbers. ValueError says what else was returned."""
 

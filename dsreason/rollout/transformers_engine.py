@@ -242,7 +242,7 @@ def draw_tokens(
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
     """Copy each tensor into the parameter of its name, tied ones under the first of their names.
 
-    SyncError where one is missing or wrong.
+    SyncError if one is missing or wrong.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in sending:

@@ -101,7 +101,7 @@ def release(llm: LLM) -> None:
 
 
 def map_pools() -> None:
-    """Give sleeping pools memory again, where there is enough.
+    """Give sleeping pools memory again, if there is enough.
 
     vLLM unmaps a pool when it frees it, and for one that sleep has unmapped its allocator prints CUDA errors.
     """

@@ -99,7 +99,7 @@ def digest(medium: Medium) -> str:
 def check_output(
     request: Request, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """RolloutError where vLLM read another prompt than ours, or did not end the completion as asked."""
+    """RolloutError if vLLM read another prompt than ours, or did not end the completion as asked."""
     read = list(output.prompt_token_ids)
     if read != request.expanded_ids:
         raise RolloutError(

@@ -102,7 +102,7 @@ class HubStorage:
         )
 
     def _without_card(self, api: HfApi, package: Package) -> Package:
-        """The package without its model card where there is one already: its owner may have written in it."""
+        """The package without its model card if there is one already: its owner may have written in it."""
         place = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, place, revision=self.address.revision):
             return package

@@ -134,7 +134,7 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """What is not in storage, by target, why, and the command for each; empty where all is there."""
+        """What is not in storage, by target, why, and the command for each; empty if all is there."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.in_use())
 
 

@@ -22,7 +22,7 @@ def base_note(model: Mapping[str, Any], source: Path) -> str:
     """What an export says of the model that its run began with.
 
     Args:
-        model: `path` and `revision` of the run's configuration; empty where that is not known.
+        model: `path` and `revision` of the run's configuration; empty if that is not known.
         source: the local folder of that model. One of an export has its own note, which is kept: no chain grows.
     """
     if (source / FILE).is_file():
@@ -36,7 +36,7 @@ def base_note(model: Mapping[str, Any], source: Path) -> str:
 def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
     """A folder with the export's transformer and everything else of its base model, as links; any other folder as it is.
 
-    CheckpointError where the base model cannot be found, or the export is of an adapter.
+    CheckpointError if the base model cannot be found, or the export is of an adapter.
     """
     if not is_export(folder):
         return folder

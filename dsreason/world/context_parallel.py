@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dsreason.world.families.family import WorldFamily
 
 Group = Any
-"""A process group of torch; mypy knows none where torch is built without them."""
+"""A process group of torch; mypy knows none if torch is built without them."""
 KEY = "train.context_parallel_size"
 
 
@@ -34,7 +34,7 @@ def parallelise(transformer: nn.Module, family: WorldFamily, group: Group) -> No
 
 
 def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) -> None:
-    """ConfigError where a model's heads or a clip's tokens do not divide among `size` ranks.
+    """ConfigError if a model's heads or a clip's tokens do not divide among `size` ranks.
 
     Args:
         config: of the transformer.
@@ -55,7 +55,7 @@ def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) ->
 
 
 def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's share along one axis. ValueError where it does not divide: `chunk` would cut unequal parts."""
+    """This rank's share along one axis. ValueError if it does not divide: `chunk` would cut unequal parts."""
     size = dist.get_world_size(group)
     if tensor.shape[dim] % size:
         raise ValueError(f"{tensor.shape[dim]} tokens or heads do not divide among {size} ranks")

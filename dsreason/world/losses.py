@@ -159,7 +159,7 @@ def nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
 
 
 def check_shapes(*values: Tensor) -> None:
-    """ValueError where these are not all `[B]`: broadcasting would mix up the clips of a batch."""
+    """ValueError if these are not all `[B]`: broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(f"one value for each clip is needed; the shapes are {shapes}")

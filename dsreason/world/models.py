@@ -107,7 +107,7 @@ COMPONENTS = (
 def check_components(folder: Path) -> list[str]:
     """Look at a model's folder without reading a weight; returns the names of the transformer's linear layers.
 
-    CheckpointError where a component is missing, or the transformer's weights are not those of its configuration.
+    CheckpointError if a component is missing, or the transformer's weights are not those of its configuration.
     """
     for name in COMPONENTS:
         read_json(folder / name)

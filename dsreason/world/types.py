@@ -26,7 +26,7 @@ class WorldRow:
     """Where it stands, for messages: file and line, or shard and member."""
     prompt: str
     clip: str | None = None
-    """What `WorldDataset.read_clip` reads; None where the row is a prompt only."""
+    """What `WorldDataset.read_clip` reads; None if the row is a prompt only."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Further fields of the row, for rewards."""
 

@@ -198,7 +198,7 @@ class Job:
 
 
 def newest(run: Path) -> int:
-    """Step of the newest complete checkpoint, 0 where there is none."""
+    """Step of the newest complete checkpoint, 0 if there is none."""
     return max((int(file.parent.name.split("_")[1]) for file in run.glob("checkpoints/step_*/COMPLETE")), default=0)
 
 

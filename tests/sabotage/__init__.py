@@ -51,7 +51,7 @@ class Fault:
         return all(test.startswith("tests/unit/") for test in self.tests)
 
     def planted_in(self, source: str) -> str:
-        """The source with the fault. ValueError where the text to replace does not stand there exactly once."""
+        """The source with the fault. ValueError if the text to replace does not stand there exactly once."""
         if (count := source.count(self.old)) != 1:
             raise ValueError(
                 f"fault {self.name}: {self.file} has its text {count} times instead of once; correct `old`"

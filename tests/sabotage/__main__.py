@@ -32,7 +32,7 @@ NO_TEST_FAILED = (0, 5)
 class Finding:
     fault: Fault
     suite: str
-    """The smallest suite with a test that fails; "none" where there is none."""
+    """The smallest suite with a test that fails; "none" if there is none."""
     test: str
     seconds: float
 
@@ -59,7 +59,7 @@ def planted(fault: Fault, tree: Path) -> Iterator[None]:
 
 
 def failed_test(tree: Path, tests: Sequence[str], options: Sequence[str]) -> str | None:
-    """The first test that fails, without its parameters; a file where it cannot be read or hangs; None where all pass.
+    """The first test that fails, without its parameters; a file where it cannot be read or hangs; None if all pass.
 
     Raises:
         RuntimeError: pytest could not run them.
@@ -91,7 +91,7 @@ def failed_test(tree: Path, tests: Sequence[str], options: Sequence[str]) -> str
 
 
 def try_fault(fault: Fault, tree: Path) -> Finding:
-    """Which test sees it. RuntimeError where the tests fail without the fault as well, which would prove nothing."""
+    """Which test sees it. RuntimeError if the tests fail without the fault as well, which would prove nothing."""
     started = time.monotonic()
     for suite, options in SUITES.items():
         with planted(fault, tree):

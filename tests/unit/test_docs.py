@@ -169,7 +169,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def started(words: list[str]) -> list[str] | None:
-    """The words after `dsreason` that a command ends in; None where it starts nothing of ours."""
+    """The words after `dsreason` that a command ends in; None if it starts nothing of ours."""
     program, *rest = words
     if program in ("dsreason", ".venv/bin/dsreason"):
         return rest

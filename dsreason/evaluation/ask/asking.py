@@ -36,7 +36,7 @@ class Reply:
     seconds: float = 0.0
     error: str | None = None
     sent: bool = True
-    """False where an error came before anybody was asked: a clip that cannot be read."""
+    """False if an error came before anybody was asked: a clip that cannot be read."""
 
 
 class Answerer(Protocol):

@@ -25,7 +25,7 @@ EXPORT, MAKING, LOCK = ".export-", ".making-", "lock"
 
 
 def run_weights(given: str) -> Path | None:
-    """The model folder or checkpoint of the run that a path belongs to; None where it is not a run of dsreason.
+    """The model folder or checkpoint of the run that a path belongs to; None if it is not a run of dsreason.
 
     Of a run (or its `checkpoints`) the newest weights: the final export, unless a checkpoint was completed after it, as
     where the run goes on. A checkpoint means itself.

@@ -183,7 +183,7 @@ class ServerAnswerer:
         raise AssertionError("unreachable")
 
     def _list_models(self) -> list[str]:
-        """Names of the models that the server has; empty where it does not say."""
+        """Names of the models that the server has; empty if it does not say."""
         try:
             response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if response.status in (401, 403):

@@ -36,7 +36,7 @@ Part = dict[str, Any]
 
 
 def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str, Any]]:
-    """The messages, and the fields beside them that say how clips are to be read (empty where there is nothing to say).
+    """The messages, and the fields beside them that say how clips are to be read (empty if there is nothing to say).
 
     Raises:
         DataError: a medium cannot be read; the clips of one question would have to be read in different ways, and the

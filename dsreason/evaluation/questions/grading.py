@@ -56,7 +56,7 @@ class Grader:
       - yes_no, open, free_text: it is the reference, case, white space and a final full stop aside;
       - ordinal: it is the same number (`3` and `3.0` are).
     Nothing read is never right. Free texts also score `bleu` (0 to 100), `rouge1`, `rouge2`, `rougeL` (0 to 1) and, with the
-    folder of a `similarity_model`, `similarity` (-1 to 1), see `similarity`; all are 0 where nothing was read.
+    folder of a `similarity_model`, `similarity` (-1 to 1), see `similarity`; all are 0 if nothing was read.
 
     `scorer` is a reward, `fn(completion, sample)`, see `dsreason.rewards.functions.find_reward`. It gets the whole response
     and the `scorer_options`; its value is a score under its short name. With a `scorer_threshold` it decides: from that value

@@ -199,7 +199,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
 
 
 def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
-    """With the answer written as the option's letter is. DataError where it is none of them.
+    """With the answer written as the option's letter is. DataError if it is none of them.
 
     Where the question itself shows the options the answer may also be `(A)` or an option's text, and stays that where the
     `kind` asked for is not multiple choice.
@@ -259,13 +259,13 @@ def to_question(
 
 
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
-    """DataError where the reference is none of its kind: no answer could be right."""
+    """DataError if the reference is none of its kind: no answer could be right."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
 def checked_kind(sample: Sample) -> QuestionKind:
-    """DataError where the row names a kind that there is none of; it would else be graded as another."""
+    """DataError if the row names a kind that there is none of; it would else be graded as another."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
         raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")

@@ -63,7 +63,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Card:
-    """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None where its pictures are left out."""
+    """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None if its pictures are left out."""
 
     anchor: str
     result: Result

@@ -129,7 +129,7 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
 
 
 def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
-    """The one run in a folder. DataError as `find_runs`, or where there are several."""
+    """The one run in a folder. DataError as `find_runs`, or if there are several."""
     runs = find_runs(results_dir, dataset)
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs)

@@ -57,7 +57,7 @@ class Letters:
 
 @dataclass(frozen=True)
 class Mean:
-    """`value` is None where it is not defined."""
+    """`value` is None if it is not defined."""
 
     value: float | None
     n: int
@@ -176,7 +176,7 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, b
 
     `bounds` are the lowest and the highest possible mean. Source: Miller, "Adding Error Bars to Evals"
     (arXiv:2411.00640), clustered standard errors, with the usual factor C / (C - 1) for C clusters.
-    None where it is not defined: a single cluster, or no spread between clusters.
+    None if it is not defined: a single cluster, or no spread between clusters.
     """
     mean = sum(values) / len(values)
     residuals: dict[object, float] = {}

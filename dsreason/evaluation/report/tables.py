@@ -93,7 +93,7 @@ def score_facts(summary: Summary) -> dict[str, str]:
 
 
 def accuracy_parts(summary: Summary) -> list[tuple[str, dict[str, Accuracy]]]:
-    """What accuracies are shown for, in sections: data sets, question kinds where there are several, all."""
+    """What accuracies are shown for, in sections: data sets, question kinds if there are several, all."""
     parts = [("data set", summary.datasets)]
     if len(summary.kinds) > 1:
         parts.append(("kind", {f"{kind.replace('_', ' ')} questions": part for kind, part in summary.kinds.items()}))

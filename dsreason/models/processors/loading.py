@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError where one is missing.
+    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError if one is missing.
 
     Of a model that reads text alone, a processor that is its tokenizer.
     """

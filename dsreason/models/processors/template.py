@@ -24,7 +24,7 @@ CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT
 
 
 def check_template(path: Path, processor: Any) -> None:
-    """CheckpointError where the chat template does not end, takes gigabytes or fails on a short conversation.
+    """CheckpointError if the chat template does not end, takes gigabytes or fails on a short conversation.
 
     It is a program that comes with the model. Jinja's sandbox keeps it from files and code, not from loops and long
     texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is
@@ -66,7 +66,7 @@ def address_space() -> int:
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
-    """In the child: sends why the template cannot be used, or nothing where it goes beyond the limits."""
+    """In the child: sends why the template cannot be used, or nothing if it goes beyond the limits."""
     signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     seconds = CPU_SECONDS if most == resource.RLIM_INFINITY else min(CPU_SECONDS, most)

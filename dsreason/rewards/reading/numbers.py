@@ -98,7 +98,7 @@ class Token:
 
 
 def quantity(text: str, dimension: str = "") -> Quantity | None:
-    """The one number that a `plain` text gives; None where there is none, or several of which none is the answer's.
+    """The one number that a `plain` text gives; None if there is none, or several of which none is the answer's.
 
     Args:
         dimension: that of the reference: of several numbers one that has it is meant.
@@ -198,7 +198,7 @@ def unit_of(text: str) -> tuple[str, float]:
 
 
 def digits_value(text: str) -> float | None:
-    """`1,234.5`, `1.234,5`, `1 234`, `3,2` and `.5` as a float; None where the separators fit no number."""
+    """`1,234.5`, `1.234,5`, `1 234`, `3,2` and `.5` as a float; None if the separators fit no number."""
     text = re.sub(r"[ '_]", "", text)
     commas, dots = text.count(","), text.count(".")
     if commas and dots:

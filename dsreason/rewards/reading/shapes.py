@@ -63,7 +63,7 @@ class PointForm:
 
 
 Found = list[Shape] | None
-"""[] where a text says that there are none; None where nothing was read."""
+"""[] if a text says that there are none; None if nothing was read."""
 
 
 def boxes(text: str, order: Order = "xyxy") -> Found:

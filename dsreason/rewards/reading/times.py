@@ -66,7 +66,7 @@ TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 
 
 def spans(text: str) -> list[Span] | None:
-    """All spans of a `plain` text; [] where it says that there are none; None where nothing was read."""
+    """All spans of a `plain` text; [] if it says that there are none; None if nothing was read."""
     values = json_values(text)
     spans_read = [span for value in values for span in json_spans(value)]
     if not spans_read and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
@@ -144,7 +144,7 @@ class Time:
 
 
 def text_spans(text: str, *, whole: bool = False) -> list[Span]:
-    """The spans of a text in lower case. Those of two numbers without units count where there are no others.
+    """The spans of a text in lower case. Those of two numbers without units count if there are no others.
 
     `whole`: only a text that is nothing but a span.
     """
@@ -166,7 +166,7 @@ def text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
 
 def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
-    """How clearly two neighbouring times are a span, `clear` or `vague`; None where they are none."""
+    """How clearly two neighbouring times are a span, `clear` or `vague`; None if they are none."""
     gap = text[first.end : second.start]
     before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):

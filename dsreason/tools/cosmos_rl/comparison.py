@@ -126,7 +126,7 @@ def optimizer() -> list[Meaning]:
 
 
 def count_rows(draft: Draft) -> int | None:
-    """Of a list of rows that lies here; None where they would have to be fetched."""
+    """Of a list of rows that lies here; None if they would have to be fetched."""
     path = draft.get("data.path") or ""
     if not path or is_s3(path):
         return None

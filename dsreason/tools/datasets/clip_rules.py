@@ -4,7 +4,7 @@ The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are ha
 not, so that `end - start` frames are cut.
 
 - agibot, `574-809829-head_center_fisheye_color-440-699-1.mp4`: frames 440 to 698 of the view `head_center_fisheye_color` of
-  episode 809829 of task 574; a sixth part, where there is one, says nothing about the cut.
+  episode 809829 of task 574; a sixth part, if there is one, says nothing about the cut.
 - holoassist, `R005-7July-DSLR_coarse_2_fine_41.mp4`: the fine grained action whose `id` is 41 in the annotations of the
   recording R005-7July-DSLR, from its start to its end in seconds; the coarse action is not looked at.
 - bridgev2, `<folder>.<episode>.totalframe058.clipframe018.mp4`: the first 18 of the 58 frames of an episode; slashes of the
@@ -78,7 +78,7 @@ class MissingRaw(DataError):
 
 
 Rule = Callable[[str], Cut]
-"""From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError where it says nothing usable;
+"""From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError if it says nothing usable;
 neither repeats the name."""
 
 
@@ -147,7 +147,7 @@ def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
 
 
 def holoassist_video(recording: str, raw: Path) -> Path:
-    """MissingRaw where there is none."""
+    """MissingRaw if there is none."""
     places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
     return first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
 

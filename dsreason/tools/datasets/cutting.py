@@ -65,7 +65,7 @@ def cut_clip(cut: Cut, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Timing:
-    """Number of frames, their time stamps (none where the file has no usable ones), the unit of these, and the rate."""
+    """Number of frames, their time stamps (none if the file has no usable ones), the unit of these, and the rate."""
 
     count: int
     times: list[int]
@@ -156,7 +156,7 @@ def image_number(file: Path) -> tuple[int, str]:
 
 
 def encode(frames: Iterator[VideoFrame], fps: Fraction, target: Path) -> None:
-    """All frames, the first one shown at 0. DataError where one has no time."""
+    """All frames, the first one shown at 0. DataError if one has no time."""
     first = next(frames)
     origin, unit = time_of(first)
     with av.open(str(target), "w", format="mp4") as container:

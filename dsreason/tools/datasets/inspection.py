@@ -123,7 +123,7 @@ class PartReport:
     pixels: PixelReport | None = None
     """None without a model."""
     preferences: PreferenceReport | None = None
-    """None where no row is one."""
+    """None if no row is one."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Version(NamedTuple):
 
     size: int
     tag: str
-    """The server's `ETag`, else when the file was last modified; "" where it says neither."""
+    """The server's `ETag`, else when the file was last modified; "" if it says neither."""
 
 
 @dataclass(frozen=True)

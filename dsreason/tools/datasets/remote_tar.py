@@ -96,7 +96,7 @@ def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int,
 
 
 def read_index(file: Path, version: Version) -> Index:
-    """A new one where there is none, or the tar was replaced by another."""
+    """A new one if there is none, or the tar was replaced by another."""
     try:
         index = Index(**json_object(file))
         return index if tuple(index.version) == version else Index(version)

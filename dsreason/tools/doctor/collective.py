@@ -42,7 +42,7 @@ def rank() -> None:
 
 
 def main() -> None:
-    """On a machine with one GPU there is one rank; where there is none two share the CPU."""
+    """On a machine with one GPU there is one rank; if there is none two share the CPU."""
     launch.prepare_environment()
     gpus = launch.gpu_count()
     ranks = min(RANKS, gpus) or RANKS

@@ -20,7 +20,7 @@ class Finding:
     verdict: Verdict
     what: str
     cure: str = ""
-    """What to do; empty where nothing has to be done."""
+    """What to do; empty if nothing has to be done."""
 
 
 def passed(name: str, what: str) -> Finding:
@@ -36,7 +36,7 @@ def failed(name: str, what: str, cure: str) -> Finding:
 
 
 def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Exit code and everything that a program prints; 124 where it takes longer, 127 where there is none."""
+    """Exit code and everything that a program prints; 124 if it takes longer, 127 if there is none."""
     try:
         ended = subprocess.run(
             command,

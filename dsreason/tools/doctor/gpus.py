@@ -67,7 +67,7 @@ def without(built_for: str | None, cards: int) -> Iterator[Finding]:
 
 
 def listed() -> list[list[str]]:
-    """The fields of `QUERY` of each card; none where there is no driver."""
+    """The fields of `QUERY` of each card; none if there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     code, text = output_of(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
@@ -96,7 +96,7 @@ def check_card(card: list[str]) -> Iterator[Finding]:
 
 
 def mib(text: str) -> int:
-    """0 where the driver does not say."""
+    """0 if the driver does not say."""
     return int(text) if text.isdecimal() else 0
 
 

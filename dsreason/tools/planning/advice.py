@@ -81,7 +81,7 @@ def suggestions(plan: Plan) -> list[Suggestion]:
 
 
 def suggestion(request: Request, change: Change) -> Suggestion | None:
-    """None where it would not fit either, or where the run would refuse to start."""
+    """None if it would not fit either, or where the run would refuse to start."""
     try:
         plan = plan_run(changed(request, change))
     except (ConfigError, ValidationError):

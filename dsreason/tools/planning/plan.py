@@ -67,7 +67,7 @@ class Plan:
 
 
 def plan_run(request: Request) -> Plan:
-    """ConfigError where the run would refuse to start on that machine."""
+    """ConfigError if the run would refuse to start on that machine."""
     config = request.config
     states = states_of(request)
     outside = [Item("CUDA context and libraries", CONTEXT, "allowance")]

@@ -78,7 +78,7 @@ class Zero:
 
 @dataclass
 class Request:
-    """One trainer's configuration on one machine. ConfigError where the run would refuse to start so."""
+    """One trainer's configuration on one machine. ConfigError if the run would refuse to start so."""
 
     trainer: str
     config: RunConfig

@@ -99,7 +99,7 @@ def trace(
 ) -> Traced:
     """Of `run` on an input of that shape, which needs a gradient itself.
 
-    `training=False`: of the forward alone, which keeps nothing. ConfigError where torch could not say how large that is.
+    `training=False`: of the forward alone, which keeps nothing. ConfigError if torch could not say how large that is.
     """
     if shape[-2] > MOST_TOKENS:
         raise ConfigError(

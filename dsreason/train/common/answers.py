@@ -44,7 +44,7 @@ class Answer:
     finish_reason: str
     media: list[str]
     rewards: dict[str, float] = field(default_factory=dict)
-    """By function, and under "" their weighted sum; empty where the run has no rewards."""
+    """By function, and under "" their weighted sum; empty if the run has no rewards."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Arithmetic:
 
     flops: ModelFlops
     peak: float | None
-    """FLOP/s of all devices together; None where the device's peak is not known."""
+    """FLOP/s of all devices together; None if the device's peak is not known."""
     ranks_per_row: int = 1
     """So many ranks do the same work together, and all of them count it."""
 

@@ -76,7 +76,7 @@ def open_policy_job(
 def build_policy_engine(
     config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
 ) -> DeepSpeedEngine:
-    """The model in its partitions, frozen where asked or with adapters, with its optimizer.
+    """The model in its partitions, frozen if asked or with adapters, with its optimizer.
 
     `group`: of the ranks that compute rows together, `World.group`.
     """

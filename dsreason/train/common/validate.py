@@ -134,7 +134,7 @@ class HeldOut(Generic[C]):
 def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
     """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped.
 
-    None where the rows have none: they are only asked.
+    None if the rows have none: they are only asked.
     """
     encoder = held_out.encoder
     was_training = policy_engine.training
@@ -162,7 +162,7 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advanc
 def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[Answer], dict[int, Image.Image]]:
-    """This rank's answers, with their rewards where there is a scorer, and the contact sheets of those shown, by row."""
+    """This rank's answers, with their rewards if there is a scorer, and the contact sheets of those shown, by row."""
     tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
     sampling = Sampling(

@@ -132,7 +132,7 @@ def same_answer(sample: Sample) -> DataError:
 
 
 def given_logprobs(sample: Sample) -> tuple[float, float] | None:
-    """What the row says the reference gives both answers; None where it says nothing."""
+    """What the row says the reference gives both answers; None if it says nothing."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
         return None

@@ -22,7 +22,7 @@ from dsreason.train.grpo.teacher_server import check_no_media
 
 
 def check_functions(config: GRPOConfig) -> None:
-    """ConfigError where a reward cannot be loaded with its options, or the reward server's settings are wrong.
+    """ConfigError if a reward cannot be loaded with its options, or the reward server's settings are wrong.
 
     Nothing is requested from the server.
     """
@@ -104,11 +104,11 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": no_number,
     "boxed_math": no_latex,
 }
-"""Reward → what is wrong with a reference answer, given the sample's options; None where a completion can be right."""
+"""Reward → what is wrong with a reference answer, given the sample's options; None if a completion can be right."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
-    """ConfigError where what these prompts ask for is not what the reward `format` accepts.
+    """ConfigError if what these prompts ask for is not what the reward `format` accepts.
 
     One prompt that asks for it is enough: in the others a question may have tags of its own.
     """

@@ -31,7 +31,7 @@ from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs,
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 """In the progress bar."""
 SHOWN_OF_TEACHER = {"distance": "distill/kl", "length": "completion/length_mean"}
-"""The same where there is a teacher and no reward."""
+"""The same if there is a teacher and no reward."""
 MAX_UNTRAINED = 10
 """Rollouts in a row that may have nothing to train."""
 

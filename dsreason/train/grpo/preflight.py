@@ -53,7 +53,7 @@ def check(config: GRPOConfig) -> None:
 
 
 def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
-    """ConfigError where held-out rows have no answer, and the best checkpoint is found by what needs one."""
+    """ConfigError if held-out rows have no answer, and the best checkpoint is found by what needs one."""
     best = config.checkpoint.best_metric
     if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
         return
@@ -69,7 +69,7 @@ def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
 
 
 def check_engine_choice(config: GRPOConfig) -> None:
-    """ConfigError where the rollout engine or the reference policy does not work with these settings."""
+    """ConfigError if the rollout engine or the reference policy does not work with these settings."""
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
@@ -88,7 +88,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
 
 
 def check_distillation(config: GRPOConfig) -> None:
-    """ConfigError where dynamic sampling would leave out what a teacher has to say."""
+    """ConfigError if dynamic sampling would leave out what a teacher has to say."""
     if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(

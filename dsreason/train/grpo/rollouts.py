@@ -35,7 +35,7 @@ class Rollout:
     """By function, unweighted."""
     advantage: float = 0.0
     group: int | None = 0
-    """Number of the trained group, over all ranks; None where it is not trained."""
+    """Number of the trained group, over all ranks; None if it is not trained."""
     place: PromptPlace = (0, 0)
     """Of the prompt."""
 
@@ -64,9 +64,9 @@ class MicroBatch:
     old_logprobs: Tensor | None = None
     """`[N]`, of the policy that sampled; None: the policy is still the same."""
     ref_logprobs: Tensor | None = None
-    """`[N]`, of the reference; None where there is no KL."""
+    """`[N]`, of the reference; None if there is no KL."""
     teacher_logprobs: Tensor | None = None
-    """`[N]`; None where there is no teacher."""
+    """`[N]`; None if there is no teacher."""
 
 
 @dataclass(frozen=True)

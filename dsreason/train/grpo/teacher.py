@@ -117,7 +117,7 @@ def find_teacher(config: GRPOConfig) -> Path:
 
 
 def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
-    """ConfigError where the teacher cannot read what the student reads and writes. No weights are loaded."""
+    """ConfigError if the teacher cannot read what the student reads and writes. No weights are loaded."""
     if config.distill.teacher is None:
         return
     if config.distill.by_server:

@@ -99,7 +99,7 @@ class Client:
     def request(self, ids: list[int], what: str) -> list[Token]:
         """What the server says of each token but the first, which follows nothing.
 
-        DsReasonError where there is no answer, or one that does not fit.
+        DsReasonError if there is no answer, or one that does not fit.
         """
         request = {"model": self.config.server_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         body, attempt = json.dumps(request).encode(), 0
@@ -128,7 +128,7 @@ class Client:
 
 
 def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
-    """Of all tokens but the first; ValueError where the answer does not fit them."""
+    """Of all tokens but the first; ValueError if the answer does not fit them."""
     entries = Answer.model_validate_json(answer).choices[0].prompt_logprobs
     if len(entries) != len(ids):
         raise ValueError(f"entries of {len(entries)} tokens instead of {len(ids)}")
@@ -144,7 +144,7 @@ def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
 
 
 def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ConfigError where the server cannot be asked, or reads tokens otherwise than the student."""
+    """ConfigError if the server cannot be asked, or reads tokens otherwise than the student."""
     client = Client(config)
     plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     ids = plain[:: max(1, len(plain) // PROBES)][: PROBES + 1]

@@ -53,7 +53,7 @@ def read_folder(path: str) -> Rows:
 
 
 def named(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Files by their names without the suffix. DataError where two have the same."""
+    """Files by their names without the suffix. DataError if two have the same."""
     clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):
@@ -64,6 +64,6 @@ def named(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 
 def read_meta(file: Path) -> Any:
-    """The fields of a `.json` file, or the text of another as the prompt. ValueError where it cannot be read."""
+    """The fields of a `.json` file, or the text of another as the prompt. ValueError if it cannot be read."""
     text = file.read_text(encoding="utf-8-sig")
     return json.loads(text) if file.suffix.lower() == ".json" else {"prompt": " ".join(text.split())}

@@ -27,7 +27,7 @@ class Rows:
 
 
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
-    """DataError where there is no prompt, or one that no file could hold."""
+    """DataError if there is no prompt, or one that no file could hold."""
     if not isinstance(fields, Mapping):
         raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
     prompt = fields.get("prompt")

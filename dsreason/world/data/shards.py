@@ -1,7 +1,7 @@
 """Tar shards in webdataset's layout: members of one row share their name up to the first dot.
 
 `<key>.json` holds `prompt` and further fields (or `<key>.txt` the prompt); beside it is a video (`.mp4` …),
-or none where prompts are enough. Other members are not read: latents and embeddings are made by the model that is trained. A
+or none if prompts are enough. Other members are not read: latents and embeddings are made by the model that is trained. A
 row is known by where its members lie in the shard, so that reading goes on at any row. Nothing is ever unpickled: a shard that
 holds a pickle is refused.
 """

@@ -27,7 +27,7 @@ def small_video(folder: Path, clip: int) -> Path:
 
 
 def write_run_page(run: Path) -> Path | None:
-    """`world.html` in a run's folder; None where nothing was validated yet."""
+    """`world.html` in a run's folder; None if nothing was validated yet."""
     run_validations = validations(run)
     return write_page(run_page(run, run_validations), run / FILE) if run_validations else None
 

@@ -26,7 +26,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clip:
-    """One cell of a card. `video` is None where there is no file."""
+    """One cell of a card. `video` is None if there is no file."""
 
     video: Path | None
     facts: Mapping[str, float]

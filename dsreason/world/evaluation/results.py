@@ -43,7 +43,7 @@ def write_clip(folder: Path, clip: ClipResult) -> None:
 
 
 def read_clips(folder: Path) -> list[ClipResult]:
-    """In the order of their numbers; files of other names are not of clips. DataError where one is damaged."""
+    """In the order of their numbers; files of other names are not of clips. DataError if one is damaged."""
     files = {int(file.stem): file for file in (folder / CLIPS).glob("*.json") if file.stem.isdecimal()}
     return [read_clip(files[number]) for number in sorted(files)]
 
@@ -56,7 +56,7 @@ def read_clip(file: Path) -> ClipResult:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """ConfigError where the folder holds an evaluation with other settings."""
+    """ConfigError if the folder holds an evaluation with other settings."""
     if (folder / SETTINGS_FILE).is_file() and (changed := differing(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
@@ -77,7 +77,7 @@ def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) 
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """DataError where there is no such folder, or no settings in it."""
+    """DataError if there is no such folder, or no settings in it."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
     file = folder / SETTINGS_FILE

@@ -17,7 +17,7 @@ DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over clips with its 95 % interval; None where there is a single prompt."""
+    """A mean over clips with its 95 % interval; None if there is a single prompt."""
 
     mean: float
     interval: Interval | None
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def summarise(clips: Sequence[ClipResult]) -> Summary:
-    """DataError where there are none."""
+    """DataError if there are none."""
     if not clips:
         raise DataError("the evaluation has no clips yet; run dsreason eval")
     prompts = [clip.prompt for clip in clips]
@@ -118,7 +118,7 @@ def bootstrap_interval(
     """95 % interval of the mean by the percentile bootstrap over clusters, since clips of one prompt are alike.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; with clusters drawn whole, chapter 8.
-    None where there is a single cluster.
+    None if there is a single cluster.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
     if len(names) < 2:

@@ -19,7 +19,7 @@ SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """CheckpointError where the file is missing or is no JSON object."""
+    """CheckpointError if the file is missing or is no JSON object."""
     try:
         content = json.loads(read_small(file))
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def transformer_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The folder's own solver. CheckpointError where it is not one of rectified flow."""
+    """The folder's own solver. CheckpointError if it is not one of rectified flow."""
     import diffusers
 
     file = folder / "scheduler" / "scheduler_config.json"

@@ -100,9 +100,9 @@ class WorldFamily:
     accept_projected: Callable[[nn.Module], None] = lambda transformer: None
     """Make a transformer take projected embeddings, too; the names of its parameters stay."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
-    """Why a folder with this model_index.json cannot be trained; empty where it can."""
+    """Why a folder with this model_index.json cannot be trained; empty if it can."""
     unsupported_transformer: Callable[[Mapping[str, Any]], str] = lambda config: ""
-    """Why a transformer of this configuration cannot be trained; empty where it can."""
+    """Why a transformer of this configuration cannot be trained; empty if it can."""
 
     def transformer_config(self, folder: Path) -> dict[str, Any]:
         """The config.json of a folder's transformer, with its class's defaults for what is not in it."""

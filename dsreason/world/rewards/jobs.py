@@ -86,7 +86,7 @@ class Jobs:
             self._bytes -= num_bytes
 
     def add(self, request: Request, names: Sequence[str], num_bytes: int) -> str | None:
-        """The job's name; None where too many wait. Its bytes are held."""
+        """The job's name; None if too many wait. Its bytes are held."""
         job = Job(str(uuid.uuid4()), request, names, num_bytes)
         with self._changed:
             if self._count >= self.most_waiting:
@@ -99,7 +99,7 @@ class Jobs:
         return job.uuid
 
     def keep(self, job: Job, name: str, answer: tuple[int, dict[str, Any]], replace: bool = True) -> None:
-        """The answer to a pull; it is dropped where there is one already and `replace` is false."""
+        """The answer to a pull; it is dropped if there is one already and `replace` is false."""
         status, content = answer
         data = json.dumps(content).encode()
         with self._changed:
@@ -179,7 +179,7 @@ def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
-    """Names of the functions that a request asks for. ValueError where there is none, or one is not served."""
+    """Names of the functions that a request asks for. ValueError if there is none, or one is not served."""
     names = [name for name, weight in request.reward_fn.items() if weight > 0]
     unknown = [name for name in names if name not in functions]
     if unknown or not names:

@@ -41,7 +41,7 @@ def motion(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def flicker(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Mean absolute second difference of the frames' brightness: 0 where it is steady or fades evenly. Weigh it negatively."""
+    """Mean absolute second difference of the frames' brightness: 0 if it is steady or fades evenly. Weigh it negatively."""
     return _mean(clips.mean(dim=(1, 3, 4)).diff(n=2, dim=1).abs())
 
 
@@ -77,7 +77,7 @@ def red_solid(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Over all but the first axis; 0 where there are none."""
+    """Over all but the first axis; 0 if there are none."""
     return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 

@@ -137,7 +137,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
 
 
 class Arrivals(io.RawIOBase):
-    """What a connection receives. TimeoutError where that takes longer since `begin` than its bytes may."""
+    """What a connection receives. TimeoutError if that takes longer since `begin` than its bytes may."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -259,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
                 pass
 
     def pieces(self) -> Iterator[bytes]:
-        """The body as it comes. ConnectionError where there is less of it than the client said."""
+        """The body as it comes. ConnectionError if there is less of it than the client said."""
         while self.left > 0:
             piece = self.rfile.read1(min(self.left, PIECE))
             if not piece:
@@ -268,7 +268,7 @@ class Handler(BaseHTTPRequestHandler):
             yield piece
 
     def form(self) -> dict[str, str]:
-        """The fields of a form; of one that is given twice, the last. ValueError where there are too many."""
+        """The fields of a form; of one that is given twice, the last. ValueError if there are too many."""
         text = b"".join(self.pieces()).decode("utf-8", "replace")
         fields = parse_qs(text, keep_blank_values=True, max_num_fields=MOST_FIELDS)
         return {name: values[-1] for name, values in fields.items()}

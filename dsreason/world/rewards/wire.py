@@ -2,7 +2,7 @@
 
     POST …/enqueue   one line of JSON, a line break, an array in numpy's `.npy` format
                      {"prompts": [str], "reward_fn": {name: weight}, "video_infos": [{"video_fps": 16.0}], "media_type": "video"}
-    200              {"uuid": "…", "replica_id": "…"}        the latter only where there are several replicas
+    200              {"uuid": "…", "replica_id": "…"}        the latter only if there are several replicas
     POST …/pull      a form with `uuid` and `type`, the function's name; the header X-Lepton-Replica-Target names the replica
     200              {"scores": {key: [float]}, …};  400: not yet, ask again
 
@@ -103,7 +103,7 @@ def read_body(body: bytes | bytearray) -> Request:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Of a JSON text. ValueError where it is none, such as with NaN or with a number that is too large to be finite."""
+    """Of a JSON text. ValueError if it is none, such as with NaN or with a number that is too large to be finite."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)

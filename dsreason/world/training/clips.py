@@ -55,7 +55,7 @@ class MicroBatch:
 
     @property
     def free(self) -> Tensor | None:
-        """`[B, 1, T, 1, 1]`: 1 for sampled frames; None where no frame is given."""
+        """`[B, 1, T, 1, 1]`: 1 for sampled frames; None if no frame is given."""
         return None if self.conditioning is None else 1 - self.conditioning.mask
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -137,7 +137,7 @@ def given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def conditioning_of(
     places: Sequence[Place], clean_of: Callable[[Place], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """What is given of the clips at these places; None where no clip of the run has given frames.
+    """What is given of the clips at these places; None if no clip of the run has given frames.
 
     Args:
         clean_of: latents `[C, T, h, w]` of the clip of a place's row.

@@ -43,7 +43,7 @@ def write_export(
     run: Path,
     step: int,
 ) -> None:
-    """Write the weights, of the average where there is one (all ranks together; rank 0 writes).
+    """Write the weights, of the average if there is one (all ranks together; rank 0 writes).
 
     With all weights trained, `output` gets `transformer/` and the small files of the pipeline around it: the autoencoder,
     text encoder and tokenizer are those of `source`, the folder that the model was loaded from. Of an adapter there is one
@@ -87,7 +87,7 @@ def write_folder(
     max_bytes: int,
     texts: Mapping[str, str],
 ) -> None:
-    """The folder appears under its name only when it is complete. SaveError where it cannot be written."""
+    """The folder appears under its name only when it is complete. SaveError if it cannot be written."""
     with appearing_folder(output) as partial:
         if lora is None:
             copy_pipeline(source, partial)

@@ -184,7 +184,7 @@ def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """Those whose prompts are sampled at every validation: held-out ones, or training rows where there are none."""
+    """Those whose prompts are sampled at every validation: held-out ones, or training rows if there are none."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples
@@ -192,7 +192,7 @@ def validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldData
 
 
 def loss_rows(config: WorldConfig, validation: WorldDataset) -> list[int]:
-    """The held-out rows whose clips the loss is measured on, evenly spaced; none where training has no such loss."""
+    """The held-out rows whose clips the loss is measured on, evenly spaced; none if training has no such loss."""
     if config.world.algorithm not in ("sft", "ddrl"):
         return []
     return evenly(len(validation), MOST_LOSSES)

@@ -110,7 +110,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
 
 
 def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
-    """Steps that add noise, and so can be trained. ConfigError where none does, or where one that is named does not."""
+    """Steps that add noise, and so can be trained. ConfigError if none does, or where one that is named does not."""
     world = config.world
     stds = [
         step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
@@ -132,7 +132,7 @@ def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
 
 
 def check_rewards(config: WorldConfig) -> None:
-    """ConfigError where a reward is missing that the algorithm or the rule for the best checkpoint needs."""
+    """ConfigError if a reward is missing that the algorithm or the rule for the best checkpoint needs."""
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
         open_scorer(config.reward)  # starts nothing unless it is entered
@@ -214,7 +214,7 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
 
 
 def check_exchange(config: WorldConfig) -> None:
-    """ConfigError where DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
+    """ConfigError if DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
     uses = {
         "world.kl_coef": config.world.kl_coef > 0,
         "world.algorithm = nft": config.world.algorithm == "nft",
@@ -229,7 +229,7 @@ def check_exchange(config: WorldConfig) -> None:
 
 
 def check_division(config: WorldConfig, folder: Path) -> None:
-    """ConfigError where a clip does not divide among the ranks of a context-parallel group."""
+    """ConfigError if a clip does not divide among the ranks of a context-parallel group."""
     data, size = config.data, config.train.context_parallel_size
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
@@ -270,7 +270,7 @@ def why_clips(config: WorldConfig) -> str:
 
 
 def check_bad_rows(config: WorldConfig) -> None:
-    """ConfigError where clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
+    """ConfigError if clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
             f'data.on_bad_row ("skip") leaves clips out in sft only, and {why_clips(config)} needs those of all rows of a '

@@ -65,7 +65,7 @@ class Use:
 
 
 def slow_text(use: Use) -> str:
-    """One that it takes too long for; "" where there is none."""
+    """One that it takes too long for; "" if there is none."""
     for text in texts(use.pattern, SHORT.get(use.place.split()[-1], LENGTH)):
         if use.place.endswith(OF_PLAIN_TEXT):
             text = re.sub(r"(\s)\s+", r"\1", text)

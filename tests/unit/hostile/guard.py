@@ -38,7 +38,7 @@ def refused(function: Callable[[], object], error: type[DsReasonError], *words: 
 def guarded(function: Callable[[], T]) -> T:
     """What `function` returns or raises in a forked child with limits on processor time and memory.
 
-    AssertionError where it hits a limit, dies by a signal or raises anything but a `DsReasonError`.
+    AssertionError if it hits a limit, dies by a signal or raises anything but a `DsReasonError`.
     """
     reader, writer = os.pipe()
     child = os.fork()

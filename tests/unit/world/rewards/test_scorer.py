@@ -204,7 +204,7 @@ def test_what_cannot_be_found_or_called_is_told_before_the_run(file: str, names:
 def test_what_still_runs_when_a_scorer_is_closed_ends(file: str) -> None:
     with open_scorer(config(f"{file}:hangs", workers=1)) as scorer:
         pending = scorer.start(CLIPS, LATENTS, ROWS, 16.0)
-    assert pending.futures[0].exception(timeout=20) is not None  # TimeoutError where it still runs
+    assert pending.futures[0].exception(timeout=20) is not None  # TimeoutError if it still runs
 
 
 def test_a_colour_that_no_prompt_names_ends_in_an_error() -> None:
