@@ -72,7 +72,7 @@ def fill(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def last_reply(messages: list[Message]) -> str | None:
-    """What the conversation ends with, where that is the assistant's: the reference answer to what comes before."""
+    """Return what the conversation ends with, where that is the assistant's: the reference answer to what comes before."""
     last: Message = messages[-1] if messages else {}
     return text_of(last["content"]) if last.get("role") == "assistant" else None
 

@@ -88,7 +88,7 @@ class Clips:
 
 @cache
 def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
-    """What lies in folders, and what the archives there hold."""
+    """Return what lies in folders, and what the archives there hold."""
     given = Path(path).expanduser()
     folder = given if given.is_dir() else given.parent if given.is_file() else download(path, subset, revision)
     places = [folder / subset, folder] if subset else [folder]

@@ -59,7 +59,7 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def id_by_pattern(name: str, pattern: str) -> str:
-    """What `*` stands for; "" if the pattern does not take the name."""
+    """Return what `*` stands for; "" if the pattern does not take the name."""
     before, after = pattern.split("*")
     takes = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
     return name[len(before) : len(name) - len(after)] if takes else ""

@@ -39,7 +39,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """What a person types to add an extra to the environment that runs this.
+    """Return what a person types to add an extra to the environment that runs this.
 
     By its package: ours is on no package index. An environment that uv made has no pip.
     """

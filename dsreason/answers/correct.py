@@ -11,7 +11,7 @@ from dsreason.text import QuestionKind, normalized_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Whether the completion gives the sample's answer, read and compared as by `Grader`; False without a reference."""
+    """Return whether the completion gives the sample's answer, read and compared as by `Grader`; False without a reference."""
     reference, kind = reference_of(sample), kind_of(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_same(answer, reference, kind, sample.options)
@@ -29,7 +29,7 @@ def kind_of(sample: Sample) -> QuestionKind:
 
 
 def reference_of(sample: Sample) -> str | None:
-    """What the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any.
+    """Return what the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any.
 
     None if it is blank, too.
     """
@@ -41,7 +41,7 @@ def reference_of(sample: Sample) -> str | None:
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
+    """Return whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
     right = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not right:
         return False

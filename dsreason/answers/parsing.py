@@ -30,7 +30,7 @@ def parse(
     kind: QuestionKind = "multiple_choice",
     options: dict[str, str] | None = None,
 ) -> Parsed:
-    """What a response answers, why, and by which rule that was read.
+    """Return what a response answers, why, and by which rule that was read.
 
     `default` reads what follows the thoughts: the last `<answer>` block, closed or cut off, else all of it (of `reasoning`,
     which asks for the tags, the rule then ends in "without answer tags"). There it looks for, by `kind`:

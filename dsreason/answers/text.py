@@ -22,7 +22,7 @@ ABBREVIATION_LENGTH = 12
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{…}`."""
+    r"""Return what is in the last `\boxed{…}`."""
     boxes: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     return boxes[-1] if boxes else None
 

@@ -97,7 +97,7 @@ class SavedRun:
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
-    """What `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
+    """Return what `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
 
     The path may also be a run or its checkpoints folder. None: start fresh. Raises CheckpointError.
     """
@@ -170,7 +170,7 @@ def check_complete(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """What a complete checkpoint says of its run."""
+    """Return what a complete checkpoint says of its run."""
     check_complete(path)
     saved = read_state(path)
     if is_step_name(path.name) and named_step(path) != saved.state.step:

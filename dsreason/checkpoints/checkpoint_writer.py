@@ -298,7 +298,7 @@ class CheckpointWriter:
 
 
 def all_ranks_arrive(world: World) -> bool:
-    """Whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
+    """Return whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 
 def take_rng_state(device: torch.device) -> Callable[[Path], None]:
-    """What writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
+    """Return what writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
     version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     tensors = {

@@ -92,7 +92,7 @@ def sliced_tensors(
 
 
 def check_names(checkpoint: Path, saved: SavedRun) -> None:
-    """CheckpointError if a rank's files hold parameters that trainer_state.json does not name.
+    """Raise CheckpointError if a rank's files hold parameters that trainer_state.json does not name.
 
     Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
     """

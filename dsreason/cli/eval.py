@@ -163,7 +163,7 @@ def runs_around(path: Path) -> list[Path]:
 
 
 def is_world(values: dict[str, Any]) -> bool:
-    """Whether a configuration has `[world]`, or only keys of the training of world models, which may leave it out."""
+    """Return whether a configuration has `[world]`, or only keys of the training of world models, which may leave it out."""
     if "world" in values:
         return True
     return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
@@ -320,7 +320,7 @@ def model_overrides(model: str | None, server: str | None) -> list[str]:
 
 
 def arguments(config: Path | None, changes: list[str]) -> list[str]:
-    """What python runs in a rank."""
+    """Return what python runs in a rank."""
     arguments = [] if config is None else [f"--config={config}"]
     return ["-m", "dsreason", "eval", *arguments, *(f"--set={change}" for change in changes)]
 

@@ -57,7 +57,7 @@ def export(
 
 
 def is_of_world_model(checkpoint: Path) -> bool:
-    """Whether the model that training began with lies in a folder in diffusers' format."""
+    """Return whether the model that training began with lies in a folder in diffusers' format."""
     from dsreason.checkpoints.checkpoint_folder import read_checkpoint
 
     return (Path(read_checkpoint(checkpoint).state.model_path) / "model_index.json").is_file()

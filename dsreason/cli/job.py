@@ -75,7 +75,7 @@ class Trainer(Generic[C]):
         self._module("preflight").check(config)
 
     def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
-        """What a row of training goes through; raises DataError for one that cannot be used."""
+        """Return what a row of training goes through; raises DataError for one that cannot be used."""
         return cast("Callable[[Sample], object]", self._module("preflight").row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
@@ -92,7 +92,7 @@ class Trainer(Generic[C]):
         return self.schema.model_fields.keys() - RunConfig.model_fields.keys()
 
     def command(self) -> Callable[..., None]:
-        """What typer makes `dsreason NAME` of."""
+        """Return what typer makes `dsreason NAME` of."""
 
         def command(
             config: ConfigOption = None,
@@ -135,7 +135,7 @@ class Job(Generic[C]):
         return str(self.config or f"{self.trainer.recipe} (shipped)")
 
     def arguments(self, output_dir: Path, resume: str | None) -> list[str]:
-        """What python runs in a rank; relative paths stay relative, ranks start in the same folder."""
+        """Return what python runs in a rank; relative paths stay relative, ranks start in the same folder."""
         options: list[tuple[str, object]] = [("--config", self.config), ("--ds-config", self.ds_config)]
         options += [("--set", text) for text in self.overrides]
         options += [("--output-dir", output_dir), ("--resume", resume)]
@@ -239,7 +239,7 @@ def _checkpoints_in(output_dir: Path) -> dict[str, str]:
 
 
 def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
-    """What an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
+    """Return what an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
     asked for: those `before`, of an earlier job, are not what `--resume PATH` wants. No clock tells which these are."""
     if attempt == 0 or (resume is not None and not _checkpoints_in(output_dir).items() - before.items()):
         return resume

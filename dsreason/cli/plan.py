@@ -106,7 +106,7 @@ def plan(
 
 
 def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
-    """What the options leave open is that of this machine. ConfigError if it has no GPU, and none are given."""
+    """Return what the options leave open is that of this machine. ConfigError if it has no GPU, and none are given."""
     with quick_imports():
         import torch
 

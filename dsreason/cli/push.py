@@ -69,7 +69,7 @@ def push(
 
 
 def folders_of(run: Path, include: Sequence[Kind]) -> list[Path]:
-    """What a run has of these kinds, complete, logs last; what is not complete is named."""
+    """Return what a run has of these kinds, complete, logs last; what is not complete is named."""
     from dsreason.storage.package import LOGS, finished_folders, is_logs, kind_of, unfinished_folders
 
     folders = [inside for inside in finished_folders(run) if kind_of(inside) in include]

@@ -89,7 +89,7 @@ def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]
 
 
 def suggest(schema: type[BaseModel], path: KeyPath) -> str:
-    """What to do about an unknown key: the closest known one, in its section, else in the whole schema."""
+    """Return what to do about an unknown key: the closest known one, in its section, else in the whole schema."""
     word = str(path[-1])
     above = field_at(schema, path[:-1])
     section = (section_of(above.annotation) if above else None) or schema

@@ -257,7 +257,7 @@ class JobConfig(Section):
         """Which setting makes `samples_per_step`, for messages."""
 
     def check_ranks(self, num_ranks: int) -> list[str]:
-        """What a person should know about this run on so many ranks; one text each, none of them an error.
+        """Return what a person should know about this run on so many ranks; one text each, none of them an error.
 
         Any global batch can be cut over any number of ranks: uneven shares are even in the loss, and a rank without a
         sample runs a stand-in that does not count. That only costs time.

@@ -120,7 +120,7 @@ class ServerConfig(Section):
 
 
 def has_port(parts: SplitResult) -> bool:
-    """Whether the port, if one is given, is a number that a port can have."""
+    """Return whether the port, if one is given, is a number that a port can have."""
     try:
         return parts.port != 0
     except ValueError:
@@ -282,7 +282,7 @@ class EvalConfig(Section):
         return min(self.evaluation.num_processes or num_cores, num_cores)
 
     def notes(self, num_cores: int) -> list[str]:
-        """What the configuration says and the evaluation does not do, one a line."""
+        """Return what the configuration says and the evaluation does not do, one a line."""
         problems = []
         if self.model.tokenizer_model_name is not None:
             problems.append(

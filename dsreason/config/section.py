@@ -26,13 +26,13 @@ class Section(BaseModel):
         ]
 
     def check_exclusive(self, first: str, second: str) -> None:
-        """ValueError if both of these keys are set."""
+        """Raise ValueError if both of these keys are set."""
         a, b = getattr(self, first), getattr(self, second)
         if a is not None and b is not None:
             raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
 
     def check_order(self, low: str, high: str) -> None:
-        """ValueError if both of these keys are set and the first is the greater one."""
+        """Raise ValueError if both of these keys are set and the first is the greater one."""
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")

@@ -95,7 +95,7 @@ class Encoder:
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
     def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
-        """What the conversation says after the prompt that it begins with, as a sample that goes on where that ends."""
+        """Return what the conversation says after the prompt that it begins with, as a sample that goes on where that ends."""
         ids, mask = self._answer(prompt.prompt_ids, conversation)
         positions = (
             prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
@@ -278,7 +278,7 @@ class Encoder:
         return ids, mask
 
     def _medium_ids(self, medium: PlannedMedium) -> list[int]:
-        """What the processor puts in place of one placeholder (Qwen3-VL video: a time before each frame group)."""
+        """Return what the processor puts in place of one placeholder (Qwen3-VL video: a time before each frame group)."""
         per_group = self._group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group

@@ -51,13 +51,13 @@ def answer_label(sample: Sample) -> str | None:
 
 
 def short_answer(text: str) -> str | None:
-    """What stands in `<answer>` tags, else behind the thoughts; None if that is a longer text or none."""
+    """Return what stands in `<answer>` tags, else behind the thoughts; None if that is a longer text or none."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
-    """What `StepOrder` takes: the sources with their weights, or their rows by label where `data.balance` asks for it.
+    """Return what `StepOrder` takes: the sources with their weights, or their rows by label where `data.balance` asks for it.
 
     Raises:
         DataError: a row without a label, unless `data.on_bad_row` leaves it out.
@@ -159,7 +159,7 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
 
 
 def label_key(label: str) -> str:
-    """What is the same of labels that differ in case or a last full stop only."""
+    """Return what is the same of labels that differ in case or a last full stop only."""
     return label.rstrip(".").casefold()
 
 

@@ -121,7 +121,7 @@ class StepLoader:
             yield self._step_batches(step, share, waited)
 
     def _encode_share(self) -> Callable[[Sequence[int]], Share]:
-        """What workers do with a rank's rows of a step; picklable."""
+        """Return what workers do with a rank's rows of a step; picklable."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:

@@ -36,7 +36,7 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
 
 
 def forward_size(config: RunConfig) -> str:
-    """What one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
+    """Return what one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
     rows = "one row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
     size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"

@@ -309,7 +309,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> Rows:
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> Rows:
-    """What `save_to_disk` wrote: one table, or one a split."""
+    """Return what `save_to_disk` wrote: one table, or one a split."""
     import datasets
 
     check_saved(folder)

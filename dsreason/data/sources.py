@@ -299,7 +299,7 @@ def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path |
 
 
 def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
-    """Which medium is not there. Whether an object in S3 exists is seen when it is read."""
+    """Return which medium is not there. Whether an object in S3 exists is seen when it is read."""
     for part in media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
@@ -321,7 +321,7 @@ def joined_twice(path: str, media_root: Path | S3Address) -> str:
 
 
 def absolute_paths_allowed(config: SourceConfig) -> bool:
-    """Whether absolute paths may lead out of the media's folder."""
+    """Return whether absolute paths may lead out of the media's folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
     if config.media_path:

@@ -69,7 +69,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
-    """Whether ZeRO-3 has cut this parameter over the ranks."""
+    """Return whether ZeRO-3 has cut this parameter over the ranks."""
     return hasattr(parameter, "ds_id")
 
 

@@ -141,7 +141,7 @@ class StateOffload:
     # ------------------------------------------------------------ what there is
 
     def moving(self) -> dict[str, Tensor]:
-        """What waits on the host, by names that stay the same from rollout to rollout."""
+        """Return what waits on the host, by names that stay the same from rollout to rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
             "moments": self._on_device(self.moments())[:num_moments],

@@ -16,7 +16,7 @@ def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
 
 
 def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
-    """What a person should know of a warmup that takes the whole run; None for a shorter one."""
+    """Return what a person should know of a warmup that takes the whole run; None for a shorter one."""
     if warmup_steps(total_steps, optim) < total_steps:
         return None
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
@@ -30,7 +30,7 @@ def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """What the peak learning rate is multiplied with in 0-based `step`.
+    """Return what the peak learning rate is multiplied with in 0-based `step`.
 
     Rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
     `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share` it stays at 1 until the last

@@ -108,7 +108,7 @@ def open_results(config: EvalConfig, questions: Sequence[Question], model: dict[
 
 
 def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question]) -> None:
-    """DataError if a data set has stored answers to questions that it no longer has: they would be scored, too.
+    """Raise DataError if a data set has stored answers to questions that it no longer has: they would be scored, too.
 
     With a limit they may be those beyond it, and stay.
     """
@@ -133,7 +133,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
 
 
 def check_stored(folder: Path, questions: Sequence[Question]) -> None:
-    """DataError if not every question stands in the folder, as it does once all ranks have prepared theirs."""
+    """Raise DataError if not every question stands in the folder, as it does once all ranks have prepared theirs."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
     while missing := {question.id for question in questions} - stored_ids(folder, clips):
@@ -208,7 +208,7 @@ class Evaluation:
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
-        """What has to be asked, as many batches on ranks that ask together."""
+        """Return what has to be asked, as many batches on ranks that ask together."""
         size = self.answering.batch_size
         if size is None:
             open_questions = [
@@ -303,12 +303,12 @@ def check_server_answers(
 
 
 def read(question: Question, text: str, answer_type: AnswerType, parser: Parser) -> bool:
-    """Whether the parser finds an answer in a response."""
+    """Return whether the parser finds an answer in a response."""
     return parse(text, answer_type, parser, kind=question.kind, options=question.options).answer != ""
 
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
-    """DataError if a stored answer is to another question."""
+    """Raise DataError if a stored answer is to another question."""
     texts = [text_of(message) for message in question.sample.messages]
     for fact, old, new in (
         ("asks", stored.prompt, texts),

@@ -51,7 +51,7 @@ def trained_vision(model: Path) -> dict[str, Any] | None:
 
 
 def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
-    """What decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
+    """Return what decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
     has_fingerprint = "fingerprint" in model  # however its path is spelled
     settings: dict[str, Any] = {

@@ -61,7 +61,7 @@ def read_small(file: Path, most: int | None = None) -> bytes:
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
-    """OSError if something that is open, or at this place, is no file."""
+    """Raise OSError if something that is open, or at this place, is no file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(file))
 

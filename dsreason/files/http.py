@@ -76,7 +76,7 @@ class BadAnswer(Exception):
 async def answer_to(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> Answer:
-    """What the server answers, whatever its status.
+    """Return what the server answers, whatever its status.
 
     Args:
         limit: seconds until the whole answer must be there.
@@ -135,7 +135,7 @@ def loop(process: int) -> asyncio.AbstractEventLoop:
 
 
 def cause(error: BaseException) -> str:
-    """What asyncio's "All connection attempts failed" is about: `[Errno 111] Connection refused`."""
+    """Return what asyncio's "All connection attempts failed" is about: `[Errno 111] Connection refused`."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner

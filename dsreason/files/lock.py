@@ -96,7 +96,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 
 def check_not_in_use(folder: Path) -> None:
-    """ConfigError if a job on this machine uses the folder. Locks of others take a while to judge: `take` does it."""
+    """Raise ConfigError if a job on this machine uses the folder. Locks of others take a while to judge: `take` does it."""
     content = read(folder / LOCK_FILE)
     holder = parse(content)
     if holder is not None and holder.machine == this_machine() and start_time(holder.pid) == holder.started:
@@ -128,7 +128,7 @@ def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool
 
 
 def create(file: Path, content: str) -> bool:
-    """False if the file is there already."""
+    """Return False if the file is there already."""
     try:
         with file.open("x") as lock:
             lock.write(content)
@@ -153,7 +153,7 @@ def remove_stale(file: Path, content: str) -> None:
 
 
 def read(file: Path) -> str:
-    """What a lock says; "" if there is none, or it is just being written.
+    """Return what a lock says; "" if there is none, or it is just being written.
 
     Raises:
         ConfigError: what is at its place is no lock: a folder, a FIFO, not text.
@@ -184,7 +184,7 @@ def parse(content: str) -> Holder | None:
 
 
 def last_touched(file: Path) -> int | None:
-    """None if it is gone. It is opened because NFS answers from its cache for a file that is not."""
+    """Return None if it is gone. It is opened because NFS answers from its cache for a file that is not."""
     try:
         with file.open() as lock:
             return os.fstat(lock.fileno()).st_mtime_ns
@@ -202,7 +202,7 @@ def this_machine() -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process began, in ticks since the boot; None if there is none, or only its exit code is left."""
+    """Return when a process began, in ticks since the boot; None if there is none, or only its exit code is left."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -31,12 +31,12 @@ ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
 
 
 def is_inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether an absolute path, as it is written, stays below an absolute `folder`."""
+    """Return whether an absolute path, as it is written, stays below an absolute `folder`."""
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
 def check_configs(folder: Path) -> None:
-    """DataError if a `configs` entry of the folder's README takes its files from anywhere else."""
+    """Raise DataError if a `configs` entry of the folder's README takes its files from anywhere else."""
     for name in (README, STANDALONE):
         if (file := folder / name).is_file():
             for key, text in _named_files(file):
@@ -44,7 +44,7 @@ def check_configs(folder: Path) -> None:
 
 
 def check_hub_configs(repository: str, revision: str | None) -> None:
-    """DataError if the README of a data set on the Hub names files of this machine."""
+    """Raise DataError if the README of a data set on the Hub names files of this machine."""
     for name in (README, STANDALONE):
         try:
             file = Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))
@@ -61,7 +61,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
 
 
 def check_saved(folder: Path) -> None:
-    """DataError if the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
+    """Raise DataError if the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
     tables = [folder]
     if (file := folder / SPLITS).is_file():
         splits = list(_texts(_read_index(file).get("splits")))
@@ -92,7 +92,7 @@ def _named_files(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(text: str) -> bool:
-    """Whether what a README on the Hub names is a file here: an absolute or climbing path, `file:`, or a chain's end."""
+    """Return whether what a README on the Hub names is a file here: an absolute or climbing path, `file:`, or a chain's end."""
     first, *chained = text.split("::")
     repository = Path("/repository")
     return (
@@ -125,7 +125,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:
-    """DataError unless `given`, relative to `base`, stays in `folder`."""
+    """Raise DataError unless `given`, relative to `base`, stays in `folder`."""
     if ADDRESS.match(given):
         raise DataError(
             f"{file}: {key}: {without_credentials(given)} is an address; a local data set is read from its own folder, "
@@ -136,12 +136,12 @@ def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    """Return whether `save_to_disk` of `datasets` wrote the folder."""
     return (folder / SPLITS).is_file() or (folder / STATE).is_file()
 
 
 def has_configs(folder: Path) -> bool:
-    """Whether a README in the hub's format says which files make up which split."""
+    """Return whether a README in the hub's format says which files make up which split."""
     readme = folder / README
     if not readme.is_file():
         return False

@@ -110,7 +110,7 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """StorageError if those that are not here yet are larger together than the room on the cache's disk."""
+    """Raise StorageError if those that are not here yet are larger together than the room on the cache's disk."""
     missing = sum(source.size for source in sources if not _folder(source.address, source.version).is_dir())
     folder = cache_dir()
     with cache_errors(folder, "DSREASON_CACHE"):

@@ -21,7 +21,7 @@ LONGEST_WAIT_S = 30.0
 
 
 def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
-    """What `action` returns. After a transient StorageError it is called again, `attempts` times (None: ATTEMPTS).
+    """Return what `action` returns. After a transient StorageError it is called again, `attempts` times (None: ATTEMPTS).
 
     The waits double, and each is cut at random to between half of it and all, so that many ranks do not retry at once.
     """

@@ -127,7 +127,7 @@ def shared_memory() -> str:
 
 
 def dead_worker() -> str:
-    """Why a data worker may have died."""
+    """Return why a data worker may have died."""
     small = f"; {shared_memory()}" if shared_memory() else ""
     if (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         small += f"; a file, and what it hands over, may have {most} bytes here (ulimit -f)"

@@ -48,7 +48,7 @@ CAUSES = {
 
 @cache
 def cuda_fault() -> str | None:
-    """Why torch cannot use the GPUs of this machine; None if it can, if there are none, or where it is built without.
+    """Return why torch cannot use the GPUs of this machine; None if it can, if there are none, or where it is built without.
 
     torch warns of it once a process, so this comes before anything else that asks for GPUs.
     """
@@ -74,7 +74,7 @@ def has_gpu() -> bool:
 
 
 def check_gpus() -> None:
-    """ConfigError if there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
+    """Raise ConfigError if there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
     fault = cuda_fault()
     if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         return
@@ -120,7 +120,7 @@ def gpu_errors() -> Iterator[None]:
 
 
 def meaning(error: str) -> str | None:
-    """What an error of CUDA or NCCL means, and what to do; None if that is not known."""
+    """Return what an error of CUDA or NCCL means, and what to do; None if that is not known."""
     import torch
 
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)

@@ -65,7 +65,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
-    """Whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
+    """Return whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
 
     All three variables, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
     """
@@ -73,7 +73,7 @@ def is_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that talks to the person: rank 0, or no rank at all."""
+    """Return whether this process is the one that talks to the person: rank 0, or no rank at all."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
@@ -182,7 +182,7 @@ def report_and_exit(error: Exception) -> None:
 
 
 def should_print_error(text: str) -> bool:
-    """Whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal.
+    """Return whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal.
 
     Under others the first rank of this host with the error does; torchrun shows the output of all of them. A traceback is
     known by its last line: another rank that heard of it prints it with words of its own.
@@ -201,7 +201,7 @@ def should_print_error(text: str) -> bool:
 
 
 def attempt() -> int:
-    """How often torchrun has started the ranks again."""
+    """Return how often torchrun has started the ranks again."""
     return int(os.environ.get(RESTARTS, 0))
 
 

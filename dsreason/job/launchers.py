@@ -64,7 +64,7 @@ def _watch(processes: Sequence[psutil.Process]) -> None:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether it runs: its number may belong to another process by now, or its parent has not asked how it ended."""
+    """Return whether it runs: its number may belong to another process by now, or its parent has not asked how it ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

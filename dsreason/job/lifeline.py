@@ -65,7 +65,7 @@ class Peer:
     received: bytes = b""
 
     def messages(self) -> list[Message] | None:
-        """What has arrived since the last call; None at the end of the connection."""
+        """Return what has arrived since the last call; None at the end of the connection."""
         try:
             data = self.connection.recv(65536)
         except OSError:
@@ -310,7 +310,7 @@ class LifelineServer:
         return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
-        """What a rank says; None if its connection has ended, or it is none of this job."""
+        """Return what a rank says; None if its connection has ended, or it is none of this job."""
         is_known = peer in self._peers
         try:
             messages = peer.messages()

@@ -42,7 +42,7 @@ def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def demands_immediate_end(number: int, noted: float) -> bool:
-    """Whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
+    """Return whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
 
     SIGUSR1 may be repeated, and any may be an echo of the first.
     """

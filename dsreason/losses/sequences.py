@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sequence_lengths(sequence: Tensor) -> Tensor:
-    """How many tokens the sequence of each token has: `[N]` int64 → `[N]` int64.
+    """Return how many tokens the sequence of each token has: `[N]` int64 → `[N]` int64.
 
     A sequence is never split between micro-batches, so this local count is its whole count.
 

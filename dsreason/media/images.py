@@ -44,7 +44,7 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """What is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
+    """Return what is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
     `PngImageFile.getexif` would decode the picture, to look for more behind the pixels."""
     return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 

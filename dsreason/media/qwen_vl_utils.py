@@ -71,7 +71,7 @@ def frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def smart_nframes(given: Mapping[str, Any], available: int, fps: float) -> int:
-    """How many of the `available` frames are shown."""
+    """Return how many of the `available` frames are shown."""
     if "nframes" in given:
         count: int = round(given["nframes"] / PAIR) * PAIR
     else:

@@ -151,7 +151,7 @@ def end_process(error: DataError) -> NoReturn:
 
 
 def last_words(dead: str) -> str:
-    """Why a process forked from this one ended itself, if its id is in `dead`; else ""."""
+    """Return why a process forked from this one ended itself, if its id is in `dead`; else ""."""
     pid, _, words = LAST_WORDS[:].rstrip(b"\0").decode(errors="ignore").partition(" ")
     return words if pid in re.findall(r"\d+", dead) else ""
 

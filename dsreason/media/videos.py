@@ -205,7 +205,7 @@ def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
 
 
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
-    """How many frames decoding shows, and when, in units of the stream's time base and in presentation order.
+    """Return how many frames decoding shows, and when, in units of the stream's time base and in presentation order.
 
     The times are empty if the file does not give a different one to every frame. Reading ends after `most` frames.
     """

@@ -128,7 +128,7 @@ class FrameBounds(NamedTuple):
 
 
 def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
-    """What holds for a video of `num_frames` sampled frames where nothing is set.
+    """Return what holds for a video of `num_frames` sampled frames where nothing is set.
 
     The processor's `own` limits where they leave no room for the largest frame of the family's `trained_sizes` (where they
     are of all frames: for those of one temporal patch), else `trained_sizes`.

@@ -207,7 +207,7 @@ def vision_attention(
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Whether torch's flash attention takes such tensors: half precision, on a GPU of the Ampere generation or newer."""
+    """Return whether torch's flash attention takes such tensors: half precision, on a GPU of the Ampere generation or newer."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -265,7 +265,7 @@ def model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
 
 
 def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
-    """What a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
+    """Return what a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
 
     Without our attention transformers finds the samples of a packed row where the first of four rows of positions starts
     again, and only if there is no mask.

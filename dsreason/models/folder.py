@@ -49,7 +49,7 @@ MOST_BYTES = 256 * 1024**2
 def find_folder(
     path: str, *, tiny: Callable[[str], Path], fetch: Callable[[], Path], download: Callable[[], Path]
 ) -> Path:
-    """What `path` stands for: `tiny:<name>`, an address in S3, a folder, or a name on the hub.
+    """Return what `path` stands for: `tiny:<name>`, an address in S3, a folder, or a name on the hub.
 
     CheckpointError says what was looked for and where.
     """
@@ -131,7 +131,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """CheckpointError if config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
+    """Raise CheckpointError if config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
     for name, value in config.items():
         if name == "mrope_section" and not (
             isinstance(value, list)

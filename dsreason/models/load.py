@@ -183,7 +183,7 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
 
 
 def check_depth(config: Any, weights: Weights) -> None:
-    """CheckpointError if config.json claims more layers than there are tensors: building them might never end."""
+    """Raise CheckpointError if config.json claims more layers than there are tensors: building them might never end."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if family_of(config.model_type).vision is not None:
         depths = {
@@ -221,7 +221,7 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
+    """Raise CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}

@@ -70,7 +70,7 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
 
 
 def nothing_found(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
-    """Why a pattern finds no linear layer. `kinds`: the type of every module by its name."""
+    """Return why a pattern finds no linear layer. `kinds`: the type of every module by its name."""
     of_another_kind = [
         f"{name} ({kind})" for name, kind in kinds.items() if re.search(pattern, name) and name not in linear
     ]

@@ -81,7 +81,7 @@ def budget(device: torch.device) -> int:
 
 
 def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
-    """Which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
+    """Return which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
     block_classes = [*model._no_split_modules, *vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
@@ -139,7 +139,7 @@ def index_entry(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, st
 
 
 def explained(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
-    """What a person should know of a model that does not fit on the first of these devices."""
+    """Return what a person should know of a model that does not fit on the first of these devices."""
     sizes: dict[int | str, int] = {}
     for name, parameter in model.named_parameters():
         home = home_of(name, device_map)

@@ -160,7 +160,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def matmul_kind(name: str, modules: Modules) -> str | None:
-    """What one unit of a parameter's work is; None for what takes part in no matrix product (norms, embeddings)."""
+    """Return what one unit of a parameter's work is; None for what takes part in no matrix product (norms, embeddings)."""
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):

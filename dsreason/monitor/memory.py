@@ -151,7 +151,7 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
 
 
 def group_bytes(limit: Path, used: Path, stat: Path) -> int:
-    """What a control group's limit leaves; file pages that the kernel gives back when asked count as free."""
+    """Return what a control group's limit leaves; file pages that the kernel gives back when asked count as free."""
     allowed = limit.read_text().strip()
     if allowed == "max":
         return sys.maxsize

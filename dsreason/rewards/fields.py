@@ -90,7 +90,7 @@ def last_object(text: str) -> dict[str, Any] | None:
 
 
 def value_at(found: dict[str, Any], name: str) -> Any:
-    """What stands under `name`, or under `a.b` inside `a`; MISSING where nothing does."""
+    """Return what stands under `name`, or under `a.b` inside `a`; MISSING where nothing does."""
     if name in found:
         return found[name]
     first, dot, remainder = name.partition(".")
@@ -157,7 +157,7 @@ def parted(how: Mapping[str, Any]) -> Field:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """ConfigError if the option `fields` of `json_fields` is none; the text names the field and what may stand there."""
+    """Raise ConfigError if the option `fields` of `json_fields` is none; the text names the field and what may stand there."""
     place = "reward option json_fields.fields"
     if not fields:
         raise ConfigError(f"{place} is empty; name a field, or leave it out to compare all of the reference's")

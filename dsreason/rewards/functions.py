@@ -49,21 +49,21 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """ConfigError if a reward cannot be had with these options, before anything is started or requested."""
+    """Raise ConfigError if a reward cannot be had with these options, before anything is started or requested."""
     find_reward(name, options)
     if name == "judge":
         check_judge(options)
 
 
 def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
-    """DataError if one of these rewards cannot read the sample's reference answer."""
+    """Raise DataError if one of these rewards cannot read the sample's reference answer."""
     for name in rewards:
         if name in READS_REFERENCE:
             BUILT_IN[name]("", sample, **options.get(name, {}))
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
-    """What the name of a reward stands for; ConfigError if that is nothing."""
+    """Return what the name of a reward stands for; ConfigError if that is nothing."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
     return _only_function(code, name) if isinstance(code, ModuleType) else code
 

@@ -214,7 +214,7 @@ def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float
 
 
 def check_range(sample: Sample, shapes: Sequence[Shape], coordinates: Coordinates) -> None:
-    """DataError if a reference's numbers cannot be what the option says."""
+    """Raise DataError if a reference's numbers cannot be what the option says."""
     numbers = [value for shape in shapes for value in shape.numbers]
     largest = RANGES.get(coordinates, math.inf)
     if any(value > largest or (value < 0 and largest < math.inf) for value in numbers):

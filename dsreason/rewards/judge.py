@@ -207,7 +207,7 @@ def opened(url: str, key: str | None, variable: str) -> RewardServer:
 
 
 def check_judge(options: Mapping[str, Any]) -> None:
-    """ConfigError if the judge's address, model, key or scale is none."""
+    """Raise ConfigError if the judge's address, model, key or scale is none."""
     settings = defaults_of(judge) | {**options}
     open_judge(settings["url"], settings["model"], settings["api_key_variable"])
     if not settings["lowest"] < settings["highest"]:

@@ -65,7 +65,7 @@ def direct_math(completion: str, sample: Sample) -> float:
 
 
 def equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
-    """Whether two texts hold the same mathematical value; both are read as LaTeX, the answer also as a bare number."""
+    """Return whether two texts hold the same mathematical value; both are read as LaTeX, the answer also as a bare number."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # sympy, which takes a second
 
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -18,7 +18,7 @@ Worth = float | tuple[float, dict[str, float]]
 
 
 def check_values(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    """ConfigError if an option has a value that its annotation does not allow; the text names both.
+    """Raise ConfigError if an option has a value that its annotation does not allow; the text names both.
 
     The options must be arguments of the function.
     """

@@ -80,7 +80,7 @@ class Worker:
         self.connection.send(job)
 
     def received(self) -> list[Any]:
-        """What it has said by now; EOFError or OSError when it has died."""
+        """Return what it has said by now; EOFError or OSError when it has died."""
         results: list[Any] = []
         exited = self.process.poll() is not None  # asked first: what it said before may still be in the pipe
         while self.connection.poll():

@@ -13,7 +13,7 @@ Read = TypeVar("Read")
 
 
 def reference(sample: Sample, read: Callable[[str], Read | None], wanted: str) -> Read:
-    """What `read` finds in the sample's answer.
+    """Return what `read` finds in the sample's answer.
 
     Raises:
         DataError: it finds nothing; the text names the sample, its answer and what is `wanted`.

@@ -29,7 +29,7 @@ def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
 
 
 def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
-    """Why a completion that follows the prompt would get no `format` reward; None when it would.
+    """Return why a completion that follows the prompt would get no `format` reward; None when it would.
 
     The format that a prompt asks for is what stands in it from the first tag to the last closing tag:
     `… in the following format: <think> your reasoning </think> <answer> your answer </answer>.`

@@ -211,14 +211,14 @@ def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[
 def check_no_media_tokens(
     sample_id: str, ids: Sequence[int], banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """RolloutError if a completion holds a media token in spite of its ban."""
+    """Raise RolloutError if a completion holds a media token in spite of its ban."""
     if media := set(ids) & set(banned_ids):
         names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(media)))
         raise RolloutError(f"sample {sample_id!r}: the completion holds {names}, which is banned")
 
 
 def check_version(asked: int, current: int | None) -> None:
-    """StaleWeightsError if completions of one version are asked of another, or of none."""
+    """Raise StaleWeightsError if completions of one version are asked of another, or of none."""
     if asked != current:
         raise StaleWeightsError(
             f"completions of weights version {asked} were asked for, the engine holds "

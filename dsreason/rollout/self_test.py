@@ -79,7 +79,7 @@ def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 
 def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
-    """What is wrong where the perturbed weights did not make themselves felt."""
+    """Return what is wrong where the perturbed weights did not make themselves felt."""
     before, after = real.tensors.parameters, moved.tensors.parameters
     different = set(changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
@@ -90,7 +90,7 @@ def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
 
 
 def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
-    """What is wrong where the policy's weights are there again, and not all is as it was."""
+    """Return what is wrong where the policy's weights are there again, and not all is as it was."""
     pairs = zip(real.tensors, again.tensors, strict=True)
     if wrong := [name for before, after in pairs for name in changed(before, after)]:
         return f"{when}, {len(wrong)} tensors changed: {listed(wrong)}"

@@ -292,7 +292,7 @@ class VLLMEngine(RolloutEngine):
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[Request]]:
-        """What every rank in the group asks. An empty share counts too: the group works as one."""
+        """Return what every rank in the group asks. An empty share counts too: the group works as one."""
         own_requests = [
             Request(
                 prompt.sample.id,

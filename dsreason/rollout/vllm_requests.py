@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 def request_seed(seed: int, stream: int) -> int:
-    """What names a random stream to vLLM: 63 bits, as its seeds are signed."""
+    """Return what names a random stream to vLLM: 63 bits, as its seeds are signed."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -59,7 +59,7 @@ def make_sampling_params(
 
 
 def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """What vLLM reads: ids with one placeholder a medium, and media that already have their size and frames.
+    """Return what vLLM reads: ids with one placeholder a medium, and media that already have their size and frames.
 
     vLLM processes a medium once and finds it again by its digest, which requests with the same prompt share.
     """
@@ -99,7 +99,7 @@ def digest(medium: Medium) -> str:
 def check_output(
     request: Request, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """RolloutError if vLLM read another prompt than ours, or did not end the completion as asked."""
+    """Raise RolloutError if vLLM read another prompt than ours, or did not end the completion as asked."""
     read = list(output.prompt_token_ids)
     if read != request.expanded_ids:
         raise RolloutError(

@@ -214,7 +214,7 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
 
 
 def fingerprints_match(found: Tensor, sent: Tensor) -> bool:
-    """Whether a fingerprint is that of the sent values, held once or several times."""
+    """Return whether a fingerprint is that of the sent values, held once or several times."""
     (count, total, squares), (sent_count, sent_total, sent_squares) = found.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
     return (

@@ -158,7 +158,7 @@ def open_export(folder: Path) -> Package:
 
 
 def check_whole(weights: Path) -> None:
-    """CheckpointError if the file is not as long as its header says."""
+    """Raise CheckpointError if the file is not as long as its header says."""
     try:
         with safe_open(weights, framework="numpy"):
             pass
@@ -181,7 +181,7 @@ def check_link(path: Path, folder: Path) -> None:
 
 
 def written_at(folder: Path) -> int:
-    """When a complete checkpoint or an export was written, in nanoseconds; 0 if it is neither, as logs are."""
+    """Return when a complete checkpoint or an export was written, in nanoseconds; 0 if it is neither, as logs are."""
     last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return last_files[0].stat().st_mtime_ns if last_files else 0
 

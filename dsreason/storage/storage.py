@@ -47,7 +47,7 @@ def read_target(text: str, option: str) -> UploadAddress:
 def check_target(
     target: str, option: str = "checkpoint.upload", *, create: bool = False, tolerate_outage: bool = False
 ) -> None:
-    """ConfigError unless `target` can be reached and written to now.
+    """Raise ConfigError unless `target` can be reached and written to now.
 
     Args:
         create: make a repository that does not exist.

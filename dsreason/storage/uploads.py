@@ -134,7 +134,7 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """What is not in storage, by target, why, and the command for each; empty if all is there."""
+        """Return what is not in storage, by target, why, and the command for each; empty if all is there."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.in_use())
 
 
@@ -223,7 +223,7 @@ class Uploader:
             raise StorageError(self.missing())
 
     def has_logs(self) -> bool:
-        """Whether the run has logs, and they go to this target."""
+        """Return whether the run has logs, and they go to this target."""
         return self._run is not None and self._goes(self._run / LOGS)
 
     def logs_thread(self) -> Thread:
@@ -235,7 +235,7 @@ class Uploader:
         return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
     def missing(self) -> str:
-        """What is not in storage, why, and the command for each."""
+        """Return what is not in storage, why, and the command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
         lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
@@ -252,7 +252,7 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        """Whether it is in storage as it is on disk; logs are never said to be, for they grow."""
+        """Return whether it is in storage as it is on disk; logs are never said to be, for they grow."""
         if kind_of(folder) == "logs":
             return False
         record = json_object(run_of(folder) / RECORD).get(str(self.target), {})

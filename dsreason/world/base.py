@@ -19,7 +19,7 @@ FILE = "base_model.json"
 
 
 def base_note(model: Mapping[str, Any], source: Path) -> str:
-    """What an export says of the model that its run began with.
+    """Return what an export says of the model that its run began with.
 
     Args:
         model: `path` and `revision` of the run's configuration; empty if that is not known.
@@ -49,7 +49,7 @@ def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], P
 
 
 def is_export(folder: Path) -> bool:
-    """Whether parts of the model are elsewhere."""
+    """Return whether parts of the model are elsewhere."""
     return os.path.isfile(folder / FILE) and not (folder / "vae").is_dir()
 
 

@@ -95,7 +95,7 @@ class TextCache:
                 log.info("%d of %d prompts are encoded", number, len(missing))
 
     def check_room(self, prompts: Sequence[str]) -> None:
-        """StorageError if the embeddings of those of these prompts that are not there yet do not fit on the disk."""
+        """Raise StorageError if the embeddings of those of these prompts that are not there yet do not fit on the disk."""
         missing = self._missing(prompts)
         width = self.family.text_width(self.family.transformer_config(self.model), self.projected)
         embedding_bytes = self.max_length * width * self.dtype.itemsize
@@ -120,7 +120,7 @@ class TextCache:
         return torch.stack([_read(self._file(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
-        """DataError if more than a few prompts have the embedding of another one, a warning where a few have: the model
+        """Raise DataError if more than a few prompts have the embedding of another one, a warning where a few have: the model
         cannot tell these apart, since both were cut before they differ."""
         prompt_of_digest: dict[str, str] = {}
         alike: list[str] = []

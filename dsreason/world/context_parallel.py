@@ -34,7 +34,7 @@ def parallelise(transformer: nn.Module, family: WorldFamily, group: Group) -> No
 
 
 def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) -> None:
-    """ConfigError if a model's heads or a clip's tokens do not divide among `size` ranks.
+    """Raise ConfigError if a model's heads or a clip's tokens do not divide among `size` ranks.
 
     Args:
         config: of the transformer.

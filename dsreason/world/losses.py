@@ -43,7 +43,7 @@ def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: f
 
 
 def equal_groups(rewards: Tensor) -> Tensor:
-    """Which groups have nothing to learn from, because all of their rewards are equal: `[P, G]` → bool `[P]`."""
+    """Return which groups have nothing to learn from, because all of their rewards are equal: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
@@ -159,7 +159,7 @@ def nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
 
 
 def check_shapes(*values: Tensor) -> None:
-    """ValueError if these are not all `[B]`: broadcasting would mix up the clips of a batch."""
+    """Raise ValueError if these are not all `[B]`: broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(f"one value for each clip is needed; the shapes are {shapes}")

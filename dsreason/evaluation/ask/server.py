@@ -266,7 +266,7 @@ def base_url(url: str) -> str:
 
 
 def is_name(model: str) -> bool:
-    """Whether the results can have this name; `~` would be looked up among the users."""
+    """Return whether the results can have this name; `~` would be looked up among the users."""
     is_path = Path(model).name not in ("", "..") and not model.startswith("~")
     return is_path and model.isprintable() and len(model.encode()) <= LONGEST_NAME
 

@@ -63,7 +63,7 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 
 def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """How many of each data set are asked, `limit` in all: as many of each as there are, or as others have.
+    """Return how many of each data set are asked, `limit` in all: as many of each as there are, or as others have.
 
     Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
     """
@@ -259,7 +259,7 @@ def to_question(
 
 
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
-    """DataError if the reference is none of its kind: no answer could be right."""
+    """Raise DataError if the reference is none of its kind: no answer could be right."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 

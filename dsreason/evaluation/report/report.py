@@ -199,7 +199,7 @@ def _card(number: int, result: Result, changed: str | None, sheets: dict[str, Sh
 
 
 def question_text(result: Result) -> str:
-    """What was asked, less the list of options, which is shown by itself, and what follows it."""
+    """Return what was asked, less the list of options, which is shown by itself, and what follows it."""
     last_prompt = result.prompt[-1] if result.prompt else ""
     first = next(iter(result.options or {}), None)
     return last_prompt if first is None else last_prompt.partition(f"\n({first}) ")[0]

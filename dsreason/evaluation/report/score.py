@@ -155,7 +155,7 @@ def accuracy(results: Sequence[Result]) -> Accuracy:
 
 
 def clip_of(result: Result) -> tuple[str, ...]:
-    """What tells the clip of a question: its media, or without any the row."""
+    """Return what tells the clip of a question: its media, or without any the row."""
     return tuple(result.media) or (result.datasource, result.video_id)
 
 

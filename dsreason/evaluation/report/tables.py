@@ -52,7 +52,7 @@ def p_of(p_value: float) -> str:
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """What there is to say of a run beside its accuracies."""
+    """Return what there is to say of a run beside its accuracies."""
     shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
@@ -63,7 +63,7 @@ def facts(summary: Summary) -> dict[str, str]:
 
 
 def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
-    """What a scorer decided, and by which threshold; or that it decided nothing. "" without a scorer.
+    """Return what a scorer decided, and by which threshold; or that it decided nothing. "" without a scorer.
 
     `settings` are those of `run.json`, nested names joined by dots.
     """
@@ -93,7 +93,7 @@ def score_facts(summary: Summary) -> dict[str, str]:
 
 
 def accuracy_parts(summary: Summary) -> list[tuple[str, dict[str, Accuracy]]]:
-    """What accuracies are shown for, in sections: data sets, question kinds if there are several, all."""
+    """Return what accuracies are shown for, in sections: data sets, question kinds if there are several, all."""
     parts = [("data set", summary.datasets)]
     if len(summary.kinds) > 1:
         parts.append(("kind", {f"{kind.replace('_', ' ')} questions": part for kind, part in summary.kinds.items()}))

@@ -65,7 +65,7 @@ def quantized_linears(model: nn.Module, pattern: str, dtype: torch.dtype) -> lis
 
 
 def is_quantized(parameter: str, pattern: str) -> bool:
-    """Whether a parameter of that name is the weight of a layer that matches `pattern`."""
+    """Return whether a parameter of that name is the weight of a layer that matches `pattern`."""
     return parameter.endswith(".weight") and re.search(pattern, parameter.removesuffix(".weight")) is not None
 
 

@@ -33,7 +33,7 @@ def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizer
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """CheckpointError if the processors cut media in other patches than the model expects, or in impossible ones."""
+    """Raise CheckpointError if the processors cut media in other patches than the model expects, or in impossible ones."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -63,7 +63,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
 
 
 def check_scaling(path: Path, media: Any) -> None:
-    """CheckpointError if pixels would be scaled by what is no number."""
+    """Raise CheckpointError if pixels would be scaled by what is no number."""
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         values = media.to_dict().get(name)
         numbers = values if isinstance(values, list | tuple) else [values] * 3

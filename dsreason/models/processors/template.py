@@ -24,7 +24,7 @@ CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT
 
 
 def check_template(path: Path, processor: Any) -> None:
-    """CheckpointError if the chat template does not end, takes gigabytes or fails on a short conversation.
+    """Raise CheckpointError if the chat template does not end, takes gigabytes or fails on a short conversation.
 
     It is a program that comes with the model. Jinja's sandbox keeps it from files and code, not from loops and long
     texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is

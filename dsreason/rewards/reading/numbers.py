@@ -165,7 +165,7 @@ def joined(tokens: Sequence[Token], text: str) -> list[Token]:
 
 
 def is_part(whole: Token, part: Token, text: str) -> bool:
-    """Whether `part` follows `whole` directly, in a smaller unit of the same dimension."""
+    """Return whether `part` follows `whole` directly, in a smaller unit of the same dimension."""
     a, b = whole.quantity, part.quantity
     if a is None or b is None or not a.dimension or a.dimension != b.dimension or a.factor <= b.factor:
         return False

@@ -65,7 +65,7 @@ def json_values(text: str) -> list[Any]:
 
 
 def literal_value(text: str) -> list[Any]:
-    """What stands between the first and the last bracket, where Python reads it as a dict or list."""
+    """Return what stands between the first and the last bracket, where Python reads it as a dict or list."""
     begin = min((place for place in (text.find("["), text.find("{")) if place >= 0), default=0)
     literal = text[begin : max(text.rfind("]"), text.rfind("}")) + 1]
     if not literal or len(literal) > MOST_LITERAL:
@@ -80,7 +80,7 @@ def literal_value(text: str) -> list[Any]:
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than anybody's answer, and than recursive functions may go."""
+    """Return whether lists and objects are nested deeper than anybody's answer, and than recursive functions may go."""
     level = [value]
     for _ in range(MOST_DEPTH):
         inside = [
@@ -114,5 +114,5 @@ def finite(value: Any) -> float | None:
 
 
 def says_none(text: str) -> bool:
-    """Whether the whole answer is that there is nothing."""
+    """Return whether the whole answer is that there is nothing."""
     return re.fullmatch(r"\W{0,9}(none|nothing|no|n/a|empty|null)\W{0,9}", text.lower()) is not None

@@ -90,7 +90,7 @@ def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable
 
 
 def unwrapped(value: Any) -> Any:
-    """What is in an object with one key: `{"boxes": []}` → `[]`."""
+    """Return what is in an object with one key: `{"boxes": []}` → `[]`."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
 
 

@@ -49,7 +49,7 @@ class Imported:
 
 
 def is_cosmos_rl(document: dict[str, Any]) -> bool:
-    """Whether a configuration file is one of cosmos-rl's; ours have none of these sections."""
+    """Return whether a configuration file is one of cosmos-rl's; ours have none of these sections."""
     train_section = document.get("train")
     return (
         isinstance(document.get("policy"), dict)
@@ -63,7 +63,7 @@ def is_cosmos_rl(document: dict[str, Any]) -> bool:
 
 
 def is_predict(document: dict[str, Any]) -> bool:
-    """Whether it is one of the older trainer of world models."""
+    """Return whether it is one of the older trainer of world models."""
     model = document.get("model")
     return bool({"model_parallel", "dataloader_train"} & document.keys()) or (
         isinstance(model, dict) and bool({"rl", "fsdp_shard_size"} & model.keys())
@@ -71,7 +71,7 @@ def is_predict(document: dict[str, Any]) -> bool:
 
 
 def is_evaluation(document: dict[str, Any]) -> bool:
-    """Whether it is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads as it is."""
+    """Return whether it is cosmos-reason1's `evaluate.yaml`, which `dsreason eval` reads as it is."""
     return "evaluation" in document and "datasets" in document
 
 
@@ -97,7 +97,7 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
 
 
 def trainer_of(document: dict[str, Any]) -> str:
-    """What trains it here: sft, grpo or dpo."""
+    """Return what trains it here: sft, grpo or dpo."""
     train_section = document.get("train")
     policy = train_section.get("train_policy") if isinstance(train_section, dict) else None
     policy = policy if isinstance(policy, dict) else {}
@@ -157,7 +157,7 @@ def copy_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
-    """What is said of a key that the file has."""
+    """Return what is said of a key that the file has."""
     if key in draft.notes:
         return Finding(key, value, *draft.notes[key])
     known_key = cosmos.keys.get(key)
@@ -175,7 +175,7 @@ def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
 
 
 def became(name: str, draft: Draft) -> str:
-    """What stands for a key of theirs: a key of ours with its value, or another part of how a run is started."""
+    """Return what stands for a key of theirs: a key of ours with its value, or another part of how a run is started."""
     if name == "GPUs":
         return f"{draft.num_gpus} GPUs in all"
     if name == "the command":

@@ -48,7 +48,7 @@ class Settings:
         return self.given.get(key, self.keys[key].default)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has the key, or anything in the section of this name."""
+        """Return whether the file has the key, or anything in the section of this name."""
         return key in self.given or any(name.startswith(f"{key}.") for name in self.given)
 
 
@@ -77,7 +77,7 @@ class Draft:
         here[name] = value
 
     def get(self, key: str) -> Any:
-        """What was set, or None."""
+        """Return what was set, or None."""
         here: Any = self.config
         for name in key.split("."):
             if not isinstance(here, dict) or name not in here:
@@ -94,7 +94,7 @@ class Draft:
         self.notes[key] = ("error", text)
 
     def refuse(self, key: str, text: str) -> bool:
-        """What would change the result if it were left out; whether the person has accepted that."""
+        """Return what would change the result if it were left out; whether the person has accepted that."""
         accepted = key in self.accepted
         self.notes[key] = (
             ("differs", f"accepted: {text}") if accepted else ("error", f"{text} (or `dsreason import --accept {key}`)")

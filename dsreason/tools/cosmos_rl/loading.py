@@ -16,7 +16,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def find_import(path: Path | None) -> Imported | None:
-    """What becomes of a file of cosmos-rl; None for a configuration of ours.
+    """Return what becomes of a file of cosmos-rl; None for a configuration of ours.
 
     Raises:
         ConfigError: it cannot be read, or has keys that cannot be left out.

@@ -78,7 +78,7 @@ def plan_fetch(
     datasets: Sequence[str] = (),
     patterns: Sequence[str] = (),
 ) -> Plan:
-    """Which files of the repository are asked for, and which of them are missing. Nothing is written.
+    """Return which files of the repository are asked for, and which of them are missing. Nothing is written.
 
     Args:
         task: benchmark, sft or rl: the folder below `data_dir`, and the repository where `repo` is None.

@@ -77,7 +77,7 @@ class Source:
 
 
 def is_transient(error: HTTPError) -> bool:
-    """Whether the same request may succeed later: the connection broke, or the server is busy or has a fault."""
+    """Return whether the same request may succeed later: the connection broke, or the server is busy or has a fault."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 503
     return status == 429 or status >= 500
 

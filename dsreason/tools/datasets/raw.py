@@ -106,7 +106,7 @@ def check_origin(dataset: str, origin: str) -> None:
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
-    """What is missing of the raw videos of those clips that are not cut yet. Nothing is requested.
+    """Return what is missing of the raw videos of those clips that are not cut yet. Nothing is requested.
 
     Args:
         names: of the clips, without their ending.

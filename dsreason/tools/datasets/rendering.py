@@ -19,7 +19,7 @@ Encode = Callable[[Sample], object]
 def render_rows(
     name: str, dataset: SampleDataset, encode: Encode, *, limit: int | None = None, workers: int = 0
 ) -> tuple[int, list[str]]:
-    """How many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
+    """Return how many rows were rendered (all, or `limit` evenly spaced ones), and a text for each that cannot be used, in order.
 
     A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
     """

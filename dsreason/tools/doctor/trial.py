@@ -73,5 +73,5 @@ def check_engine() -> Iterator[Finding]:
 
 
 def without_ranks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this shell is none that a launcher made: else the runs above would join its job."""
+    """Return whether this shell is none that a launcher made: else the runs above would join its job."""
     return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

@@ -65,7 +65,7 @@ def toml(value: Any) -> str:
 
 
 def suggestions(plan: Plan) -> list[Suggestion]:
-    """What makes it fit: single changes, and pairs of them where no single one of this machine does."""
+    """Return what makes it fit: single changes, and pairs of them where no single one of this machine does."""
     if plan.fits:
         return []
     request = plan.request
@@ -81,7 +81,7 @@ def suggestions(plan: Plan) -> list[Suggestion]:
 
 
 def suggestion(request: Request, change: Change) -> Suggestion | None:
-    """None if it would not fit either, or where the run would refuse to start."""
+    """Return None if it would not fit either, or where the run would refuse to start."""
     try:
         plan = plan_run(changed(request, change))
     except (ConfigError, ValidationError):
@@ -101,7 +101,7 @@ def changed(request: Request, change: Change) -> Request:
 
 
 def model_settings(config: RunConfig) -> tuple[Any, ...]:
-    """What decides how the model is counted."""
+    """Return what decides how the model is counted."""
     return config.model.freeze, config.model.quantize, config.lora, config.train.precision
 
 

@@ -15,7 +15,7 @@ WORKER = GIB
 
 
 def has_reference(request: Request) -> bool:
-    """Whether a copy of the trained weights is kept for a KL; with adapters the base is the reference."""
+    """Return whether a copy of the trained weights is kept for a KL; with adapters the base is the reference."""
     config = request.config
     return isinstance(config, GRPOConfig) and not config.lora.rank and bool(objective_of(config.grpo).kl_coef)
 

@@ -14,7 +14,7 @@ KINDS = {"trained": "trained", "frozen": "frozen", "adapter": "in adapters", "nf
 
 
 def headline(plan: Plan) -> list[str]:
-    """What was planned, and from what."""
+    """Return what was planned, and from what."""
     request = plan.request
     machine, parameters = request.machine, request.parameters
     several = "s" if machine.gpus > 1 else ""

@@ -117,7 +117,7 @@ def shown_by(request: Request, samples: int) -> int:
 
 
 def exchanged(request: Request) -> int:
-    """What the ranks of a row send each other for attention, and get: queries, keys and values."""
+    """Return what the ranks of a row send each other for attention, and get: queries, keys and values."""
     shape, ranks = request.shape, request.config.ranks_per_row
     if ranks == 1:
         return 0
@@ -159,7 +159,7 @@ def reduction(request: Request) -> tuple[int, int]:
 
 
 def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
-    """What lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
+    """Return what lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
     return (
         Item("weights", states.weights + states.persistent),
         Item("gradients, fp32", states.gradients),

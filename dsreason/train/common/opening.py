@@ -114,7 +114,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
-    """What checkpoints say of the adapters that `engine` trains. Collective."""
+    """Return what checkpoints say of the adapters that `engine` trains. Collective."""
     base, revision, model = config.model.path, config.model.revision, engine.module.model
     names = {"base_model_name_or_path": base if is_hub_name(base) else str(model_path.resolve()), "revision": revision}
     return SavedAdapter(

@@ -58,7 +58,7 @@ def check_model(config: RunConfig) -> Encoder:
 
 
 def check_heads(config: RunConfig, model_path: Path) -> None:
-    """ConfigError if the ranks that compute a row together cannot share the attention heads."""
+    """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
     size = config.ranks_per_row
     model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
     heads = model.get_text_config().num_attention_heads
@@ -70,7 +70,7 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
 
 
 def check_adapters(config: RunConfig, model_path: Path) -> None:
-    """ConfigError if no adapters can be put on the model; logs what of `[optim]` is of no use to them."""
+    """Raise ConfigError if no adapters can be put on the model; logs what of `[optim]` is of no use to them."""
     trusted = config.model.trust_remote_code
     model = model_config(model_path, trust_remote_code=trusted)
     adapted_layers(empty_model(model, torch.float32, "sdpa", trusted), config.lora)
@@ -79,7 +79,7 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 
 def adapter_notes(optim: OptimConfig) -> list[str]:
-    """What a person should know of settings that do not fit adapters; one text each, none of them an error."""
+    """Return what a person should know of settings that do not fit adapters; one text each, none of them an error."""
     missing = []
     if optim.lr < LOW_ADAPTER_LR:
         missing.append(
@@ -124,7 +124,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """ConfigError if DeepSpeed rejects the JSON: its own errors name no file, and seldom the key."""
+    """Raise ConfigError if DeepSpeed rejects the JSON: its own errors name no file, and seldom the key."""
     name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
     error = deepspeed_error(settings)
     if error is None:

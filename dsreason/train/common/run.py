@@ -242,5 +242,5 @@ def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack
 
 
 def is_due(steps: Iterable[int], every: int) -> bool:
-    """Whether one of the steps is a multiple of `every`; 0 is never."""
+    """Return whether one of the steps is a multiple of `every`; 0 is never."""
     return every > 0 and any(step % every == 0 for step in steps)

@@ -155,7 +155,7 @@ def compare_rows(checkpoint: Path | None, now: Mapping[str, Any]) -> dict[str, A
 
 
 def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
-    """CheckpointError if the adapters of a checkpoint were trained on another model than this run's."""
+    """Raise CheckpointError if the adapters of a checkpoint were trained on another model than this run's."""
     saved = read_checkpoint(checkpoint).state.adapter
     if saved is None:
         raise CheckpointError(

@@ -116,7 +116,7 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
 
 
 def common_beginning(better: Sequence[Message], worse: Sequence[Message]) -> int:
-    """How many messages both begin with."""
+    """Return how many messages both begin with."""
     pairs = zip(better, worse, strict=False)
     return next((i for i, (better_id, other) in enumerate(pairs) if better_id != other), min(len(better), len(worse)))
 
@@ -132,7 +132,7 @@ def same_answer(sample: Sample) -> DataError:
 
 
 def given_logprobs(sample: Sample) -> tuple[float, float] | None:
-    """What the row says the reference gives both answers; None if it says nothing."""
+    """Return what the row says the reference gives both answers; None if it says nothing."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
         return None

@@ -33,7 +33,7 @@ def check(config: DPOConfig) -> None:
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
-    """ConfigError if it is asked for, and nothing is held out."""
+    """Raise ConfigError if it is asked for, and nothing is held out."""
     set_keys = config.checkpoint.model_fields_set
     if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
@@ -47,7 +47,7 @@ def given_file(config: DPOConfig) -> GivenReference | None:
 
 
 def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, fingerprint: str | None = None) -> None:
-    """DataError if the row or the file should say what the reference gives the row's answers, and does not."""
+    """Raise DataError if the row or the file should say what the reference gives the row's answers, and does not."""
     if file is not None and (problem := file.problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
@@ -55,7 +55,7 @@ def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, 
 
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """What a row of training goes through; raises DataError for one that cannot be used."""
+    """Return what a row of training goes through; raises DataError for one that cannot be used."""
     return partial(encode_row, config, given_file(config), pair_encoder(encoder))
 
 

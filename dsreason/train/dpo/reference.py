@@ -109,7 +109,7 @@ class GivenReference:
         return line.chosen, line.rejected
 
     def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
-        """Why the row cannot be used, as far as is known without its fingerprint."""
+        """Return why the row cannot be used, as far as is known without its fingerprint."""
         line = self.by_id.get(row_id)
         if line is None:
             return f"dpo.reference_file ({self.file}) has no line of this id; add it"
@@ -190,7 +190,7 @@ def measured(engine: DeepSpeedEngine, one: MicroBatch, part: str) -> list[Measur
 
 @torch.no_grad()
 def pairs_without_reference(engine: DeepSpeedEngine, one: MicroBatch) -> Pairs:
-    """What the engine's forward gives them. Collective."""
+    """Return what the engine's forward gives them. Collective."""
     lengths = one.lengths.to(engine.device)
     zeros = torch.zeros(len(one.pairs), 2, dtype=torch.float64, device=engine.device)
     return pairs_of(engine(one.batch.to(engine.device)), lengths, zeros)
@@ -204,7 +204,7 @@ def as_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Ten
 
 
 def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> StoredReference:
-    """What was measured before, of the run that is continued or of an earlier start of this one. For rank 0.
+    """Return what was measured before, of the run that is continued or of an earlier start of this one. For rank 0.
 
     Args:
         model: fingerprint of the model that training begins with.

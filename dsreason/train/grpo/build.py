@@ -177,7 +177,7 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """What one engine is asked for in one rollout; at least what validation may ask for as well."""
+    """Return what one engine is asked for in one rollout; at least what validation may ask for as well."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)
     return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

@@ -22,7 +22,7 @@ from dsreason.train.grpo.teacher_server import check_no_media
 
 
 def check_functions(config: GRPOConfig) -> None:
-    """ConfigError if a reward cannot be loaded with its options, or the reward server's settings are wrong.
+    """Raise ConfigError if a reward cannot be loaded with its options, or the reward server's settings are wrong.
 
     Nothing is requested from the server.
     """
@@ -44,7 +44,7 @@ def check_functions(config: GRPOConfig) -> None:
 
 
 def row_check(config: GRPOConfig) -> Check:
-    """What a row must have for the rewards of this run; raises DataError."""
+    """Return what a row must have for the rewards of this run; raises DataError."""
     names = tuple(name for name in config.reward.functions if name in BUILT_IN)
     of_rewards = partial(check_answer, names, options=config.reward.options)
     if not config.distill.by_server:
@@ -58,7 +58,7 @@ def row_check(config: GRPOConfig) -> Check:
 
 
 def held_out_check(config: GRPOConfig) -> Check:
-    """What a held-out row must have: a reward that reads its reference would stop the run at the first validation."""
+    """Return what a held-out row must have: a reward that reads its reference would stop the run at the first validation."""
     names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
     return partial(check_references, names, config.reward.options)
 
@@ -108,7 +108,7 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
-    """ConfigError if what these prompts ask for is not what the reward `format` accepts.
+    """Raise ConfigError if what these prompts ask for is not what the reward `format` accepts.
 
     One prompt that asks for it is enough: in the others a question may have tags of its own.
     """

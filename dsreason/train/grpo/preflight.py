@@ -53,7 +53,7 @@ def check(config: GRPOConfig) -> None:
 
 
 def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
-    """ConfigError if held-out rows have no answer, and the best checkpoint is found by what needs one."""
+    """Raise ConfigError if held-out rows have no answer, and the best checkpoint is found by what needs one."""
     best = config.checkpoint.best_metric
     if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
         return
@@ -69,7 +69,7 @@ def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
 
 
 def check_engine_choice(config: GRPOConfig) -> None:
-    """ConfigError if the rollout engine or the reference policy does not work with these settings."""
+    """Raise ConfigError if the rollout engine or the reference policy does not work with these settings."""
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
@@ -88,7 +88,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
 
 
 def check_distillation(config: GRPOConfig) -> None:
-    """ConfigError if dynamic sampling would leave out what a teacher has to say."""
+    """Raise ConfigError if dynamic sampling would leave out what a teacher has to say."""
     if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
@@ -113,7 +113,7 @@ def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
 
 
 def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
-    """Which prompts each rollout has; `train.max_steps` counts optimizer steps."""
+    """Return which prompts each rollout has; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
         order_parts(training, config.data),
@@ -132,5 +132,5 @@ def num_steps(order: StepOrder, config: GRPOConfig) -> int:
 
 
 def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """What a row of training goes through; raises DataError for one that cannot be used."""
+    """Return what a row of training goes through; raises DataError for one that cannot be used."""
     return partial(ask, prompt_encoder(config, encoder), row_check(config))

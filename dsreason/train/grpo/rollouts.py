@@ -96,7 +96,7 @@ def make_rollouts(
 
 
 def informative(group: Group, tolerance: float) -> bool:
-    """Whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
+    """Return whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
 
     Continuous rewards are never equal to the last bit, and the normalisation by std would blow up their noise. The span is
     compared and not the std, which rounding keeps from 0.

@@ -117,7 +117,7 @@ def find_teacher(config: GRPOConfig) -> Path:
 
 
 def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
-    """ConfigError if the teacher cannot read what the student reads and writes. No weights are loaded."""
+    """Raise ConfigError if the teacher cannot read what the student reads and writes. No weights are loaded."""
     if config.distill.teacher is None:
         return
     if config.distill.by_server:
@@ -146,7 +146,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
 
 
 def check_vocabularies(where: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
-    """ConfigError unless both have the same tokens under the same ids."""
+    """Raise ConfigError unless both have the same tokens under the same ids."""
     differing = sorted(
         (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
     )

@@ -97,7 +97,7 @@ class Client:
         return [token.logprob for token in compress(tokens[-completion.num_tokens :], completion.sampled)]
 
     def request(self, ids: list[int], what: str) -> list[Token]:
-        """What the server says of each token but the first, which follows nothing.
+        """Return what the server says of each token but the first, which follows nothing.
 
         DsReasonError if there is no answer, or one that does not fit.
         """
@@ -144,7 +144,7 @@ def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
 
 
 def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ConfigError if the server cannot be asked, or reads tokens otherwise than the student."""
+    """Raise ConfigError if the server cannot be asked, or reads tokens otherwise than the student."""
     client = Client(config)
     plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     ids = plain[:: max(1, len(plain) // PROBES)][: PROBES + 1]

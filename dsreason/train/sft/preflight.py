@@ -26,5 +26,5 @@ def check(config: SFTConfig) -> None:
 
 
 def row_encoder(config: SFTConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """What a row of training goes through; raises DataError for one that cannot be used."""
+    """Return what a row of training goes through; raises DataError for one that cannot be used."""
     return encoder.encode

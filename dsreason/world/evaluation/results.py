@@ -56,7 +56,7 @@ def read_clip(file: Path) -> ClipResult:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """ConfigError if the folder holds an evaluation with other settings."""
+    """Raise ConfigError if the folder holds an evaluation with other settings."""
     if (folder / SETTINGS_FILE).is_file() and (changed := differing(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(

@@ -93,7 +93,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> Compa
 
 
 def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """What can be said of each of the clips, by name."""
+    """Return what can be said of each of the clips, by name."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:

@@ -58,7 +58,7 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 
 
 def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
-    """What a function of (clips, samples) returned, as plain numbers. ValueError if it is not one finite number a clip."""
+    """Return what a function of (clips, samples) returned, as plain numbers. ValueError if it is not one finite number a clip."""
     try:
         scores = as_numbers(result)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one from tensors
@@ -89,6 +89,6 @@ KIND = Kind(find_clip_reward, check_scores)
 
 
 def check_functions(names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """ConfigError if a reward cannot be found or called. Own code is imported."""
+    """Raise ConfigError if a reward cannot be found or called. Own code is imported."""
     for name in names:
         find_clip_reward(name, options.get(name))

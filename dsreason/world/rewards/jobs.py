@@ -69,12 +69,12 @@ class Jobs:
         self._count, self._bytes, self._kept_bytes = 0, 0, 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether one more of this size would be taken now."""
+        """Return whether one more of this size would be taken now."""
         with self._changed:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def hold(self, num_bytes: int) -> bool:
-        """Whether there is room for so much of a body; it is taken then."""
+        """Return whether there is room for so much of a body; it is taken then."""
         with self._changed:
             free = self._bytes + num_bytes <= self.most_bytes
             if free:
@@ -202,7 +202,7 @@ def to_pixels(request: Request, decoder: Decoder | None) -> Tensor:
 
 
 def to_rows(job: str, request: Request) -> list[WorldRow]:
-    """What functions get to know of the clips: `meta` has `fps`, and what else the request says of each clip or of all."""
+    """Return what functions get to know of the clips: `meta` has `fps`, and what else the request says of each clip or of all."""
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
         shared = {

@@ -200,6 +200,6 @@ def call_here(
 
 
 def of_rows(rows: Sequence[WorldRow]) -> str:
-    """Which clips, for messages: `clips of "train.txt:1" to "train.txt:4"`."""
+    """Return which clips, for messages: `clips of "train.txt:1" to "train.txt:4"`."""
     first, last = rows[0].id, rows[-1].id
     return f'clip of "{first}"' if len(rows) == 1 else f'clips of "{first}" to "{last}"'

@@ -114,7 +114,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is a place for this connection."""
+        """Return whether there is a place for this connection."""
         if len(self.connections) < self.most_connections:
             self.connections.add(request)
             return True

@@ -184,7 +184,7 @@ def is_header(value: object) -> bool:
 
 
 def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
-    """What is read of each function's scores: `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
+    """Return what is read of each function's scores: `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
     keys_by_url: dict[str, list[str]] = {}
     for service in config.services:
         keys = keys_by_url.setdefault(service.name, [])

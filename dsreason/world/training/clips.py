@@ -137,7 +137,7 @@ def given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def conditioning_of(
     places: Sequence[Place], clean_of: Callable[[Place], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """What is given of the clips at these places; None if no clip of the run has given frames.
+    """Return what is given of the clips at these places; None if no clip of the run has given frames.
 
     Args:
         clean_of: latents `[C, T, h, w]` of the clip of a place's row.

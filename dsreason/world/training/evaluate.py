@@ -129,7 +129,7 @@ def weights_of(folder: Path, adapter: Path | None) -> str:
 
 
 def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
-    """What must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
+    """Return what must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
     sections = {name: dict(dump_config(config)[name]) for name in SECTIONS}
     for section, names in IGNORED.items():
         for name in names:

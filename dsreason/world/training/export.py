@@ -26,7 +26,7 @@ INDEX = "model_index.json"
 
 
 def export_file(lora: dict[str, Any] | None) -> str:
-    """What every export has."""
+    """Return what every export has."""
     return INDEX if lora is None else FILE
 
 

@@ -86,7 +86,7 @@ def clip_size(data: WorldDataConfig) -> ClipSize:
 
 
 def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
-    """Which rows each step of sft, or each rollout, has; `train.max_steps` counts optimizer steps."""
+    """Return which rows each step of sft, or each rollout, has; `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
     if max_steps is not None and not sft:
@@ -132,7 +132,7 @@ def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
 
 
 def check_rewards(config: WorldConfig) -> None:
-    """ConfigError if a reward is missing that the algorithm or the rule for the best checkpoint needs."""
+    """Raise ConfigError if a reward is missing that the algorithm or the rule for the best checkpoint needs."""
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
         open_scorer(config.reward)  # starts nothing unless it is entered
@@ -214,7 +214,7 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
 
 
 def check_exchange(config: WorldConfig) -> None:
-    """ConfigError if DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
+    """Raise ConfigError if DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
     uses = {
         "world.kl_coef": config.world.kl_coef > 0,
         "world.algorithm = nft": config.world.algorithm == "nft",
@@ -229,7 +229,7 @@ def check_exchange(config: WorldConfig) -> None:
 
 
 def check_division(config: WorldConfig, folder: Path) -> None:
-    """ConfigError if a clip does not divide among the ranks of a context-parallel group."""
+    """Raise ConfigError if a clip does not divide among the ranks of a context-parallel group."""
     data, size = config.data, config.train.context_parallel_size
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
@@ -237,7 +237,7 @@ def check_division(config: WorldConfig, folder: Path) -> None:
 
 
 def keeps_projected(config: WorldConfig) -> bool:
-    """Whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
+    """Return whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
     if config.lora.rank == 0:
         return config.model.freeze_text_projection
     return not any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
@@ -270,7 +270,7 @@ def why_clips(config: WorldConfig) -> str:
 
 
 def check_bad_rows(config: WorldConfig) -> None:
-    """ConfigError if clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
+    """Raise ConfigError if clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
             f'data.on_bad_row ("skip") leaves clips out in sft only, and {why_clips(config)} needs those of all rows of a '

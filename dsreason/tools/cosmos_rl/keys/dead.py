@@ -26,7 +26,7 @@ GONE = {"cp_rotate_method": "it was of another kind of context parallelism, whic
 
 
 def meant(key: str, cosmos: Settings) -> str:
-    """What to say of a key that is in no table: the known key that is most like it."""
+    """Return what to say of a key that is in no table: the known key that is most like it."""
     name = key.rpartition(".")[2]
     if key.startswith("custom."):
         return "cosmos-rl gives [custom] to your script, and nothing here reads this key"

@@ -42,7 +42,7 @@ class Key:
 
 
 def takes_of(default: Any) -> Takes:
-    """What a key with this default takes."""
+    """Return what a key with this default takes."""
     kinds: dict[type, Takes] = {bool: "bool", int: "int", float: "number", str: "string", list: "list", dict: "table"}
     return kinds.get(type(default), "any")
 
@@ -97,7 +97,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def fits(value: Any, takes: Takes) -> bool:
-    """Whether a value is of the kind; True is no number."""
+    """Return whether a value is of the kind; True is no number."""
     if takes == "any":
         return True
     if takes in ("names", "numbers", "tables"):

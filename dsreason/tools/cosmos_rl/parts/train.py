@@ -262,5 +262,5 @@ def preferences(cosmos: Settings, draft: Draft) -> None:
 
 
 def whole(value: Any, parts: int) -> bool:
-    """Whether it can be cut into equal parts."""
+    """Return whether it can be cut into equal parts."""
     return parts > 0 and value % parts == 0
