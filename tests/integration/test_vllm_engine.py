@@ -320,6 +320,8 @@ def explore_faults(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
+    from dsreason.rollout.vllm_requests import make_sampling_params
+
     engine = explorer.engine
     engine.sleep()
     engine.wake()
@@ -329,14 +331,13 @@ def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
     explorer.prompts["doubled"] = replace(image, prompt_ids=image.encoded.input_ids.tolist())
     found["doubled pads"] = failure(lambda: explorer.generate(("text", "doubled"), version=4))
     found["no room"] = failure(lambda: explorer.generate(("text",), version=4, max_completion_length=5000))
-    original = engine._params
 
     def unbanned(*args: Any) -> Any:
-        params = original(*args)
+        params = make_sampling_params(*args)
         params.logit_bias = {engine.banned_ids[0]: 1000.0}
         return params
 
-    with mock.patch.object(engine, "_params", unbanned):
+    with mock.patch("dsreason.rollout.vllm_engine.make_sampling_params", unbanned):
         found["media token"] = failure(lambda: explorer.generate(("text",), version=4))
     found["unbanned"] = engine.tokenizer.convert_ids_to_tokens(engine.banned_ids[0])
     return found
