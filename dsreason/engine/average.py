@@ -74,7 +74,7 @@ class WeightAverage:
         rank = dist.get_rank()
         same = saved_ranks == dist.get_world_size()
         ranks = [rank] if same else range(saved_ranks)
-        files = [checkpoint / average_file(label, rank) for rank in ranks]
+        files = [checkpoint / average_file(label, saved_rank) for saved_rank in ranks]
         if missing := [file for file in files if not file.is_file()]:
             raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
         for name, parameter in trained_parameters(self.engine).items():

@@ -55,7 +55,7 @@ def load_where_it_fits(
         adapt_vision(model)
     else:
         devices = devices_of(device)
-        device_map = plan(model, family, {name_of(device): budget(device) for device in devices})
+        device_map = plan(model, family, {name_of(candidate): budget(candidate) for candidate in devices})
         log.warning("%s: %s", path, explained(model, device_map, devices))
         spread(model, weights, device_map, dtype, device)
     model.generation_config = read_generation_config(path) or model.generation_config

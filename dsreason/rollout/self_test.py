@@ -64,11 +64,11 @@ def self_test(
     real = run(REAL, weights())
     moved = run(PERTURBED, perturbed(weights()))
     raise_on_all_ranks(unmoved(real, moved, tolerance))
-    second_logprobs = run(REAL, weights())
-    raise_on_all_ranks(not_restored(real, second_logprobs, tolerance, "after perturbing, sleeping, waking and syncing"))
+    restored = run(REAL, weights())
+    raise_on_all_ranks(not_restored(real, restored, tolerance, "after perturbing, sleeping, waking and syncing"))
     if engine.keeps_weights:
-        second_logprobs = run(REAL, None)
-        raise_on_all_ranks(not_restored(real, second_logprobs, tolerance, "after sleeping and waking without a sync"))
+        restored = run(REAL, None)
+        raise_on_all_ranks(not_restored(real, restored, tolerance, "after sleeping and waking without a sync"))
     return real
 
 

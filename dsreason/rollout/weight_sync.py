@@ -96,7 +96,7 @@ def raise_sync_error(wrong: list[str]) -> None:
 def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Place]:
     """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
 
-    SyncError if a name leads nowhere, or where nothing sent would reach a parameter of the engine.
+    SyncError if a name leads nowhere, or if nothing sent would reach a parameter of the engine.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     parameters = {

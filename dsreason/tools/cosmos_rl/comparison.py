@@ -88,11 +88,11 @@ def steps(draft: Draft, rows: int | None) -> list[Meaning]:
         return [Meaning("steps", theirs, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
     held_out = draft.get("data.validation") or 0
     used = rows - (held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
-    their_steps, here = used // size * epochs, used * epochs // size
+    their_steps, own_steps = used // size * epochs, used * epochs // size
     if most:
-        their_steps, here = min(their_steps, most), min(here, most)
+        their_steps, own_steps = min(their_steps, most), min(own_steps, most)
     each = f"{used} {unit} / {size} = {used / size:.1f} an epoch"
-    return [Meaning("steps", f"{each}, {their_steps} in all{capped}", f"{each}, {here} in all{capped}")]
+    return [Meaning("steps", f"{each}, {their_steps} in all{capped}", f"{each}, {own_steps} in all{capped}")]
 
 
 def held_out_rows(rows: int, share: float) -> int:

@@ -115,8 +115,8 @@ def agibot_cut(match: re.Match[str], raw: Path) -> Cut:
     episodes = [raw / "observations" / task / episode, raw / task / episode]
     places = [
         folder / stem
-        for episode in episodes
-        for folder in (episode / "videos", episode)
+        for episode_folder in episodes
+        for folder in (episode_folder / "videos", episode_folder)
         for stem in (view, f"{view}_color")
     ]
     return Cut(first_file(videos(places)), int(match["start"]), int(match["end"]), "frames")

@@ -240,7 +240,7 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
-    partials = {member: partial_of(plan, source, *member) for member in members.values()}
+    partials = {part: partial_of(plan, source, *part) for part in members.values()}
     remaining = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
     check_room(plan.folder, remaining)
     with track(f"fetching raw videos of {plan.dataset}", remaining, "bytes") as advance:

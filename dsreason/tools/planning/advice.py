@@ -81,7 +81,7 @@ def suggestions(plan: Plan) -> list[Suggestion]:
 
 
 def suggestion(request: Request, change: Change) -> Suggestion | None:
-    """Return None if it would not fit either, or where the run would refuse to start."""
+    """Return None if it would not fit either, or if the run would refuse to start."""
     try:
         plan = plan_run(changed(request, change))
     except (ConfigError, ValidationError):

@@ -50,9 +50,10 @@ T = TypeVar("T")
 def validate(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult | None:
-    """Measure the policy on the held-out rows; None if there are none. Collective: every rank runs the same forwards and gathers.
+    """Measure the policy on the held-out rows; None if there are none.
 
-    `version` is stamped on the weights that the rollout engine gets (the step). The metrics are `val/loss`, the mean
+    Collective: every rank runs the same forwards and gathers. `version` is stamped on the weights that the rollout
+    engine gets (the step). The metrics are `val/loss`, the mean
     negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
     `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
     `val/reward/mean` and `val/reward/<function>/mean`, of rows without a reference answer too. What no row can give is left

@@ -70,7 +70,8 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
     started = time.perf_counter()
     with watchdog.phase("rollout"):
         sampled = grpo.rollouts.sample(run.state.step)
-    sampling_seconds, train_started = time.perf_counter() - started, time.perf_counter()
+    train_started = time.perf_counter()
+    sampling_seconds = train_started - started
     with watchdog.phase("prepare"):
         rollout_metrics = show_sampled(grpo, sampled)
         steps = prepare_steps(grpo, sampled)

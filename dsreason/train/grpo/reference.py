@@ -47,7 +47,7 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """References that neither the run nor one of its checkpoints, those being written included, goes on with."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(named_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
-    needed = {step_name(reset_step(step, every)) for step in steps}
+    needed = {step_name(reset_step(kept_step, every)) for kept_step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)

@@ -18,7 +18,7 @@ FAMILIES: dict[str, WorldFamily] = {"cosmos_predict2_5": COSMOS_PREDICT2_5, "wan
 def family_of(folder: Path) -> WorldFamily:
     """The family of a folder in diffusers' format, by the pipeline in its model_index.json.
 
-    CheckpointError if there is none, or where it is of a family or a kind that is not supported.
+    CheckpointError if there is none, or if it is of a family or a kind that is not supported.
     """
     file = folder / "model_index.json"
     index = read_json(file)

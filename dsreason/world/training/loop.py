@@ -40,7 +40,8 @@ def train(trainer: WorldTrainer) -> None:
         run.poll_checkpoint()
         started, first = time.perf_counter(), run.state.step
         parts, rollout_metrics = prepare_parts(trainer)
-        rollout_seconds, train_started = time.perf_counter() - started, time.perf_counter()
+        train_started = time.perf_counter()
+        rollout_seconds = train_started - started
         for part in parts:
             run.profiler.begin(run.state.step + 1)
             with trainer.job.watchdog.phase("step"):

@@ -110,7 +110,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
 
 
 def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
-    """Steps that add noise, and so can be trained. ConfigError if none does, or where one that is named does not."""
+    """Steps that add noise, and so can be trained. ConfigError if none does, or if one that is named does not."""
     world = config.world
     stds = [
         step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std

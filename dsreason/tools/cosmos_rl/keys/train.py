@@ -22,7 +22,7 @@ def precision(dtype: Any) -> str:
 
 def one_rate(rate: Any) -> float:
     rates = rate if isinstance(rate, list) else [rate]
-    if not rates or any(isinstance(rate, dict) or rate != rates[0] for rate in rates):
+    if not rates or any(isinstance(each, dict) or each != rates[0] for each in rates):
         raise ValueError("all weights have one learning rate here; give one number")
     return float(rates[0])
 

@@ -12,7 +12,7 @@ from dsreason.config.schema_toy import ToyConfig
 from dsreason.train.toy.preflight import check
 
 from dsreason.data.micro_batches import align_micro_batches
-from dsreason.engine.engine import add_gradient, engine_grad_norm, set_learning_rate
+from dsreason.engine.engine import add_gradient, take_optimizer_step
 from dsreason.job.ranks import all_sum, gather_objects
 from dsreason.losses.sft import sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
@@ -81,13 +81,7 @@ def toy_step(
     samples = [rows.encoder.encode(rows.training[number % len(rows.training)]) for number in numbers]
     (batch,) = align_micro_batches([samples], rows.encoder, gather_objects, packing=config.train.packing)
     num_tokens = int(all_sum(sum(map(len, samples))))
-    set_learning_rate(engine, lr)
     loss = config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
     add_gradient(engine, loss, world.size, last=True)
-    engine.step()
-    metrics = {
-        "train/loss": all_sum(loss.item()),
-        "train/learning_rate": lr,
-        "train/grad_norm": engine_grad_norm(engine),
-    }
+    metrics = {"train/loss": all_sum(loss.item())} | take_optimizer_step(engine, lr)
     return finite.metrics(metrics, [batch], engine.global_steps), num_tokens
