@@ -55,9 +55,14 @@ def reward_serve(
     launch.prepare_environment()
     restore_script_folders()  # for what the functions start
     show_logs()
-    with quick_imports():
-        from dsreason.world.rewards.jobs import find_functions
-        from dsreason.world.rewards.server import Limits, RewardHTTPServer
+    try:
+        with quick_imports():
+            from dsreason.world.rewards.jobs import find_functions
+            from dsreason.world.rewards.server import Limits, RewardHTTPServer
+    except ImportError as error:
+        raise ConfigError(
+            f"reward-serve needs fastapi and uvicorn ({error}); install them: pip install 'dsreason[world]'"
+        ) from error
     served = find_functions(functions)
     decoder = None
     if vae is not None:
@@ -124,11 +129,17 @@ def asked_to_stop() -> threading.Event:
 
 
 def serve(server: RewardHTTPServer, stop: threading.Event) -> None:
-    """Until it is to stop. What is being scored then is not waited for."""
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="reward server")
+    """Serve until asked to stop. What is being scored then is not waited for."""
+
+    def run() -> None:
+        try:
+            server.run()
+        finally:
+            stop.set()
+
+    thread = threading.Thread(target=run, name="reward server")
     thread.start()
     stop.wait()
-    server.shutdown()
+    server.stop()
     thread.join()
-    server.server_close()
     say("the server has ended", err=True)

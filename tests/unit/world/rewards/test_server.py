@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -22,7 +23,7 @@ from dsreason.errors import RewardError
 from dsreason.world.rewards.server import Limits, RewardHTTPServer
 from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
-from tests.unit.world.rewards.test_service import CLIPS, LATENTS, TOKEN, VIDEO_BODY, ask, running
+from tests.unit.world.rewards.test_service import CLIPS, LATENTS, TOKEN, VIDEO_BODY, ask
 
 
 def level(clips: torch.Tensor, samples: list[WorldRow]) -> torch.Tensor:
@@ -88,10 +89,21 @@ class Broken:
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardHTTPServer]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     GATE.clear()
-    served = RewardHTTPServer(("127.0.0.1", 0), FUNCTIONS, **getattr(request, "param", {}))
-    for _ in running(served):
-        yield served
+    server = RewardHTTPServer(("127.0.0.1", 0), FUNCTIONS, **getattr(request, "param", {}))
+    with serving(server):
+        yield server
     GATE.set()
+
+
+@contextmanager
+def serving(server: RewardHTTPServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
 
 
 def post(server: RewardHTTPServer, action: str, body: Any, token: str | None = None) -> tuple[int, dict[str, Any]]:
@@ -308,29 +320,41 @@ def test_without_the_right_token_nothing_is_done(server: RewardHTTPServer, given
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 def test_it_listens_at_an_address_of_ipv6_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "::1")
-    served = RewardHTTPServer(("::1", 0), FUNCTIONS)
-    assert served.url.startswith("http://[::1]:")
-    for _ in running(served):
-        assert post(served, "ping", {"info_data": "{}"})[0] == 200
+    server = RewardHTTPServer(("::1", 0), FUNCTIONS)
+    assert server.url.startswith("http://[::1]:")
+    with serving(server):
+        assert post(server, "ping", {"info_data": "{}"})[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("line", "status"),
+    ("line", "status", "message"),
     [
-        ("GET /api/reward/ping HTTP/1.1", 501),
-        ("HEAD /api/reward/ping HTTP/1.1", 501),
-        ("nonsense", 400),
-        ("POST /api/reward/ping HTTP/9.9", 505),
-        (f"POST /{'x' * 70_000} HTTP/1.1", 414),
+        ("GET /api/reward/ping HTTP/1.1", 405, "Method Not Allowed"),
+        ("HEAD /api/reward/ping HTTP/1.1", 405, None),
+        ("POST /elsewhere HTTP/1.1", 404, "no such URL"),
+        ("POST /api/reward/ HTTP/1.1", 404, "no such URL"),
     ],
 )
-def test_every_answer_is_json(server: RewardHTTPServer, line: str, status: int) -> None:
-    with socket.create_connection(server.server_address[:2], 20) as connection:
-        connection.sendall(f"{line}\r\n\r\n".encode())
-        head, _, content = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
-    assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    assert b"Content-Type: application/json" in head
-    assert (content == b"") if line.startswith("HEAD") else json.loads(content)["message"]
+def test_errors_are_json(server: RewardHTTPServer, line: str, status: int, message: str | None) -> None:
+    head, content = send_raw(server, line)
+    assert head.startswith(f"HTTP/1.1 {status} ")
+    assert "content-type: application/json" in head
+    assert (content == "") if message is None else message in json.loads(content)["message"]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "POST /api/reward/ping HTTP/9.9x"])
+def test_what_is_not_http_is_refused(server: RewardHTTPServer, line: str) -> None:
+    assert send_raw(server, line)[0].startswith("HTTP/1.1 400 ")
+    assert post(server, "ping", {})[0] == 200
+
+
+def send_raw(server: RewardHTTPServer, line: str) -> tuple[str, str]:
+    """Return the head and the body of the answer to a request of this line and no headers but the necessary ones."""
+    with socket.create_connection(server.address, 20) as connection:
+        connection.sendall(f"{line}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, content = answer.decode().partition("\r\n\r\n")
+    return head, content
 
 
 def test_forms_that_cannot_be_answered(server: RewardHTTPServer) -> None:
