@@ -78,7 +78,9 @@ def demo(
     if of_world:
         runs = [(world.TRAINER, recipe) for recipe in WORLD_RECIPES.values()]
     for trainer, recipe in runs:
-        load_config(trainer.schema, recipe, changes, default_recipe=trainer.recipe)  # what is wrong is said at once
+        load_config(
+            trainer.schema, recipe, changes, default_recipe=trainer.recipe
+        )  # report mistakes before anything starts
     with told_of_the_demo(folder):
         (world_demo if of_world else answers_demo)(folder, nproc, changes)
 
@@ -165,7 +167,7 @@ def evaluate_export(folder: Path) -> Path:
 
 
 def accuracy_by_medium(results: Path) -> dict[str, float]:
-    """As the trainer's metrics are called: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
+    """Return accuracies by the names of the trainer's metrics: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
     from dsreason.evaluation.report.results import find_run, read_run
 
     right: dict[str, list[bool]] = {}
@@ -177,7 +179,7 @@ def accuracy_by_medium(results: Path) -> dict[str, float]:
 
 
 def results_table(folder: Path, evaluated: dict[str, float]) -> Table:
-    """Every held-out accuracy: of the random model, after SFT, after GRPO, and of the export in an evaluation of its own."""
+    """Build the table of held-out accuracies: random model, after SFT, after GRPO, and the export in a separate evaluation."""
     random, warm = first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
     _, trained = first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
     table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")

@@ -50,7 +50,7 @@ def evaluate(
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Adapter that reads --data, such as llava or builtin.")] = None,
     answer_type: Annotated[
-        Literal["letter", "reasoning"] | None, typer.Option(help="Ask for the answer alone, or for thoughts first.")
+        Literal["letter", "reasoning"] | None, typer.Option(help="Ask for only the answer, or for thoughts first.")
     ] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, max=1024, help="GPUs that hold one copy of the model together.")
@@ -132,12 +132,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class WorldSource:
-    """Where the configuration of a world model's evaluation comes from."""
+    """Sources of the configuration of a world model's evaluation."""
 
     values: dict[str, Any]
     name: str
     arguments: list[str]
-    """That lead a rank to it."""
+    """Command-line overrides that lead a rank to it."""
 
 
 def find_world(config: Path | None, model: str | None) -> WorldSource | None:
@@ -154,7 +154,7 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
 
 
 def runs_around(path: Path) -> list[Path]:
-    """The folders that may be the run of `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; none for a path that is not there."""
+    """List the folders that may be the run of `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if the path does not exist."""
     path = path.absolute()
     if not path.exists():
         return []
@@ -170,7 +170,7 @@ def is_world(values: dict[str, Any]) -> bool:
 
 
 def exported(model: str) -> str:
-    """Of a run its final export; anything else as it is.
+    """Return a run's final export, or anything else unchanged.
 
     ConfigError for a run or checkpoint without one, and for a run that has a newer checkpoint.
     """
@@ -197,8 +197,8 @@ def check_unmasked(config: WorldConfig, name: str) -> None:
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
     if keys := list(masked(needed)):
         raise ConfigError(
-            f"{name}: {', '.join(keys)}: only a mask of the secret is there; name by --config the file that the run was started "
-            "with, or give the value by --set"
+            f"{name}: {', '.join(keys)}: only a mask of the secret is stored; pass with --config the file that the run was "
+            "started with, or give the value by --set"
         )
 
 
@@ -259,7 +259,7 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
 
 
 def check_complete(who: object, what: object) -> None:
-    """ConfigError that says which options there are, where the command line alone has to say everything."""
+    """Raise ConfigError with the available options if the command line must specify everything."""
     missing = [] if who else ["who answers: --model D or --server URL"]
     missing += [] if what else ["what is asked: --data D, --dataset NAME or --adapter NAME"]
     if missing:

@@ -37,7 +37,7 @@ def import_(
     if not is_cosmos_rl(document):
         raise ConfigError(f"{file}: has no section of cosmos-rl ([policy], [train.train_policy], …); give a file of it")
     if output is not None and output.exists():
-        raise ConfigError(f"{output}: is there already; name another file, or remove it")
+        raise ConfigError(f"{output} already exists; choose another file, or remove it")
     imported = convert(document, accept or ())
     show(imported)
     imported.check(str(file))

@@ -52,7 +52,7 @@ def infer(
     max_pixels: Annotated[int | None, typer.Option(min=1, help="Largest size of an image or frame.")] = None,
     total_pixels: Annotated[
         int,
-        typer.Option(min=1, help="Largest sum over a video's frames, two frames counted once; 784 or 1024 a token."),
+        typer.Option(min=1, help="Largest sum over a video's frames, two frames counted once; 784 or 1024 per token."),
     ] = 6_422_528,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, thoughts included.")] = 4096,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.6,

@@ -1,4 +1,4 @@
-"""What the training commands share: options, the checks before ranks start, and starting them."""
+"""Shared parts of the training commands: options, the checks before ranks start, and starting them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Trainer(Generic[C]):
 
 
 def trainers() -> dict[str, Trainer[Any]]:
-    """By name: each folder of `dsreason.train` has a file of its name here, which says what its `TRAINER` is; so has `world`."""
+    """Find the trainers by name: each folder of `dsreason.train`, and `world`, has a file of its name here with its `TRAINER`."""
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
 
@@ -178,7 +178,7 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
     config = load_job(job)
     if launch.is_rank():
         return _run_rank(job, config)
-    # What is wrong with these is said at once: counting the GPUs takes torch, and that takes seconds.
+    # Check these first: counting the GPUs imports torch, which takes seconds.
     read_deepspeed(config.deepspeed)
     output_dir = _output_dir(job, config) or default_output_dir(job.trainer.name)
     config = config.model_copy(update={"output_dir": str(output_dir)})
@@ -239,8 +239,8 @@ def _checkpoints_in(output_dir: Path) -> dict[str, str]:
 
 
 def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
-    """Return what an attempt continues: after a crash the newest checkpoint of this job, and while there is none what was
-    asked for: those `before`, of an earlier job, are not what `--resume PATH` wants. No clock tells which these are."""
+    """Return what an attempt continues: after a crash the newest checkpoint of this job; before its first checkpoint, what was
+    requested. Checkpoints of an earlier job (`before`) are not what `--resume PATH` wants; no clock can tell them apart."""
     if attempt == 0 or (resume is not None and not _checkpoints_in(output_dir).items() - before.items()):
         return resume
     return "auto"

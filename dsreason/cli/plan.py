@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsreason.tools.planning.request import Machine
 
 LOG_WIDTH = 120
-"""Columns of tables in a pipe or a file, if there is no terminal to ask."""
+"""Width of tables in a pipe or a file, which have no terminal to query."""
 GPU_MEMORY, MOST_GPU_MEMORY = 80.0, 1e6
 
 
@@ -77,7 +77,7 @@ def plan(
         name = config or "the shipped recipe"
         subject = f"{name}: is" if command is None else f"--for {command}: {name} is then"
         raise ConfigError(
-            f"{subject} a configuration of `dsreason {trainer.name}`; a plan is made for those of sft, grpo and dpo alone"
+            f"{subject} a configuration of `dsreason {trainer.name}`; only sft, grpo and dpo can be planned"
         )
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()

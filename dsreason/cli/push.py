@@ -41,7 +41,7 @@ def push(
         typer.Option(help="Of a run: what to upload; may be repeated. Default: export and checkpoint."),
     ] = None,
 ) -> None:
-    """Upload a checkpoint, an export or a whole run. Files that are there with the same content are not sent again."""
+    """Upload a checkpoint, an export or a whole run. Files that exist with the same content are not sent again."""
     from dsreason.storage.package import is_run, opened_package
     from dsreason.storage.storage import place_in, read_target, upload
 

@@ -101,7 +101,7 @@ def find_device(name: str) -> torch.device:
 
 
 def show_logs() -> None:
-    """On stderr, without secrets."""
+    """Show log lines on stderr, without secrets."""
     handler = logging.StreamHandler()
     handler.setFormatter(HidingFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

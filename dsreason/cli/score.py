@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dsreason.world.evaluation.report import Report as WorldReport
 
 WORLD_FILE = "world.json"
-"""In the results of a world model."""
+"""File name in the results of a world model."""
 LOG_WIDTH = 120
-"""Columns of tables in a pipe or a file, if there is no terminal to ask."""
+"""Width of tables in a pipe or a file, which have no terminal to query."""
 
 
 def score(

@@ -44,7 +44,7 @@ from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
 from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
-"""From more prompts on, `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
+"""Number of prompts from which `auto` takes vLLM on a GPU: its start then takes less time than it saves."""
 MOST_PROMPT_BYTES = 16 * 1024**2
 
 Asked = tuple[EncodedPrompt, Sampling]
@@ -54,7 +54,7 @@ Draw = Callable[[Iterator[Asked]], Iterator[tuple[EncodedPrompt, Iterator[int]]]
 
 @dataclass(frozen=True)
 class InferSettings:
-    """What all questions of one call share.
+    """Settings that all questions of one call share.
 
     Example: `InferSettings(model="tiny:qwen3_vl", videos=("a.mp4",), vision={"fps": 4.0})`.
     """
@@ -68,15 +68,15 @@ class InferSettings:
     system: str = ""
     """System message; empty: that of the chat template."""
     reasoning: bool = False
-    """Whether the system message asks for `<think>…</think> <answer>…</answer>`."""
+    """The system message asks for `<think>…</think> <answer>…</answer>`."""
     sampling: Sampling = Sampling()
     timestamps: bool = False
-    """Whether the time is written on the frames of videos."""
+    """The time is written on the frames of videos."""
     save_frames: Path | None = None
     """Folder for the pictures that the model is shown."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the weights; `auto`: what config.json says."""
+    """Type of the weights; `auto`: as in config.json."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ def open_engine(
     num_prompts: int,
     stack: ExitStack,
 ) -> Draw:
-    """What draws tokens, with the weights loaded, until `stack` closes; vLLM with room for `max_length` at a time."""
+    """Open what draws tokens, with the weights loaded, until `stack` closes; vLLM with room for `max_length` at a time."""
     installed = importlib.util.find_spec("vllm") is not None
     if settings.engine == "vllm" and not installed:
         raise ConfigError("--engine vllm: vLLM is not installed; install it, or choose transformers")

@@ -1,4 +1,4 @@
-"""`dsreason eval`: ask every question, grade what comes back, and keep each answer as soon as it is there."""
+"""`dsreason eval`: ask every question, grade the answers, and keep each as soon as it has arrived."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dsreason.monitor.progress import Advance
 log = logging.getLogger(__name__)
 
 MIN_FAILURES = 16
-"""At so many questions a server does not fail by chance."""
+"""Number of failures in a row that a server does not have by chance."""
 NOT_ASKED = "not asked yet"
 """Error of questions that an evaluation has not come to."""
 VISIBILITY_TIMEOUT_S = 60.0
@@ -44,7 +44,7 @@ VISIBILITY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Throughput:
-    """What this job has asked and got answers to, over all its ranks; not what was there before or could not be asked."""
+    """The questions that this job has asked and got answers to, over all its ranks; neither earlier nor impossible ones."""
 
     questions: int
     completion_tokens: int
@@ -208,7 +208,7 @@ class Evaluation:
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
-        """Return what has to be asked, as many batches on ranks that ask together."""
+        """Return the questions to ask in batches, the same number on ranks that ask together."""
         size = self.answering.batch_size
         if size is None:
             open_questions = [
@@ -320,5 +320,5 @@ def check_same(question: Question, stored: Result, file: Path) -> None:
         if old != new:
             raise DataError(
                 f"{file}: {question.id} {fact} {old!r:.200} there and {new!r:.200} now; give another results_dir, or set "
-                "evaluation.overwrite = true to replace what is there"
+                "evaluation.overwrite = true to replace the existing results"
             )

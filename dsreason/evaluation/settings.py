@@ -1,4 +1,4 @@
-"""Which evaluation a results folder holds: `run.json`, and what may not differ when it is continued."""
+"""Settings of the evaluation in a results folder: `run.json`, and what may not differ when it is continued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.job.record import git_state, versions
 COMPARED = ("evaluation", "generation", "vision")
 OPTIONS = ("engine_options", "scorer_options")
 NOT_COMPARED = {"num_processes", "skip_saved", "overwrite", "limit", "batch_size", "media_memory_gib", *OPTIONS}
-"""What does not change an answer, and the options, which count where any are set. Data sets may be added, too: each stored
+"""Settings that do not change an answer, and the options, which count if any are set. Data sets may be added, too: each stored
 answer is compared with its question."""
 SOURCES = "vision of "
 """Before a source's data set: these are compared only where both evaluations have it."""
@@ -33,7 +33,7 @@ def run_folder(config: EvalConfig, model_name: str) -> Path:
 
 
 def vision_note(config: EvalConfig) -> str | None:
-    """A note where a model that dsreason trained is evaluated with other vision settings than it was trained with."""
+    """Return a note if a model that dsreason trained is evaluated with vision settings other than those of its training."""
     trained = trained_vision(Path(str(config.model.path)).expanduser())
     vision = config.vision_of().model_dump(exclude_none=True)
     if trained is None or trained == vision:
@@ -74,7 +74,7 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
 
 
 def scorer_file(scorer: str) -> Path:
-    """Of `judge.py:helpful` the file; of the name of a built-in reward or of a module one that is not there."""
+    """Return the file of `judge.py:helpful`; for a built-in reward or a module, a path that does not exist."""
     return Path(scorer.partition(":")[0]).expanduser()
 
 
@@ -132,6 +132,6 @@ def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[s
         raise ConfigError(
             f"{folder}: holds results of other settings:\n  "
             + "\n  ".join(differing)
-            + "\ngive another results_dir, or set evaluation.overwrite = true to replace what is there"
+            + "\ngive another results_dir, or set evaluation.overwrite = true to replace the existing results"
         )
     return before | settings

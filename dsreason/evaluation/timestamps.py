@@ -48,7 +48,7 @@ class TimestampEncoder(PromptEncoder):
 
 
 def frame_times(metadata: Mapping[str, Any]) -> list[float]:
-    """Seconds from the beginning of the file, of each sampled frame; also where `video_start` cuts off what is before."""
+    """Seconds from the beginning of the file, of each sampled frame; even if `video_start` cuts off what is before."""
     return [index / metadata["fps"] for index in metadata["frames_indices"]]
 
 

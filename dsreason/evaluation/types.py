@@ -1,4 +1,4 @@
-"""What crosses between asking, grading and reporting: a question, and a stored result."""
+"""Types that asking, grading and reporting exchange: a question, and a stored result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.data.types import Sample
 from dsreason.text import QuestionKind
 
 KIND = "kind"
-"""What decides whether an answer is right where no scorer does: the rule of its question's kind."""
+"""Rules that decide whether an answer is right if no scorer does, by the question's kind."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Question:
     """Names the result file: a clip's name without its ending, or a row's id."""
     kind: QuestionKind
     sample: Sample
-    """As it is asked: `messages` end with the user's, media paths are absolute."""
+    """The sample as it is asked: `messages` end with the user's, media paths are absolute."""
     answer: str
     options: dict[str, str] | None = None
     problem: str | None = None
@@ -49,27 +49,27 @@ class Result:
     correct_answer: str
     reasoning: str
     answer: str
-    """As parsed; "" if nothing was read, or nothing was answered."""
+    """The parsed answer; "" if nothing was read or answered."""
     full_response: str
     is_correct: StrictBool
     id: str
-    """Of the question."""
+    """Kind of the question."""
     kind: QuestionKind
     options: dict[str, str] | None
     media: list[str]
     """Paths, in the order in which they are shown."""
     rule: str
-    """Which rule of the parser matched; "none" where none did."""
+    """Rule of the parser that matched; "none" if none did."""
     attempts: int
-    """How often the question was asked; 0 if it could not be."""
+    """Number of times that the question was asked; 0 if it could not be."""
     finish_reason: str
     """`stop`, `length`, or "" if nothing was answered."""
     completion_tokens: int
     seconds: float
-    """From the question's (last) request to its answer, those of its batch included."""
+    """Seconds from the question's (last) request to its answer, those of its batch included."""
     error: str | None = None
-    """Why there is no answer: a missing or unreadable clip, a server that failed. Asked again by the next evaluation."""
+    """Reason why the answer is missing: a missing or unreadable clip, a server that failed. The next evaluation asks again."""
     scores: dict[str, float] = field(default_factory=dict)
     """`bleu`, `rougeL`, `similarity` of free texts, and a user's own."""
     graded_by: str = KIND
-    """What decided `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""
+    """Rule that decided `is_correct`: `kind`, or the scorer with its threshold, as in `helpful >= 0.5`."""

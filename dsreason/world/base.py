@@ -15,7 +15,7 @@ from dsreason.world.families.components import read_json
 from dsreason.world.schema import WorldModelConfig
 
 FILE = "base_model.json"
-"""In an export: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`, as `model` of the run says them."""
+"""File in an export that names the base model: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`."""
 
 
 def base_note(model: Mapping[str, Any], source: Path) -> str:

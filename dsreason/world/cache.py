@@ -26,7 +26,7 @@ from dsreason.world.latents import LatentCodec
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""In every key: one more whenever the same models and inputs give other values."""
+"""Version of the keys; raise it whenever the same models and inputs give other values."""
 TENSOR, DIGEST = "values", "sha256"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
@@ -72,9 +72,9 @@ class TextCache:
     def encode(
         self, prompts: Sequence[str], device: torch.device | str = "cpu", *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Encode this rank's share of the prompts that are not there yet. The caller waits for the other ranks.
+        """Encode this rank's share of the missing prompts. The caller waits for the other ranks.
 
-        The encoder is loaded only where there is something to encode, and freed at the end. Prompts that are too long are
+        The encoder is loaded only if there is something to encode, and freed at the end. Prompts that are too long are
         cut, as the pipelines do; rank 0 says which.
         """
         if rank == 0:
@@ -95,7 +95,7 @@ class TextCache:
                 log.info("%d of %d prompts are encoded", number, len(missing))
 
     def check_room(self, prompts: Sequence[str]) -> None:
-        """Raise StorageError if the embeddings of those of these prompts that are not there yet do not fit on the disk."""
+        """Raise StorageError if the missing embeddings of these prompts do not fit on the disk."""
         missing = self._missing(prompts)
         width = self.family.text_width(self.family.transformer_config(self.model), self.projected)
         embedding_bytes = self.max_length * width * self.dtype.itemsize
@@ -184,11 +184,11 @@ def key_of(*parts: object) -> str:
 
 
 def fingerprint(*places: Path) -> str:
-    """Of the files of components: settings and tokenizers as they are, and of weights the header and the first 4 KB of each
+    """Digest the files of components: settings and tokenizers completely, and of weights the header and the first 4 KB of each
     tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding.
 
     Args:
-        places: folders, of each of which all files count, and single files.
+        places: folders, of which all files count, and single files.
     """
     digest = hashlib.sha256()
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):
@@ -228,7 +228,7 @@ def _open(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise StorageError(
-            f"{file}: is not there; the cache was cleared while the run needed it, start it again"
+            f"{file} is missing: the cache was cleared while the run needed it; start the run again"
         ) from None
     except (SafetensorError, OSError) as error:
         raise StorageError(f"{file}: cannot be read ({error}); remove it, it is made again") from error

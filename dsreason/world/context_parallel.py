@@ -1,4 +1,4 @@
-"""Several ranks compute one clip together, each with a part of its tokens (Ulysses, arXiv 2309.14509).
+"""Context parallelism: several ranks compute one clip together, each with a part of its tokens (Ulysses, arXiv 2309.14509).
 
 Outside of attention each rank works on its own tokens. For self-attention ranks exchange tokens for heads and back: each
 attends over all tokens with a part of the heads. The whole output is gathered at the end, so every rank of the group has
@@ -93,7 +93,7 @@ def attend_over_group(query: Tensor, key: Tensor, value: Tensor, group: Group) -
 
 
 class _Gather(torch.autograd.Function):
-    """The whole on every rank. The loss is the same on all of them, so each keeps the gradient of its own part."""
+    """Gather the whole on every rank. The loss is the same on all of them, so each keeps the gradient of its own part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:

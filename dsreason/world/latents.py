@@ -1,4 +1,4 @@
-"""From pixels to latents and back."""
+"""Conversion from pixels to latents and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LatentCodec(Protocol):
 
 @dataclass(frozen=True)
 class WanCodec:
-    """The autoencoder of Wan and Cosmos: the first frame alone, then 4 frames to a latent frame, 8 x 8 pixels to a latent.
+    """The autoencoder of Wan and Cosmos: the first frame separately, then 4 frames to a latent frame, 8 x 8 pixels to a latent.
 
     Mean and standard deviation come from the autoencoder's configuration. The pipelines have attributes for them, which
     mean different things in different versions of diffusers. Clips are coded one by one: memory is that of one.
@@ -73,7 +73,7 @@ TIME, SPACE = 4, 8
 class LinearCodec:
     """Principal components of patches, in the geometry of Wan's autoencoder: it is fitted in seconds on a CPU.
 
-    A patch has P = 3 x 4 x 8 x 8 values. The first frame, which is coded alone, stands four times in its patches.
+    A patch has P = 3 x 4 x 8 x 8 values. The first frame, which is coded separately, is in its patches four times.
     """
 
     centre: Tensor
@@ -85,7 +85,7 @@ class LinearCodec:
 
     @classmethod
     def fit(cls, clips: Tensor, channels: int = 16, *, patches: int = 20_000, seed: int = 0) -> LinearCodec:
-        """To pixels `[B, 3, T, H, W]` from -1 to 1; the components are those of `patches` of their patches."""
+        """Convert to pixels `[B, 3, T, H, W]` from -1 to 1; the components are those of `patches` of their patches."""
         rows = _patches(clips.float()).flatten(0, -2)
         centre = rows.mean(0)
         patch_indices = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]

@@ -16,18 +16,18 @@ from dsreason.errors import ConfigError
 ADAPTER = "default"
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
-"""Of the names in the file: the pipeline's component that the adapter belongs to."""
+"""Prefix of the names in the file: the pipeline's component that the adapter belongs to."""
 METADATA = "lora_adapter_metadata"
-"""Where diffusers looks for rank and alpha. In a file without it alpha counts as equal to the rank."""
+"""Key under which diffusers looks for rank and alpha. Without it alpha counts as equal to the rank."""
 
 
 def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-    """Give the linear layers called `targets` an adapter, which alone is trained; the output does not change yet.
+    """Give the linear layers called `targets` an adapter, and train only these; the output does not change yet.
 
     Its first values depend on `seed` only.
 
     Raises:
-        ConfigError: no layer is called so.
+        ConfigError: no layer has such a name.
     """
     from peft import LoraConfig
 

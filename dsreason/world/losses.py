@@ -17,7 +17,7 @@ from torch import Tensor
 
 ADVANTAGE_EPS = 1e-4
 MIN_WEIGHT = 1e-5
-"""Of DiffusionNFT's adaptive weights."""
+"""Smallest scale of DiffusionNFT's adaptive weights."""
 
 
 def free_mean(values: Tensor, free: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""From `model.path` to the components of a world model; the pipeline itself is never built."""
+"""Loading of a world model's components from `model.path`; the pipeline itself is never built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TINY_MODELS: dict[str, Callable[[Path], None]] = {
     "squares": build_squares,
 }
 TINY_VERSION = 1
-"""In the name of the cached folder: one more whenever `build_tiny` makes other models."""
+"""Version in the name of the cached folder; raise it whenever `build_tiny` makes other models."""
 
 
 def check_installed() -> None:

@@ -17,7 +17,7 @@ from dsreason.world.schema import WorldConfig
 
 
 def generator(*key: object) -> np.random.Generator:
-    """Random numbers of their own for each key. torch's generator on a CPU looks at 32 bits of its seed only; this one has
+    """Make a separate random generator for each key. torch's generator on a CPU uses only 32 bits of its seed; this one has
     keys of 128."""
     digest = hashlib.sha256("\n".join(map(str, key)).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

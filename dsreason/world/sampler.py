@@ -1,4 +1,4 @@
-"""From noise to latents: by steps whose log-probabilities are kept, or by the solver of the model's own pipeline."""
+"""Sampling from noise to latents: by steps whose log-probabilities are kept, or by the solver of the model's own pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sampled:
     latents: Tensor
     """`[B, C, T, h, w]`, float32."""
     trajectory: Mapping[int, Kept]
-    """By number of the step."""
+    """Values by the number of the step."""
 
 
 def guided(v: Tensor, v_negative: Tensor, scale: float) -> Tensor:
@@ -87,11 +87,11 @@ def solve(
     steps: int,
     times: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas[:-1],
 ) -> Tensor:
-    """Latents by the folder's own solver, equal to those of the pipeline.
+    """Return latents by the folder's own solver, equal to those of the pipeline.
 
     Args:
-        scheduler: of `load_scheduler`; its state is set anew.
-        times: noise levels that the model is told: `solver_times` of its family.
+        scheduler: from `load_scheduler`; its state is reset.
+        times: noise levels that the model gets: `solver_times` of its family.
     """
     scheduler.set_timesteps(steps)
     x = noise.float()

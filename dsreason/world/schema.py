@@ -30,7 +30,7 @@ class WorldModelConfig(JobModelConfig):
     max_prompt_length: int = Field(512, ge=8)
     """Prompts are padded, or cut, to this many tokens."""
     freeze_text_projection: bool = False
-    """Where all weights are trained, all but Cosmos' first layer for text: of each prompt 1 MB is kept instead of 98 MB."""
+    """If all weights are trained, freeze Cosmos' first layer for text: 1 MB is then kept per prompt instead of 98 MB."""
 
 
 class LoRAConfig(AdapterConfig):
@@ -48,13 +48,13 @@ class WorldDataConfig(Section):
     frames: int = Field(93, ge=1)
     """Frames of a clip, sampled and generated; one more than a multiple of 4."""
     height: int = Field(704, ge=16)
-    """Of a clip in pixels, a multiple of 16."""
+    """Height of a clip in pixels, a multiple of 16."""
     width: int = Field(1280, ge=16)
-    """Of a clip in pixels, a multiple of 16."""
+    """Width of a clip in pixels, a multiple of 16."""
     fps: float = Field(16.0, gt=0)
     """Frames per second of clips that are generated, and at which clips are read."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """Prompt that guidance leads away from."""
     limit: int | None = Field(None, ge=1)
     """At most this many rows, from the first on."""
     validation: Share | Count | str = 0
@@ -122,10 +122,10 @@ class WorldConfigSection(Section):
     schedule: Literal["family", "linear"] = "family"
     """Noise levels of the steps: the scheduler of the model's folder, or equal steps shifted by `shift`."""
     shift: float = Field(3.0, gt=0)
-    """Of the linear schedule and of sft's noise levels: s → shift·s / (1 + (shift − 1)·s)."""
+    """Shift of the linear schedule and of sft's noise levels: s → shift·s / (1 + (shift − 1)·s)."""
     guidance_scale: float = Field(1.0, ge=1)
-    """Of sampling and, alike, of training; 1 is without guidance. v + (scale − 1)·(v − v_negative). Cosmos' pipeline takes
-    one less: its 7 is 8 here."""
+    """Guidance of sampling and, equally, of training; 1 is without guidance. v + (scale − 1)·(v − v_negative).
+    Cosmos' pipeline takes one less: its 7 is 8 here."""
     conditional_frames: tuple[int, int] = (0, 0)
     """Fewest and most latent frames of the row's clip that are given: 0 text, 1 image, 2 video; drawn once a group."""
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
@@ -135,7 +135,7 @@ class WorldConfigSection(Section):
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
     """Numbers of the steps that are noisy and trained, from 0; the others follow the ODE. Unset: all, or the window."""
     window: int = Field(0, ge=0)
-    """Train so many consecutive steps, drawn for each rollout from the first half of the steps; 0: `trained_steps`."""
+    """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: `trained_steps`."""
     same_noise: bool = False
     """All clips of a group begin with the same noise, and differ by the noise of the steps only."""
     clip_range: float = Field(1e-4, gt=0)
@@ -143,11 +143,11 @@ class WorldConfigSection(Section):
     advantage_clip: float = Field(5.0, gt=0)
     """Advantages are clipped at ± this."""
     advantage_std: Literal["group", "batch"] = "group"
-    """What a group's centred rewards are divided by: its own standard deviation, or that of the whole rollout."""
+    """Divisor of a group's centred rewards: its own standard deviation, or that of the whole rollout."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the distance to the model that training began with; 0 needs no reference."""
     kl: Literal["velocity", "mean"] = "velocity"
-    """That distance: mean((v − v_ref)²), or that of a step's means over 2·std². The two weights are not comparable."""
+    """Form of that distance: mean((v − v_ref)²), or that of a step's means over 2·std². The two weights are not comparable."""
     data_coef: float | None = Field(None, ge=0)
     """ddrl: weight of the velocity's error on real clips (unset: 0.01)."""
     data_noise: Literal["fresh", "rollout"] = "rollout"
@@ -196,7 +196,7 @@ class RewardServiceConfig(Section):
     name: str = Field(min_length=1)
     """Reward function of the service, such as `dance_grpo`."""
     score_key: str = Field(min_length=1)
-    """Which of its scores, such as `overall_reward`; several are added: `vq_reward+mq_reward`."""
+    """Score of the function, such as `overall_reward`; several are added: `vq_reward+mq_reward`."""
     weight: Weight = 1.0
     """Factor of the score, after it was clipped."""
     clip_min: float = -5.0
@@ -219,13 +219,13 @@ class WorldRewardConfig(RewardFunctionsConfig):
     services: tuple[RewardServiceConfig, ...] = ()
     """Scores of a reward service, see `enqueue_url`."""
     scale: RewardWeight = 1.0
-    """Of the weighted sum of the services' scores, after it was clipped at ± 5."""
+    """Factor of the weighted sum of the services' scores, after it was clipped at ± 5."""
     enqueue_url: str | None = None
-    """Where clips are sent; unset: REMOTE_REWARD_ENQUEUE_URL or WFM_REWARD_ENQUEUE_URL of the environment."""
+    """URL to send clips to; unset: REMOTE_REWARD_ENQUEUE_URL or WFM_REWARD_ENQUEUE_URL of the environment."""
     fetch_url: str | None = None
-    """Where scores are asked for; unset: REMOTE_REWARD_FETCH_URL or WFM_REWARD_FETCH_URL."""
+    """URL to fetch scores from; unset: REMOTE_REWARD_FETCH_URL or WFM_REWARD_FETCH_URL."""
     media: Literal["video", "latent"] = "video"
-    """What is sent: uint8 pixels, or float16 latents that the service decodes."""
+    """Form of the clips that are sent: uint8 pixels, or float16 latents that the service decodes."""
     time_limit: float = Field(600.0, gt=0)
     """Seconds until the scores of one request must be there; then the run stops."""
     workers: int = Field(1, ge=0)

@@ -1,4 +1,4 @@
-"""What the parts of world-model training hand to each other."""
+"""Types that the parts of world-model training exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Of a clip in pixels. Example: `ClipSize(93, 704, 1280, 16.0)`."""
+    """Size of a clip in pixels. Example: `ClipSize(93, 704, 1280, 16.0)`."""
 
     frames: int
     height: int
@@ -23,10 +23,10 @@ class WorldRow:
     """One row of data."""
 
     id: str
-    """Where it stands, for messages: file and line, or shard and member."""
+    """Position for messages: file and line, or shard and member."""
     prompt: str
     clip: str | None = None
-    """What `WorldDataset.read_clip` reads; None if the row is a prompt only."""
+    """Video that `WorldDataset.read_clip` reads; None if the row is a prompt only."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Further fields of the row, for rewards."""
 

@@ -19,7 +19,7 @@ Pixels = NDArray[np.uint8]
 SMALLEST, LARGEST = 128, 320
 """Longest side of a small copy, in pixels."""
 MOST_FRAMES = 48
-"""Of a GIF, evenly spaced: GIF compresses badly."""
+"""Most frames of a GIF, evenly spaced: GIF compresses badly."""
 
 
 def write_mp4(clip: Pixels, file: Path, fps: float) -> None:

@@ -46,7 +46,7 @@ def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 
 
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
-    """Load the configuration, or the trainer's built-in recipe if there is none."""
+    """Load the configuration, or the trainer's built-in recipe if `path` is None."""
     if config is None:
         say(f"no --config: the built-in recipe {trainer.recipe}", err=True)
     return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]

@@ -62,9 +62,9 @@ def clip(
         bool, typer.Option("--allow-missing", help="Exit with 0 also where raw videos are missing.")
     ] = False,
 ) -> None:
-    """Cut the clips that the Hub does not have, frame by frame as their names say, from the raw videos.
+    """Cut the clips that the Hub does not have from the raw videos, frame by frame as their names say.
 
-    Clips that are there already are left alone. What cannot be cut is listed, and the exit code is 1.
+    Existing clips are kept. Clips that cannot be cut are listed, and the exit code is 1.
     """
     launch.prepare_environment()
     from dsreason.tools.datasets.clip import cut_clips, needed_clips
@@ -101,7 +101,9 @@ def inspect(
     test: Annotated[str | None, typer.Option(help="Test rows, read as the others, to find duplicates in.")] = None,
     benchmark: Annotated[Path | None, typer.Option(help="Benchmark folder, to find duplicates in.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the files; default: outputs/inspect-<time>.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Look at so many evenly spaced rows of each part.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to inspect.")
+    ] = None,
     workers: WorkersOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -146,7 +148,7 @@ def inspect(
 
 
 def with_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
-    """With what `data.balance` would do. Rows without a label are told, and where no row has one that is a problem."""
+    """Add what `data.balance` would do to the inspection. Reports rows without a label; it is a problem if none has one."""
     from dsreason.data.labels import labels_per_epoch
 
     try:
@@ -202,7 +204,9 @@ def validate(
         ),
     ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Every row, which is the default.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many evenly spaced rows of each part.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of evenly spaced rows of each part to validate.")
+    ] = None,
     workers: WorkersOption = None,
 ) -> None:
     """Render every row as training does: read it, decode its media, encode it. Nothing is trained.

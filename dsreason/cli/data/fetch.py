@@ -47,7 +47,9 @@ def fetch(
     """
     tasks = task or [Task.benchmark]
     if raw_from and (not raw or len(dataset or []) != 1):
-        raise ConfigError(f"--raw-from {raw_from}: goes with --raw and one --dataset, whose raw videos are there")
+        raise ConfigError(
+            f"--raw-from {raw_from}: requires --raw and one --dataset, the one whose raw videos are in that folder"
+        )
     if repo and len(tasks) > 1:
         raise ConfigError(f"--repo {repo}: goes with one --task, whose folder it fills; {len(tasks)} are given")
     launch.prepare_environment()
@@ -82,7 +84,7 @@ def fetch(
 def fetch_all_raw_videos(
     wanted: list[tuple[str, Task]], data_dir: Path, raw_from: str | None, dry_run: bool
 ) -> list[str]:
-    """Of these data sets for these tasks; prints and returns a text for each clip whose raw video is not offered.
+    """Fetch these data sets for these tasks; print and return a message for each clip whose raw video is not offered.
 
     Raises:
         DataError: what failed, once the others are fetched.

@@ -1,4 +1,4 @@
-"""What `dsreason data inspect` found, as tables."""
+"""Tables of the findings of `dsreason data inspect`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def unpickle(
     files = [file for path in paths for file in pickles_at(path)]
     names = [file.stem for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise DataError(f"data unpickle: two files are called {twice}; convert them into folders of their own")
+        raise DataError(f"data unpickle: two files are named {twice}; convert them into separate folders")
     make_folder(output, "--output")
     for file in files:
         written = convert_pickle(file, output)

@@ -1,1 +1,1 @@
-"""Who answers questions: a rollout engine in this process, or a server."""
+"""Answering of questions: by a rollout engine in this process, or by a server."""

@@ -1,4 +1,4 @@
-"""Who answers: a server, or an engine on this job's ranks; and what a job of several ranks agrees on."""
+"""The answerers: a server, or an engine on this job's ranks; and what the ranks of a job agree on."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Answering:
 
     @contextmanager
     def progress(self, num_questions: int) -> Iterator[Advance]:
-        """Counts questions on the first rank, as many as all ranks have; it sees its own share and speaks for all."""
+        """Count questions on the first rank, which counts those of all ranks from its own share."""
         with (
             open_progress(rank=self.rank, total_steps=1) as progress,
             progress.phase("questions", num_questions, "questions") as advance,
@@ -208,7 +208,7 @@ def max_length(config: EvalConfig, path: Path) -> int:
 
 
 def choose_engine(config: EvalConfig, world: World) -> str:
-    """On a CPU plain transformers is done with a tiny model before vLLM has started."""
+    """Use plain transformers for a tiny model on a CPU: it finishes before vLLM has started."""
     engine, tensor_parallel_size = config.model.engine, config.model.tensor_parallel_size
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:

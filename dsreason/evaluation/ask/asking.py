@@ -1,4 +1,4 @@
-"""What answers questions: an engine in this process, or a server."""
+"""The interface of what answers questions: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back; `error` says why nothing did, and the other fields are then empty."""
+    """The reply to a request; if `error` says why there is no answer, the other fields are empty."""
 
     text: str = ""
     finish_reason: str = ""
@@ -41,7 +41,7 @@ class Reply:
 
 class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
-        """The same batches, each once its media are there; only questions of the last one given may be asked."""
+        """Yield the same batches, each when its media have been read; only questions of the last batch may be asked."""
 
     def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
         """Each request with its reply, as they come, in any order.

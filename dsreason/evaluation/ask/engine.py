@@ -17,7 +17,7 @@ from dsreason.rollout.batches import merged
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
 VERSION = 0
-"""Of the weights: they do not change."""
+"""Version of the weights: they do not change."""
 GROUP_SIZE = 16
 """Questions that are decoded between two looks at the memory that they take."""
 
@@ -29,15 +29,15 @@ class EngineAnswerer:
     engine: RolloutEngine
     encoder: Encoder
     max_length: int
-    """Of prompt and answer together: what a retry asks for beyond that is cut off."""
+    """Longest prompt and answer together; a retry that requests more is cut off."""
     media_memory_gib: float
-    """For decoded media that wait to be asked about: batches are cut where they need more."""
+    """Largest size of decoded media that wait to be asked about: batches are cut if they need more."""
     workers: int = 2
     """Processes that decode media, a batch ahead."""
     in_step: Gather = alone
-    """Of the ranks that hold the model together, which must ask as often."""
+    """The ranks that hold the model together, which must ask equally often."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
-    """Of the last batch, by question id; a text says why there is none."""
+    """Prompts of the last batch by question id; a string says why one is missing."""
 
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         questions = [question for batch in batches for question in batch]
@@ -60,7 +60,7 @@ class EngineAnswerer:
     def _groups(
         self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
-        """As many on every rank that has to ask as often."""
+        """Yield the same number of groups on every rank that has to ask equally often."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
@@ -89,7 +89,7 @@ class EngineAnswerer:
 
 
 def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, number: int) -> EncodedPrompt | str:
-    """The prompt of one of the questions, or why there is none."""
+    """The prompt of one of the questions, or the reason why it is missing."""
     try:
         prompt = encoder.encode_prompt(questions[number].sample)
     except DataError as error:

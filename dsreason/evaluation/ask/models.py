@@ -1,4 +1,4 @@
-"""What `--model` means to `dsreason eval` and `dsreason infer`: a model folder, a hub name, or a run or checkpoint."""
+"""Meaning of `--model` in `dsreason eval` and `dsreason infer`: a model folder, a hub name, or a run or checkpoint."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def base_name(model: str) -> str:
-    """What a model is called in the results: the last part of its path or hub name, with the run's before `final` or so."""
+    """Return the name of a model in the results: the last part of its path or hub name, with the run's before `final` or so."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
     specific = next((part for part in reversed(parts) if not GENERIC_NAME.fullmatch(part)), "/")
@@ -64,7 +64,7 @@ def base_name(model: str) -> str:
 
 @contextmanager
 def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
-    """A checkpoint as a Hugging Face folder in `parent`, for this process alone and as long as it needs it.
+    """Export a checkpoint to a Hugging Face folder in `parent`, for only this process and as long as it needs it.
 
     Every such folder is locked by its process. One without is a killed process's, and is deleted here.
     """

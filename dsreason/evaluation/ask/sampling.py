@@ -1,4 +1,4 @@
-"""How answers are drawn: the settings of cosmos-reason1's evaluator, and its rule for asking again."""
+"""Sampling of answers: the settings of cosmos-reason1's evaluator, and its rule for retries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEXT_KINDS = ("open", "free_text")
 
 
 def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampling:
-    """Of a question that is asked for the first time (`attempt` 0), or for the k-th time again.
+    """Choose the sampling of a question that is asked for the first time (`attempt` 0), or for the k-th time again.
 
-    `letter` takes the most probable token (top_k 1, also where a retry is hotter: it is longer, not different),
+    `letter` takes the most probable token (top_k 1, even if a retry is hotter: it is longer, not different),
     `reasoning` what `[generation]` says. A retry has 256·k tokens more and a temperature 0.05·k higher, up to 0.9. Every
-    attempt draws from streams of its own.
+    attempt draws from separate streams.
 
     With the parser `compat` all is as in cosmos-reason1: `letter` knows no penalties, and its retries begin at the length
     and temperature of `[generation]`; a temperature above 0.9 is 0.9 in a retry.

@@ -29,9 +29,9 @@ from dsreason.screen import in_one_line
 from dsreason.secrets import fits_header
 
 CHECK_SECONDS = 20.0
-"""In which a server that is up says which models it has."""
+"""Seconds within which a server that is up lists its models."""
 MOST_BYTES = 8 * 2**20
-"""Of an answer."""
+"""Largest size of an answer."""
 MOST_TOKENS = 10**9
 LONGEST_NAME = 255
 """Bytes of a model's name, after which the folder of the results is called."""
@@ -43,7 +43,7 @@ LISTED = 10
 
 
 class Message(BaseModel):
-    """Of an answer. A server with a reasoning parser takes the thoughts out of `content`; vLLM has called them both ways."""
+    """The message of an answer. A server with a reasoning parser removes the thoughts from `content`; vLLM used both names."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -64,7 +64,7 @@ class Usage(BaseModel):
 
 
 class Answer(BaseModel):
-    """What is read of a response; servers differ in the rest."""
+    """The part of a response that is read; servers differ in the rest."""
 
     choices: Annotated[list[Choice], FailFast()] = Field(min_length=1)
     usage: Usage | None = None
@@ -120,7 +120,7 @@ class ServerAnswerer:
             waiting.clear()
 
     def close(self) -> None:
-        """There is nothing to close: every request has a connection of its own."""
+        """Do nothing: every request has its own connection."""
 
     def _ask(self, request: Request) -> Reply:
         started = time.perf_counter()
@@ -261,7 +261,7 @@ class ModelList(BaseModel):
 
 
 def base_url(url: str) -> str:
-    """The address below which the interface lies; `/v1` is added where it has no path."""
+    """Return the URL of the API; `/v1` is added if it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
@@ -279,9 +279,9 @@ def read_key(variable: str) -> str | None:
 
 
 def sampling_fields(request: Request) -> dict[str, Any]:
-    """The sampling in the fields of OpenAI's interface and those that vLLM adds; only what differs from their defaults.
+    """Build the fields of OpenAI's API, and those that vLLM adds, for a sampling; only those that differ from their defaults.
 
-    Many servers refuse the latter, so a top_k of 1 is said as temperature 0, which is the same.
+    Many servers refuse the latter, so a top_k of 1 is sent as temperature 0, which is the same.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0 or sampling.top_k == 1

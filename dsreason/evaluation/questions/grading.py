@@ -1,4 +1,4 @@
-"""Whether an answer is right, and what else it scores."""
+"""Grading of answers, and the additional scores of an answer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Graded:
     is_correct: bool
     scores: dict[str, float]
     graded_by: str = KIND
-    """What decided `is_correct`: `kind`, or the scorer, as in `helpful >= 0.5`."""
+    """Deciding rule of `is_correct`: `kind`, or the scorer, as in `helpful >= 0.5`."""
 
 
 def check_scorer(config: EvaluationConfig, questions: Iterable[Question]) -> None:
-    """What is wrong with a built-in scorer before anything is asked.
+    """Check a built-in scorer before anything is asked.
 
     Raises:
         ConfigError: its options, or the judge's address or key.
@@ -63,7 +63,7 @@ class Grader:
     on an answer is right, if anything was read in it. Without one it says nothing of right or wrong, as the reward `format`
     does not.
 
-    With `compat` every question is graded as by cosmos-reason1, by the letters alone, whatever its kind and scorer.
+    With `compat` every question is graded as by cosmos-reason1, only by the letters, whatever its kind and scorer.
 
     Raises:
         ConfigError: the similarity model or, on entering, the scorer cannot be loaded.

@@ -1,4 +1,4 @@
-"""What tells questions apart: nothing that depends on which others are asked, nor on the form of the answer asked for."""
+"""Identity of questions: it depends neither on which others are asked, nor on the requested form of the answer."""
 
 from __future__ import annotations
 

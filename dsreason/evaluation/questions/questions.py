@@ -63,7 +63,7 @@ def load_questions(config: EvalConfig) -> list[Question]:
 
 
 def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
-    """Return how many of each data set are asked, `limit` in all: as many of each as there are, or as others have.
+    """Return the number of questions of each data set, `limit` in all: all of a small one, equal numbers of the others.
 
     Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
     """
@@ -80,15 +80,15 @@ def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
 def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
     counts: Counter[str] = Counter()
-    for where, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
+    for location, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
             video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")  # `left/7`
             sample, kind = benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
-            raise DataError(f"{where}: field {error} is missing") from error
+            raise DataError(f"{location}: field {error} is missing") from error
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise DataError(f"{location}: {error}") from error
         yield to_question(name, video_id, kind, sample, problem, counts)
 
 
@@ -117,14 +117,18 @@ def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if not len(rows):
         raise DataError(f"{file}: holds no questions")
     for index in range(len(rows)):
-        item, where = rows[index], rows.location(index)
+        item, location = rows[index], rows.location(index)
         if not isinstance(item, dict) or not isinstance(item.get("video"), str) or "qa_pairs" not in item:
-            raise DataError(f"{where}: must have video and qa_pairs, is {item!r:.200}")
+            raise DataError(f"{location}: must have video and qa_pairs, is {item!r:.200}")
         pairs = item["qa_pairs"] if isinstance(item["qa_pairs"], list) else [item["qa_pairs"]]
         if not pairs:
-            raise DataError(f"{where} ({item['video']}): qa_pairs is empty; remove the row or give it a question")
+            raise DataError(f"{location} ({item['video']}): qa_pairs is empty; remove the row or give it a question")
         for number, pair in enumerate(pairs, start=1):
-            place = f"{where}, question {number} ({item['video']})" if len(pairs) > 1 else f"{where} ({item['video']})"
+            place = (
+                f"{location}, question {number} ({item['video']})"
+                if len(pairs) > 1
+                else f"{location} ({item['video']})"
+            )
             if not isinstance(pair, dict):
                 raise DataError(f"{place}: qa_pairs is {pair!r:.100}; it must have question, index2ans and answer")
             yield place, item["video"], pair
@@ -184,7 +188,7 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
             answer = split_response(reference_of(sample) or "").answer  # what is inside `<answer>`, or all without tags
             if not answer:
                 raise DataError(
-                    "there is no answer to grade by; give the row one, or end it with the assistant's message"
+                    "the row has no answer to grade by; add one, or end the row with the assistant's message"
                 )
             sample = with_checked_answer(replace(sample, answer=answer), config.kind)
             kind = config.kind or checked_kind(sample)
@@ -199,9 +203,9 @@ def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[
 
 
 def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
-    """With the answer written as the option's letter is. DataError if it is none of them.
+    """Return the sample with the answer written as the option's letter. DataError if it names no option.
 
-    Where the question itself shows the options the answer may also be `(A)` or an option's text, and stays that where the
+    If the question itself shows the options, the answer may also be `(A)` or an option's text, and stays that if the
     `kind` asked for is not multiple choice.
     """
     if not sample.options:
@@ -217,10 +221,10 @@ def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sam
 
 
 def with_format_request(messages: list[Message], kind: QuestionKind, config: EvalConfig) -> list[Message]:
-    """With the request for thoughts, where the answer type is `reasoning` and no message asks for a format."""
+    """Add the request for thoughts if the answer type is `reasoning` and no message asks for a format."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
-        raise DataError("the last message before the answer must be the user's; there is no question")
+        raise DataError("the last message before the answer must be the user's question")
     if config.evaluation.answer_type != "reasoning" or any("<answer>" in text_of(message) for message in messages):
         return messages
     answer_name = "single letter answer" if kind == "multiple_choice" else "answer"
@@ -259,13 +263,13 @@ def to_question(
 
 
 def check_reference(sample: Sample, kind: QuestionKind) -> None:
-    """Raise DataError if the reference is none of its kind: no answer could be right."""
+    """Raise DataError if the reference does not fit its kind: no answer could be right."""
     if parse(sample.answer or "", "reasoning", kind=kind, options=sample.options).answer == "":
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
 def checked_kind(sample: Sample) -> QuestionKind:
-    """DataError if the row names a kind that there is none of; it would else be graded as another."""
+    """Return the row's kind. DataError if it is unknown: the row would otherwise be graded as another kind."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
         raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")

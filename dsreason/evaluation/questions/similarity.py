@@ -1,4 +1,4 @@
-"""How alike an answer and its reference are: BLEU, ROUGE, and the cosine of their sentence embeddings.
+"""Similarity of an answer and its reference: BLEU, ROUGE, and the cosine of their sentence embeddings.
 
 The packages are imported by what needs them: rouge-score and sentence-transformers take seconds to load.
 """
@@ -39,21 +39,21 @@ class Similarity:
     """
 
     def __init__(self, folder: str) -> None:
-        where = f"evaluation.similarity_model {folder}"
+        source = f"evaluation.similarity_model {folder}"
         path = Path(folder).expanduser()
         if not path.is_dir():
-            raise ConfigError(f"{where}: no such folder (working folder: {Path.cwd()}); {ADVICE}")
+            raise ConfigError(f"{source}: no such folder (working folder: {Path.cwd()}); {ADVICE}")
         try:
             from sentence_transformers import SentenceTransformer
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{where} needs sentence-transformers: {install_command('similarity')}") from error
+            raise ConfigError(f"{source} needs sentence-transformers: {install_command('similarity')}") from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         except Exception as error:  # whatever somebody's folder may hold
-            raise ConfigError(f"{where}: cannot be loaded: {error}; {ADVICE}") from error
+            raise ConfigError(f"{source}: cannot be loaded: {error}; {ADVICE}") from error
 
     def cosine(self, answer: str, reference: str) -> float:
-        """Of the angle between the embeddings of both, -1 to 1; 0 for an empty text."""
+        """Return the cosine of the angle between both embeddings, -1 to 1; 0 for an empty text."""
         if not (answer and reference):
             return 0.0
         embeddings = self._model.encode([answer, reference], show_progress_bar=False, convert_to_tensor=True)

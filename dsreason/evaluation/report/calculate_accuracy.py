@@ -27,7 +27,7 @@ class Count(NamedTuple):
 
 
 def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) -> Count:
-    """Of every item with an `is_correct` in every `**/*.json`, how many have a true one: "false" is true, null is not.
+    """Count the items with an `is_correct` in every `**/*.json`, and those with a true one: "false" is true, null is not.
 
     `dataset` keeps the files that lie directly in folders of these names, as the older version of the script did.
     """

@@ -25,7 +25,7 @@ class Paired:
     both_wrong: int
     this: Share
     baseline: Share
-    """How many each has right."""
+    """Numbers of right answers of both runs."""
     difference: float
     """Accuracy of this run less the baseline's."""
     interval: Interval
@@ -33,7 +33,7 @@ class Paired:
     clustered: Interval | None
     """95 % interval of the difference that allows for questions about one clip being alike."""
     p_value: float
-    """Of McNemar's exact test, two-sided: how likely so uneven a split of the changed answers is by chance."""
+    """Two-sided p of McNemar's exact test: the probability by chance of a split of the changed answers at least this uneven."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def warning(self) -> str | None:
-        """What to say where the runs have different questions."""
+        """Note if the runs have different questions."""
         if not self.only_in_this and not self.only_in_baseline:
             return None
         common = self.overall.this.total

@@ -18,11 +18,11 @@ from dsreason.media.videos import load_video, probe_video
 from dsreason.monitor.console import open_console
 
 FRAMES = 6
-"""Of a video, evenly spaced, the first and the last included."""
+"""Frames of a video, evenly spaced, the first and the last included."""
 LONGEST_SIDE = 160
 JPEG_QUALITY = 70
 MAX_BYTES = 30_000_000
-"""Of all pictures together when no number is given: with the texts of 5000 questions a report then has some 50 MB."""
+"""Bytes of all pictures together if no number is given: with the texts of 5000 questions a report then has about 50 MB."""
 VIDEO_SUFFIXES = frozenset((".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv"))
 
 

@@ -49,12 +49,12 @@ FILTERS = {
     "gained": "gained on the baseline",
     "lost": "lost to the baseline",
 }
-"""What the cards of the HTML report can be filtered by, also with `report.html#wrong`."""
+"""Filters of the cards of the HTML report, also as `report.html#wrong`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """The written report."""
 
     summary: Summary
     comparison: Comparison | None
@@ -94,7 +94,7 @@ def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = Tru
     Args:
         baseline: compare with this run.
         frames: show pictures of at most this many questions, the wrong ones first; without it until they take
-            30 MB, which makes a report of at most some 50 MB. What is left out is said in it.
+            30 MB, which makes a report of at most some 50 MB. The report says what is left out.
 
     Raises:
         DataError: a result or `run.json` is malformed, the runs cannot be compared, or the folder cannot be written.

@@ -33,7 +33,7 @@ OWN_FILES = (RUN_FILE, SUMMARY_FILE)
 MOST_FOLDERS = 10_000
 """Below a folder of results: each model has one for every data set."""
 MOST_BYTES = 2**30
-"""Of the results of a clip: thousands of long answers."""
+"""Largest file of the results of a clip: thousands of long answers."""
 MAX_NAME_BYTES = 200
 FORBIDDEN = r"\x00-\x1f\x7f\ud800-\udfff/\\:*?\"<>|~"  # "~" marks the names made here, so that none equals a plain one
 PLAIN_NAME = re.compile(rf"(?!\.)[^{FORBIDDEN}]*[^{FORBIDDEN} .]")
@@ -73,7 +73,7 @@ def safe_name(text: str) -> str:
 
 
 def result_file(folder: Path, dataset: str, video_id: str) -> Path:
-    """Where the results of a clip are, `folder` being `<results_dir>/<model>/<answer_type>`; never outside of it."""
+    """Return the file of a clip's results, inside `folder`, which is `<results_dir>/<model>/<answer_type>`."""
     return folder / safe_name(dataset) / f"{safe_name(video_id)}.json"
 
 
@@ -96,7 +96,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[Run]:
-    """The runs in a folder of any level: the root of all results, a model's folder, a run's, or a data set's.
+    """Find the runs in a folder of any level: the root of all results, a model's folder, a run's, or a data set's.
 
     A result file is any `*.json` but `run.json`, `summary.json` and what lies beside a `run.json`; its folder is the data
     set's, and the one above that (or `results_dir` itself) the run's.
@@ -105,7 +105,7 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
         dataset: only these data sets.
 
     Raises:
-        DataError: there is no such folder, no result, or none of a data set asked for.
+        DataError: the folder is missing, or has no result, or none of a requested data set.
     """
     if not results_dir.is_dir():
         raise DataError(f"{results_dir}: no such folder; give the --results-dir of an evaluation")
@@ -143,10 +143,10 @@ def dataset_files(folder: Path) -> list[Path]:
 
 
 def json_files(results_dir: Path) -> list[Path]:
-    """Every `*.json` at any depth, sorted; hidden ones aside.
+    """List every `*.json` at any depth, sorted, without hidden ones.
 
     Raises:
-        DataError: there are so many folders that these are no results; links may even lead in circles.
+        DataError: the tree has more folders than results have; links may even lead in circles.
     """
     files_found: list[Path] = []
     for number, (folder, inside, files) in enumerate(os.walk(results_dir, followlinks=True)):
@@ -183,10 +183,12 @@ def read_run(run: Run) -> list[Result]:
     results = []
     for file in run.files:
         for number, result in enumerate(read_file(file), start=1):
-            where = f"{file}: item {number}"
-            first = names.setdefault(result.id, where)
-            if first != where:
-                raise DataError(f"{where}: question {result.id!r} is there already ({first}); remove one of the two")
+            location = f"{file}: item {number}"
+            first = names.setdefault(result.id, location)
+            if first != location:
+                raise DataError(
+                    f"{location}: question {result.id!r} appears twice (first in {first}); remove one of the two"
+                )
             results.append(result)
     if not results:
         raise DataError(f"{run.folder}: its {len(run.files)} result files are empty lists; there is nothing to score")
@@ -216,17 +218,17 @@ def read_json(file: Path) -> Any:
 
 
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
-    where = f"{file}: item {number + 1}"
+    location = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
-        raise DataError(f"{where}: is {_kind_of_json(item)}, not a result")
+        raise DataError(f"{location}: is {_kind_of_json(item)}, not a result")
     try:
         return STORED.validate_python(_completed(item, file, number, seen))
     except ValidationError as error:
-        raise DataError(f"{where}: {first_problem(error)}; correct it, or score it with --compat") from error
+        raise DataError(f"{location}: {first_problem(error)}; correct it, or score it with --compat") from error
 
 
 def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
-    """A result with what cosmos-reason1's do not say; of its own eight fields, too, only `is_correct` has to be there.
+    """Add the fields that results of cosmos-reason1 lack; of its own eight fields, too, only `is_correct` is required.
 
     A question has the id there that it has here, so that the two can be compared.
     """
@@ -253,7 +255,7 @@ def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]
 
 
 def _texts(prompt: Any) -> Any:
-    """Of the messages that cosmos-reason1 stores, what they say; anything else as it is."""
+    """Return the texts of the messages that cosmos-reason1 stores; anything else unchanged."""
     try:
         return [_text(message["content"]) for message in prompt]
     except (TypeError, KeyError, AttributeError):
@@ -261,7 +263,7 @@ def _texts(prompt: Any) -> Any:
 
 
 def _text(content: Any) -> str:
-    """Of several parts, a line each. Theirs may come without `type`, unlike a sample's."""
+    """Join several parts, one per line. Their parts may lack `type`, unlike a sample's."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 

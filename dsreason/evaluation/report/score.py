@@ -1,4 +1,4 @@
-"""From results to numbers: accuracies with their intervals, and what else tells how a model answered."""
+"""Scores of results: accuracies with their intervals, and other numbers about how a model answered."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Share:
 @dataclass(frozen=True)
 class Accuracy:
     over_all: Share
-    """Of all questions; those without an answer count as wrong."""
+    """Accuracy of all questions; those without an answer count as wrong."""
     over_answered: Share
     clips: int
-    """How many different media (or rows, of questions about text) the questions are about."""
+    """Number of different media (or rows, of questions about text) that the questions are about."""
     clustered: Interval | None
     """95 % interval of `over_all` that allows for questions about one clip being alike; see `clustered_interval`."""
 
@@ -50,9 +50,9 @@ class Letters:
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" where no letter was read or nothing was answered."""
     references: dict[str, Share]
-    """How often each letter is right."""
+    """Number of questions by the letter that is right."""
     answers: dict[str, Share]
-    """How often each letter was answered, of the answers in which a letter was read."""
+    """Number of answers by the letter that was read in them."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +65,22 @@ class Mean:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary.json` holds; each part as its class says."""
+    """Content of `summary.json`; each part as its class describes."""
 
     run: str
     """`<model>/<answer_type>`, from the names of the folders."""
     accuracy: Accuracy
     datasets: dict[str, Accuracy]
     kinds: dict[str, Accuracy]
-    """By question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
+    """Accuracy by question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
     unparsed: Share
     """Answers in which nothing was read, of the answers."""
     truncated: Share
     """Answers that ended at the token limit, of the answers."""
     rules: dict[str, Share]
-    """How often an answer read by each rule of the parser was right."""
+    """Accuracy of the answers by the parser's rule that read them."""
     letters: Letters | None
-    """None without multiple choice."""
+    """None without multiple-choice questions."""
     scores: dict[str, Mean]
     """Means of the scores of answers: `bleu`, `rougeL`, `similarity`, and a user's own."""
     corpus_bleu: Mean | None
@@ -88,9 +88,9 @@ class Summary:
     pearson: Mean | None
     """Pearson's r of the ordinal answers that are numbers with their references; None without ordinal questions."""
     unanswered: dict[str, str]
-    """Question id → why there is no answer."""
+    """Question id → the reason why it has no answer."""
     graded_by: dict[str, int]
-    """What decided which answers are right → how many: `kind`, or a scorer, as in `helpful >= 0.5`."""
+    """Rule that decided which answers are right → number of answers: `kind`, or a scorer, as in `helpful >= 0.5`."""
     left_out: tuple[str, ...] = ()
     """Data sets of the run that were not asked for."""
 
@@ -126,7 +126,7 @@ def is_right(result: Result) -> bool:
 
 
 def verdict(result: Result) -> Verdict:
-    """`unparsed`: there is an answer, in which nothing was read; `unanswered`: there is none."""
+    """Return the verdict; `unparsed`: nothing was read in the answer; `unanswered`: the answer is missing."""
     if result.error is not None:
         return "unanswered"
     if result.is_correct:
@@ -135,7 +135,7 @@ def verdict(result: Result) -> Verdict:
 
 
 def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
-    """By key, in the keys' order."""
+    """Group the results by key, in the keys' order."""
     return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
 
@@ -190,7 +190,7 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, b
     return max(bounds[0], mean - reach), min(bounds[1], mean + reach)
 
 
-# ---------------------------------------------------------------- kinds of their own
+# ---------------------------------------------------------------- kinds of questions
 
 
 def letters(results: Sequence[Result]) -> Letters | None:
@@ -218,7 +218,7 @@ def _letters_first(letter: str) -> tuple[int, str]:
 
 
 def mean_scores(results: Sequence[Result]) -> dict[str, Mean]:
-    """Of each score, over the results that have it."""
+    """Average each score over the results that have it."""
     names = sorted({name for result in results for name in result.scores})
     values = {name: [result.scores[name] for result in results if name in result.scores] for name in names}
     return {name: Mean(_finite(sum(scores) / len(scores)), len(scores)) for name, scores in values.items()}
@@ -230,7 +230,7 @@ def corpus_bleu(results: Sequence[Result]) -> Mean:
 
 
 def pearson(results: Sequence[Result]) -> Mean | None:
-    """None of nothing. r is not defined for fewer than two pairs, nor where either side is always the same."""
+    """Return Pearson's r, None without pairs. r is not defined for fewer than two pairs, nor if either side is constant."""
     if not results:
         return None
     pairs = [(_number(result.answer), _number(result.correct_answer)) for result in results]

@@ -71,13 +71,15 @@ def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
     if deciding:
         total = sum(summary.graded_by.values())
         by = ", ".join(f"{name} ({count} of {total} answers)" for name, count in deciding.items())
-        return f"An answer is right by evaluation.scorer and its evaluation.scorer_threshold, {by}, where anything was read."
+        return (
+            f"An answer is right by evaluation.scorer and its evaluation.scorer_threshold, {by}, if anything was read."
+        )
     scorer, threshold = settings.get("config.evaluation.scorer"), settings.get("config.evaluation.scorer_threshold")
     if scorer is None:
         return ""
     nothing = f"The scorer {scorer} has a mean, see the scores, and decides nothing: what is right goes by"
     if settings.get("config.evaluation.parser") == "compat":
-        return f"{nothing} the letters alone, as in cosmos-reason1 (evaluation.parser is compat)."
+        return f"{nothing} the letters only, as in cosmos-reason1 (evaluation.parser is compat)."
     if threshold is None:
         return f"{nothing} the questions' kinds, as evaluation.scorer_threshold is not set."
     return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # results that do not say it themselves

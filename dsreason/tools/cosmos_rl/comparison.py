@@ -1,4 +1,4 @@
-"""What the two configurations mean, side by side: batch, learning rate, steps, tokens."""
+"""Comparison of what the two configurations mean: batch, learning rate, steps, tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.files.address import is_s3
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
 
 MOST_BYTES = 512 * 1024**2
-"""Of a file of rows that is read to count them."""
+"""Largest file of rows that is read to count them."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def optimizer() -> list[Meaning]:
 
 
 def count_rows(draft: Draft) -> int | None:
-    """Of a list of rows that lies here; None if they would have to be fetched."""
+    """Count the rows of a local list; None if they would have to be fetched."""
     path = draft.get("data.path") or ""
     if not path or is_s3(path):
         return None

@@ -22,17 +22,17 @@ from dsreason.tools.cosmos_rl.parts import data, grpo, predict, train, world
 LANGUAGE_KEYS: dict[str, Key] = (
     keys_of_train.KEYS | keys_of_train.DATA | keys_of_train.PREFERENCES | keys_of_grpo.KEYS | keys_of_model.KEYS
 )
-"""Of vision-language and text models."""
+"""Parts of vision-language and text models."""
 WORLD_KEYS: dict[str, Key] = LANGUAGE_KEYS | keys_of_world.KEYS
-"""Of world models in diffusers' format; what is said there of a key replaces what is said above."""
+"""Parts of world models in diffusers' format; an entry here replaces the one above of the same key."""
 DEFAULT = "what is done here without such a key"
 PREDICT_KEYS: dict[str, Key] = keys_of_predict.KEYS
-"""Of the older trainer of Cosmos-Predict2.5, whose files have another shape."""
+"""Parts of the older trainer of Cosmos-Predict2.5, whose files have another shape."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What `dsreason import` shows and writes."""
+    """The result of `dsreason import`: what it shows and writes."""
 
     trainer: str
     config: dict[str, Any]
@@ -76,10 +76,10 @@ def is_evaluation(document: dict[str, Any]) -> bool:
 
 
 def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
-    """The whole file. Keys that cannot be left out are findings with the verdict "error", see `Imported.check`.
+    """Convert the whole file. Keys that cannot be left out are findings with the verdict "error", see `Imported.check`.
 
     Raises:
-        ConfigError: what is accepted is no key of the file.
+        ConfigError: an accepted key is not in the file.
     """
     accepted_names = frozenset(accepted)
     if is_predict(document):
@@ -142,7 +142,7 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def copy_values(cosmos: Settings, draft: Draft) -> None:
-    """What one key of theirs decides alone, and what can be left out for some values only."""
+    """Convert a key that decides something by itself, or can be left out for some values only."""
     for key, known_key in cosmos.keys.items():
         if draft.trainer not in known_key.trainers:
             continue
@@ -157,7 +157,7 @@ def copy_values(cosmos: Settings, draft: Draft) -> None:
 
 
 def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
-    """Return what is said of a key that the file has."""
+    """Make the finding about a key of the file."""
     if key in draft.notes:
         return Finding(key, value, *draft.notes[key])
     known_key = cosmos.keys.get(key)

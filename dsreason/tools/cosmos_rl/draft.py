@@ -1,4 +1,4 @@
-"""What is read of a file of cosmos-rl, and what becomes of it."""
+"""The parsed file of cosmos-rl, and the configuration that it becomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Verdict = Literal["mapped", "left out", "differs", "not read", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one key."""
+    """The verdict on one key."""
 
     key: str
     value: Any
@@ -54,16 +54,16 @@ class Settings:
 
 @dataclass
 class Draft:
-    """A configuration of ours in the making, and what is to be said about keys of theirs."""
+    """A configuration of ours in the making, with the findings about their keys."""
 
     trainer: str
     accepted: frozenset[str] = frozenset()
     """Keys whose nearest equivalent is good enough for the person who imports."""
     config: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, tuple[Verdict, str]] = field(default_factory=dict)
-    """By key of theirs."""
+    """Findings by their key."""
     arguments: list[str] = field(default_factory=list)
-    """Of the command line."""
+    """Arguments of the command line."""
     num_gpus: int = 1
 
     def set(self, key: str, value: Any) -> None:

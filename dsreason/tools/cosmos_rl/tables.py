@@ -1,4 +1,4 @@
-"""What became of the keys of a file of cosmos-rl, and what both configurations mean, as tables."""
+"""Tables of the findings about the keys of a file of cosmos-rl, and of what both configurations mean."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEADS: dict[Verdict, str] = {
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }
-"""In the order of the tables: what a person must look at comes first. Errors are told as such, after them."""
+"""Verdicts in the order of the tables: what a person must look at comes first. Errors are raised after them."""
 
 
 def show(imported: Imported) -> None:
-    """What became of the keys, and what both configurations mean; on stderr."""
+    """Print the findings about the keys, and what both configurations mean, on stderr."""
     console = open_console(stderr=True)
     for verdict in HEADS:
         findings = [finding for finding in imported.findings if finding.verdict == verdict]
@@ -56,4 +56,4 @@ def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
 
 
 MOST_KEYS = 12
-"""That are listed of those that were left out for one reason."""
+"""Most keys that are listed of those that were left out for one reason."""

@@ -13,7 +13,7 @@ ORDER = (
     "model", "lora", "data", "optim", "train", "dpo", "grpo", "world", "rollout", "reward", "distill", "validation",
     "checkpoint", "monitor",
 )  # fmt: skip
-"""Of the sections, as in the recipes."""
+"""Order of the sections, as in the recipes."""
 
 
 def toml_of(imported: Imported, source: str) -> str:
@@ -51,7 +51,7 @@ def item(value: Any) -> Item:
 
 
 def command(imported: Imported, file: str) -> str:
-    """How the run is started."""
+    """Return the command that starts the run."""
     return " ".join(["dsreason", imported.trainer, "--config", file, *imported.arguments])
 
 

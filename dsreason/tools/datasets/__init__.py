@@ -1,1 +1,1 @@
-"""What happens to data sets before training: fetching, cutting clips, inspecting, and the built-in task."""
+"""Preparation of data sets before training: fetching, cutting clips, inspecting, and the built-in task."""

@@ -19,13 +19,13 @@ from dsreason.tools.datasets.processes import tracked
 
 @dataclass(frozen=True)
 class Clips:
-    """What became of the clips asked for."""
+    """The result for the requested clips."""
 
     cut: list[str] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
     """They were there already."""
     missing: list[str] = field(default_factory=list)
-    """A text for each whose raw video is not there."""
+    """A message for each clip whose raw video is missing."""
     failed: list[str] = field(default_factory=list)
     """A text for each that could not be cut."""
 

@@ -1,4 +1,4 @@
-"""What the name of a Cosmos-Reason1 clip says: which raw video it was cut from, and which part of it.
+"""Rules for the names of Cosmos-Reason1 clips: which raw video a clip was cut from, and which part of it.
 
 The rules are those of cosmos-reason1's `process_raw_data.py`. All ranges are half-open: the first frame is in, the last is
 not, so that `end - start` frames are cut.
@@ -78,7 +78,7 @@ class MissingRaw(DataError):
 
 
 Rule = Callable[[str], Cut]
-"""From the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError if it says nothing usable;
+"""Maps the name of a clip, without its ending, to what is to be cut. MissingRaw, or DataError if the name is not usable;
 neither repeats the name."""
 
 
@@ -147,7 +147,7 @@ def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
 
 
 def holoassist_video(recording: str, raw: Path) -> Path:
-    """MissingRaw if there is none."""
+    """Find the video of a recording. MissingRaw if it is missing."""
     places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
     return first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
 
@@ -185,7 +185,7 @@ def read_actions(file: Path) -> Actions:
 
 
 def fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Of one recording, by id; of events with the same one the first."""
+    """Collect the fine actions of one recording by id; of events with the same id the first."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:
         if event["label"] == FINE:

@@ -25,10 +25,10 @@ ENCODER: Final = "libx264"
 OPTIONS = {"crf": "18", "preset": "medium"}
 """Visually lossless."""
 ENCODING = 10
-"""How many times longer than decoding alone writing a clip may take."""
+"""Factor by which writing a clip may take longer than decoding it."""
 IMAGE_FPS = Fraction(30)
-"""As cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: what a model is asked
-about such a clip, and how many of its frames it sees, depends on it."""
+"""Rate at which cosmos-reason1 writes the clips of BridgeData V2, though that was recorded at 5 frames per second: the questions
+about such a clip, and the number of its frames that a model sees, depend on it."""
 IMAGES = (".jpg", ".jpeg", ".png")
 
 
@@ -128,7 +128,7 @@ def check_total(cut: Cut, count: int) -> None:
 
 
 def counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
-    """With times of their own where the file has no usable ones."""
+    """Yield the frames, with regular times if the file has no usable ones."""
     for number, frame in enumerate(frames_by_count(source, wanted)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
@@ -136,7 +136,7 @@ def counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[Video
 
 
 def image_frames(cut: Cut) -> Iterator[VideoFrame]:
-    """Of a folder with im_0.jpg, im_1.jpg, …, in the order of their numbers."""
+    """Yield the images of a folder with im_0.jpg, im_1.jpg, …, in the order of their numbers."""
     files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=image_number)
     check_total(cut, len(files))
     if cut.end > len(files):

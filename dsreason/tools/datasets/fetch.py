@@ -45,7 +45,7 @@ SPARE_BYTES = 100 * 1024**2
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fetch will do."""
+    """A planned fetch."""
 
     repo: str
     revision: str
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Needed on the disk: an archive is there packed and unpacked for a moment, and clips hardly shrink."""
+        """Bytes needed on the disk: an archive exists packed and unpacked for a moment, and clips hardly shrink."""
         return self.num_bytes + sum(file.size for file in self.missing if file.is_archive)
 
 
@@ -218,7 +218,7 @@ def unpack_clips(archive: Path, clips: Path, name: str) -> None:
             os.replace(member, clips / member.name)
 
 
-# ---------------------------------------------------------------- what is there already
+# ---------------------------------------------------------------- existing files
 
 
 def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:

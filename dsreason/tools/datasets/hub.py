@@ -48,7 +48,7 @@ class RemoteFile:
 
     @property
     def clips(self) -> PurePosixPath:
-        """Where an archive's clips go: `robovqa/clips.tar.gz` → `robovqa/clips`."""
+        """Folder of an archive's clips: `robovqa/clips.tar.gz` → `robovqa/clips`."""
         parent = PurePosixPath(self.path).parent
         return parent if parent.name == "clips" else parent / "clips"
 
@@ -111,7 +111,7 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
 
 
 def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> None:
-    """From byte `start` to the end, at byte `most`. huggingface_hub's own download begins anew in every process."""
+    """Download from byte `start` to the end, at byte `most`. huggingface_hub's own download starts anew in every process."""
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
     if start:
         headers["Range"] = f"bytes={start}-"

@@ -1,4 +1,4 @@
-"""What is in the data: counts, lengths, media, labels and duplicates.
+"""Inspection of data: counts, lengths, media, labels and duplicates.
 
 Rows are duplicates when the user's words are the same (case, punctuation and spaces aside) and their media are, in order,
 with the seconds that are shown of them.
@@ -36,12 +36,12 @@ from dsreason.tools.datasets.row_facts import (
 Media = Mapping[MediumUse, MediumFacts | DataError]
 
 COMMON = 10
-"""How many of the most frequent answers and system prompts are reported."""
+"""Number of the most frequent answers and system prompts that are reported."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of some numbers; `p95` is not exceeded by 95 % of them."""
+    """The spread of some numbers; 95 % of them do not exceed `p95`."""
 
     min: float
     median: float
@@ -51,7 +51,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class MediaReport:
-    """Of the files of one kind that can be read."""
+    """Facts about the readable files of one kind."""
 
     files: int
     bytes: int
@@ -63,7 +63,7 @@ class MediaReport:
 
 @dataclass(frozen=True)
 class Letter:
-    """How often a letter is the right one, and how often it would be if all options of a question were alike."""
+    """Frequency with which a letter is right, and the expected one if all options of a question were equally likely."""
 
     count: int
     expected: float
@@ -71,7 +71,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class PreferenceReport:
-    """Of the rows with a better and a worse answer. Where nearly all better ones are longer, length is what is learned."""
+    """Facts about rows with a better and a worse answer. If nearly all better ones are longer, the model learns length."""
 
     rows: int
     rejected_characters: Spread | None
@@ -82,7 +82,7 @@ class PreferenceReport:
 
 @dataclass(frozen=True)
 class PixelReport:
-    """How many of the media that rows show (those of measured rows) cosmos-rl would show in other frames or another size."""
+    """Number of media items (of measured rows) that cosmos-rl would show in other frames or another size."""
 
     compared: int
     differing: int
@@ -109,7 +109,7 @@ class PartReport:
     media: dict[str, MediaReport]
     letters: dict[str, Letter]
     unlisted_answers: int
-    """Rows whose question lists options, and whose short answer is none of them: they are not multiple choice."""
+    """Rows whose question lists options that do not include the short answer: they are not multiple choice."""
     answers: dict[str, int]
     """The most frequent short answers of rows without options."""
     best_constant: float | None
@@ -123,7 +123,7 @@ class PartReport:
     pixels: PixelReport | None = None
     """None without a model."""
     preferences: PreferenceReport | None = None
-    """None if no row is one."""
+    """None without multiple-choice rows."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Inspection:
     problems: list[dict[str, Any]] = field(default_factory=list)
     """Every unusable row and unreadable file: part, where, kind, reason."""
     balance: dict[str, Label] = field(default_factory=dict)
-    """By label the training rows, and how many of them an epoch shows; empty without `data.balance`."""
+    """Training rows by label, and how many of them an epoch shows; empty without `data.balance`."""
     duplicates: list[dict[str, Any]] = field(default_factory=list)
     """Every row that repeats another one: part, where, of (where that one is)."""
 
@@ -288,7 +288,7 @@ def modality(row: RowFacts) -> str:
 
 
 def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
-    """By letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
+    """Count right answers by letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
     rows_with_letters = [row for row in rows if row.letters]
     right = Counter(row.answer for row in rows_with_letters)
     names = sorted({letter for row in rows_with_letters for letter in row.letters})
@@ -323,7 +323,7 @@ def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
 
 
 def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
-    """Of each part with each earlier one."""
+    """Find the overlaps of each part with each earlier one."""
     names = list(parts)
     overlaps = []
     for i, name in enumerate(names):

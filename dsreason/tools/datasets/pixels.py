@@ -1,4 +1,4 @@
-"""Where the model is shown other frames or sizes than cosmos-rl would show it: both numbers, for `dsreason data inspect`."""
+"""Differences between the frames or sizes that the model sees and those of cosmos-rl, for `dsreason data inspect`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def described(shown: Shown) -> str:
 
 
 def other_frame(ours: Shown, theirs: Shown) -> str:
-    """Where as many frames are shown but not the same ones: the first that differs."""
+    """Find the first frame that differs if the numbers of frames are equal."""
     if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
         return ""
     own_index, other = next(pair for pair in zip(ours.indices, theirs.indices, strict=True) if pair[0] != pair[1])

@@ -1,4 +1,4 @@
-"""Work on many rows or files in worker processes; where one dies, the task it worked on is known."""
+"""Work on many rows or files in worker processes; if one dies, the task it worked on is known."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PAUSE_S = 1.0
 
 
 class Version(NamedTuple):
-    """What a file on a server is known by; of another version nothing is continued."""
+    """The identity of a file on a server; a download of another version is not continued."""
 
     size: int
     tag: str
@@ -174,7 +174,7 @@ class RangedFile(io.RawIOBase):
         return len(piece)
 
     def _next(self, most: int) -> bytes:
-        """At most so many bytes at the position."""
+        """Read at most `most` bytes at the position."""
         gap = self.position - self.arrived
         if self.pieces is None or not 0 <= gap <= SKIPPED:
             self._drop()
@@ -201,7 +201,7 @@ class RangedFile(io.RawIOBase):
 
 
 def failure(source: Source, error: HTTPError) -> str:
-    """In words, without the address that a server may have led to."""
+    """Describe the failure, without the URL that a server may have redirected to."""
     if isinstance(error, HfHubHTTPError):
         return f"{source.url}: the server answers {error.response.status_code}"
     return f"{source.url}: {first_line(str(error)) or type(error).__name__}"

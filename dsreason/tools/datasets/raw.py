@@ -72,7 +72,7 @@ SPARE_BYTES = 100 * 1024**2
 
 @dataclass(frozen=True)
 class RawPlan:
-    """The raw videos of one data set that clips need and that are not there yet."""
+    """The raw videos of one data set that clips need and that are missing."""
 
     dataset: str
     origin: str
@@ -93,7 +93,7 @@ class RawPlan:
 
 
 def check_origin(dataset: str, origin: str) -> None:
-    """ConfigError where `--raw-from` is no place that the raw videos of a data set can come from."""
+    """Raise ConfigError if `--raw-from` is not a source of raw videos."""
     if dataset not in ORIGINS:
         problem = f"{dataset} is not cut from raw videos; give it with {', '.join(ORIGINS)}"
     elif dataset == "agibot" and re.fullmatch(r"[\w.-]+/[\w.-]+", origin) is None:
@@ -106,7 +106,7 @@ def check_origin(dataset: str, origin: str) -> None:
 
 
 def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, origin: str | None = None) -> RawPlan:
-    """Return what is missing of the raw videos of those clips that are not cut yet. Nothing is requested.
+    """Plan the raw videos that are missing for clips that are not cut yet. Nothing is requested.
 
     Args:
         names: of the clips, without their ending.
@@ -193,7 +193,7 @@ def server_errors(source: Source) -> Iterator[None]:
 
 
 def fetch_agibot(plan: RawPlan) -> set[str]:
-    """Of the tars that may have the episodes, those views that are needed."""
+    """Select the needed views of the tars that may have the episodes."""
     commit, files = list_files(plan.origin, None)
     by_tar: dict[str, list[str]] = defaultdict(list)
     for video in plan.videos:
@@ -253,7 +253,7 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
 
 
 def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
-    """A whole file, unless it is there."""
+    """Fetch a whole file unless it exists."""
     if file.is_file():
         return
     with server_errors(source):

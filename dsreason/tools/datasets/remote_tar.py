@@ -26,10 +26,10 @@ SUFFIX = ".mp4"
 
 @dataclass
 class Index:
-    """What is known of a tar: of its first `offset` bytes."""
+    """Index of the first `offset` bytes of a tar."""
 
     version: tuple[int, str]
-    """Of the tar, see `Version`."""
+    """Version of the tar, see `Version`."""
     offset: int = 0
     is_complete: bool = False
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -37,10 +37,10 @@ class Index:
 
 
 def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
-    """By key the member, the place of its content and its size; keys that the tar does not have are left out.
+    """Find for each key the member, the offset of its content and its size; keys that the tar does not have are left out.
 
     Args:
-        wanted: how a member's path may end → the key it is asked by; one member a key is enough.
+        wanted: how a member's path may end → the key it is asked by; one member per key is enough.
         indices: folder of the index files.
 
     Raises:
@@ -55,7 +55,7 @@ def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> di
             try:
                 look_on(file, index, wanted, missing)
             except tarfile.TarError as error:
-                raise DataError(f"{source.url}: is no tar, or is damaged ({error})") from error
+                raise DataError(f"{source.url} is not a tar, or is damaged ({error})") from error
             finally:
                 write_file(index_file, json.dumps(asdict(index)))
     return chosen(index, wanted)
@@ -81,7 +81,7 @@ def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: 
 
 
 def key_of(member: str, wanted: Mapping[str, str]) -> str | None:
-    """Of `a/b/c.mp4` the key of `c.mp4`, `b/c.mp4` or `a/b/c.mp4`, whichever is wanted."""
+    """Return the key of `c.mp4`, `b/c.mp4` or `a/b/c.mp4` for the member `a/b/c.mp4`, whichever is requested."""
     parts = member.split("/")
     endings = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((wanted[ending] for ending in endings if ending in wanted), None)
@@ -96,7 +96,7 @@ def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int,
 
 
 def read_index(file: Path, version: Version) -> Index:
-    """A new one if there is none, or the tar was replaced by another."""
+    """Read the index; return a new one if it is missing, or the tar was replaced by another."""
     try:
         index = Index(**json_object(file))
         return index if tuple(index.version) == version else Index(version)

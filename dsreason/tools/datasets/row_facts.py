@@ -1,4 +1,4 @@
-"""What `dsreason data inspect` notes of one row, and of one media file."""
+"""Facts that `dsreason data inspect` notes about one row, and about one media file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MediumUse:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """Of a row that gives a sample. `tokens` is None without a model, or where a medium cannot be measured."""
+    """Facts about a row that gives a sample. `tokens` is None without a model, or if a media item cannot be measured."""
 
     where: str
     """File and row."""
@@ -45,22 +45,22 @@ class RowFacts:
     tokens: int | None
     media: tuple[MediumUse, ...]
     seconds: tuple[str, ...]
-    """Which of each medium are shown, see `shown_seconds`."""
+    """Shown seconds of each media item, see `shown_seconds`."""
     answer: str | None
-    """A letter where there are options, else a short answer."""
+    """A letter if the question has options, else a short answer."""
     letters: tuple[str, ...]
-    """Of the options."""
+    """Letters of the options."""
     is_unlisted: bool
-    """The question lists options, and the answer is none of them."""
+    """The question lists options that do not include the answer."""
     system_prompt: str
     turns: int
     """Replies of the assistant."""
     has_think: bool
     has_answer_tag: bool
     pixel_differences: tuple[str, ...] = ()
-    """Of its media, see `pixel_differences`; none without a model."""
+    """Differences of its media, see `pixel_differences`; empty without a model."""
     rejected_length: int | None = None
-    """As `answer_length`, of the worse conversation in a row of preferences."""
+    """Like `answer_length`, of the worse conversation in a row of preferences."""
     is_undecided: bool = False
     """Both conversations of a row of preferences are the same."""
 
@@ -131,7 +131,7 @@ def normalised(text: str) -> str:
 
 
 def medium_facts(use: MediumUse) -> MediumFacts:
-    """From the file's header; nothing is decoded but a video's first frame."""
+    """Collect facts from the file's header; only a video's first frame is decoded."""
     size = local_path(use.path).stat().st_size
     if use.kind == "image":
         height, width = probe_image(use.path)

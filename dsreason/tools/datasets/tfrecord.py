@@ -21,10 +21,10 @@ Feature = list[bytes] | list[int]
 
 
 def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Feature]]:
-    """Of each record the features of these names: lists of bytes or of integers. Those that a record lacks are left out.
+    """Yield for each record the features of these names: lists of bytes or of integers. Those that a record lacks are left out.
 
     Raises:
-        DataError: it is no such file, or it is damaged.
+        DataError: the file is not a TFRecord file, or is damaged.
     """
     name_of_key = {name.encode(): name for name in names}
     with file.open("rb") as records:

@@ -14,7 +14,7 @@ from dsreason.tools.doctor.finding import Finding, failed, passed
 
 @dataclass(frozen=True)
 class Check:
-    """What is looked at, for the line that says so while it is, and how."""
+    """A check: its name while it runs, and its function."""
 
     name: str
     look: Callable[[], Iterator[Finding]]
@@ -42,7 +42,7 @@ TRIALS = (
 
 
 def findings_of(check: Check) -> Iterator[Finding]:
-    """What a check finds; one that does not work is a finding itself."""
+    """Yield the findings of a check; one that fails itself is a finding."""
     try:
         yield from check.look()
     except Exception as error:  # noqa: BLE001 (whatever is wrong with the machine)
@@ -51,7 +51,7 @@ def findings_of(check: Check) -> Iterator[Finding]:
 
 
 def of_config(config: Any) -> Iterator[Finding]:
-    """Whether what a loaded configuration names is there; addresses and names on the hub are not asked for."""
+    """Check that the files a loaded configuration names exist; URLs and names on the hub are not queried."""
     from dsreason.config.deepspeed import read_deepspeed
 
     try:
@@ -67,7 +67,7 @@ def of_config(config: Any) -> Iterator[Finding]:
         if not value or "://" in value or value.startswith("tiny:"):
             continue
         if Path(value).expanduser().exists():
-            yield passed(key, f"{value} is there")
+            yield passed(key, f"{value} exists")
         elif value.startswith(("/", ".", "~")) or value.count("/") != 1:
             yield failed(key, f"{value}: no such file or folder", "correct it")
         else:

@@ -42,7 +42,7 @@ def rank() -> None:
 
 
 def main() -> None:
-    """On a machine with one GPU there is one rank; if there is none two share the CPU."""
+    """Run one rank per GPU; without a GPU two ranks share the CPU."""
     launch.prepare_environment()
     gpus = launch.gpu_count()
     ranks = min(RANKS, gpus) or RANKS
@@ -59,5 +59,5 @@ if __name__ == "__main__":
             rank()
         else:
             main()
-    except Exception as error:  # noqa: BLE001 (told as in `dsreason` itself)
+    except Exception as error:  # noqa: BLE001 (reported as in `dsreason` itself)
         sys.exit(launch.report(error))

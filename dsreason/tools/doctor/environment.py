@@ -1,4 +1,4 @@
-"""Variables that change what runs, and tokens, which are told as there or not there and never shown."""
+"""Variables that change what runs, and tokens, which are reported as set or missing and never shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORED = {
     "Weights & Biases": ("~/.netrc",),
     "S3": ("~/.aws/credentials",),
 }
-"""Where logins are kept."""
+"""Files in which logins are kept."""
 NEEDED_FOR = {
     "Hugging Face": "gated models and uploads",
     "Weights & Biases": "monitor.wandb",

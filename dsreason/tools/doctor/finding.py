@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The finding of a check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Finding:
     verdict: Verdict
     what: str
     cure: str = ""
-    """What to do; empty if nothing has to be done."""
+    """Advice; empty if nothing has to be done."""
 
 
 def passed(name: str, what: str) -> Finding:
@@ -36,7 +36,7 @@ def failed(name: str, what: str, cure: str) -> Finding:
 
 
 def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Exit code and everything that a program prints; 124 if it takes longer, 127 if there is none."""
+    """Return the exit code of a program and everything it prints; 124 if it takes longer, 127 if it is missing."""
     try:
         ended = subprocess.run(
             command,

@@ -11,7 +11,7 @@ from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of,
 QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 SECONDS = 20
 FLASH = (8, 0)
-"""Compute capability from which on bf16 and flash attention are there."""
+"""Smallest compute capability with bf16 and flash attention."""
 BUSY = 1024
 """MiB that somebody else may use without being spoken of."""
 
@@ -63,11 +63,11 @@ def without(built_for: str | None, cards: int) -> Iterator[Finding]:
             "GPUs", f"the driver has {cards}, torch sees none", f"CUDA_VISIBLE_DEVICES is {visible!r}; correct it"
         )
     else:
-        yield warned("GPUs", "there are none: everything runs on the CPU", "enough for tiny models and tests")
+        yield warned("GPUs", "none found: everything runs on the CPU", "enough for tiny models and tests")
 
 
 def listed() -> list[list[str]]:
-    """The fields of `QUERY` of each card; none if there is no driver."""
+    """Return the fields of `QUERY` of each card; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     code, text = output_of(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
@@ -101,7 +101,7 @@ def mib(text: str) -> int:
 
 
 def check_driver_answers() -> Iterator[Finding]:
-    """A driver that hangs or fails, told as such and not as a machine without GPUs."""
+    """Report a driver that hangs or fails as such, and not as a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return
     code, text = output_of(["nvidia-smi", "-L"], SECONDS)

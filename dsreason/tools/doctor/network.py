@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
 
 MASTER_PORT = 29500
-"""Where torchrun and `deepspeed` meet unless they are told."""
+"""Port at which torchrun and `deepspeed` meet by default."""
 SSH_SECONDS = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=accept-new")
 
@@ -71,7 +71,7 @@ def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[Finding]:
     if shutil.which("ssh") is None:
         yield failed(
             "hosts",
-            "there is no ssh, with which `deepspeed` reaches them",
+            "ssh is missing, with which `deepspeed` reaches them",
             "install an ssh client, or use torchrun on each",
         )
         return

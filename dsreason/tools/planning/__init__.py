@@ -1,1 +1,1 @@
-"""`dsreason plan`: what a run would need of GPUs, hosts and disks, from its configuration and the shape of its model alone."""
+"""`dsreason plan`: what a run needs of GPUs, hosts and disks, from only its configuration and the shape of its model."""

@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: each suggestion is planned itself, and given only where it fits."""
+"""Suggestions for a run that does not fit: each suggestion is planned itself, and given only if it fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Change:
     """Options of a run that differ."""
 
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """By key, such as `train.activation_offload`."""
+    """New values by key, such as `train.activation_offload`."""
     ds_config: str | None = None
     gpus: int | None = None
     remark: str = ""
@@ -114,7 +114,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def changes_here(request: Request) -> Iterator[Change]:
-    """What can be changed without further GPUs: first what leaves the result as it is."""
+    """Yield the changes that need no further GPUs, those first that leave the result as it is."""
     config = request.config
     if not request.zero.offloads("optimizer"):
         yield Change(ds_config=OFFLOAD, remark="slower steps")
@@ -140,14 +140,14 @@ def changes_here(request: Request) -> Iterator[Change]:
         yield Change({"model.freeze": (*config.model.freeze, "visual")}, remark="the vision tower is not trained")
     if not config.lora.rank:
         adapters = {"lora.rank": LORA_RANK} | ({"model.freeze": ()} if config.model.freeze else {})
-        yield Change(adapters, remark="adapters alone are trained")
-        yield Change(adapters | {"model.quantize": "nf4"}, remark="adapters alone are trained, beside 4 bits")
+        yield Change(adapters, remark="only adapters are trained")
+        yield Change(adapters | {"model.quantize": "nf4"}, remark="only adapters are trained, beside 4 bits")
     elif not config.model.quantize:
         yield Change({"model.quantize": "nf4"}, remark="the base in 4 bits")
 
 
 def fewer_tokens(request: Request) -> Iterator[Change]:
-    """Half as many a forward, and half of that, as far as the longest sample still fits; then shorter samples."""
+    """Yield half the tokens per forward, and half of that, as long as the longest sample fits; then shorter samples."""
     config = request.config
     longest, size = config.model.max_length, config.train.micro_batch_size
     if size is not None:

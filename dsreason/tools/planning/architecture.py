@@ -1,4 +1,4 @@
-"""Where a model's shape is known from: its folder, a tiny model, the Hub's config.json, or the table of published ones."""
+"""Sources of a model's shape: its folder, a tiny model, the Hub's config.json, or the table of published ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsreason.models.load import model_config, resolve_model
 from dsreason.tools.planning.published import architectures
 
 PATIENCE_S = 5.0
-"""For the Hub's answer."""
+"""Seconds for the Hub's answer."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Architecture:
     config: Any
     """transformers' configuration."""
     source: str
-    """Where it comes from, for people."""
+    """Source of the shape, for people."""
 
 
 @cache
@@ -37,7 +37,7 @@ def find_architecture(path: str, revision: str | None = None, trust_remote_code:
     """The architecture of a `model.path`; no weights are read or downloaded, but for a small random `tiny:` model.
 
     Raises:
-        CheckpointError: there is no config.json, or it is not of a supported model.
+        CheckpointError: config.json is missing, or not of a supported model.
         ConfigError: the path is in S3, or neither the Hub nor the table knows it.
     """
     if path.startswith("tiny:"):
@@ -53,7 +53,7 @@ def find_architecture(path: str, revision: str | None = None, trust_remote_code:
 
 
 def from_hub(name: str, revision: str | None) -> Architecture:
-    """From the Hub's cache, the Hub, or the table, in this order."""
+    """Load the architecture from the Hub's cache, the Hub, or the table, in this order."""
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return Architecture(model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")

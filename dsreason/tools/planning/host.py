@@ -1,4 +1,4 @@
-"""What the ranks of one host take of its memory, and what checkpoints and exports take of the disk."""
+"""Memory of one host that its ranks take, and disk space of checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def has_reference(request: Request) -> bool:
 
 
 def host_phase(request: Request, states: States, waiting: int, *, moved: int, vllm: int = 0, teacher: int = 0) -> Phase:
-    """Of one host.
+    """Plan the memory of one host.
 
     Args:
         waiting: bytes of one rank's activations that wait there.
         moved: bytes of one rank's optimizer that wait there while completions are sampled.
-        vllm: of one rank.
-        teacher: of one rank.
+        vllm: bytes of one rank.
+        teacher: bytes of one rank.
     """
     config, ranks = request.config, request.machine.ranks_per_host
     shares = request.width * request.parameters.trained_shares(request.machine.gpus)
@@ -55,7 +55,7 @@ def checkpoint_copy(request: Request) -> int:
 
 
 def checkpoint_bytes(request: Request) -> int:
-    """Of all ranks: master weights, moments and the weights themselves; of adapters alone where they are trained."""
+    """Return the bytes of all ranks: master weights, moments and the weights themselves; only of adapters if they are trained."""
     parameters, width = request.parameters, request.width
     frozen = 0 if request.config.lora.rank else parameters.numel - parameters.num_trained
     return (12 + width) * parameters.num_trained + width * frozen

@@ -43,7 +43,7 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """What ZeRO-3 cuts: values, or bytes of one in 4 bits."""
+        """Number of elements that ZeRO-3 cuts: values, or bytes of a parameter in 4 bits."""
         return num_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
 
     @property
@@ -78,7 +78,7 @@ class Parameters:
 
     @cached_property
     def numel(self) -> int:
-        """Of the model itself, without adapters."""
+        """Parameters of the model itself, without adapters."""
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a plan consists of: phases of a run, and what lies in a memory during each."""
+"""Parts of a plan: phases of a run, and the contents of a memory during each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pieces of one model take at work: a text layer, a vision block, a merger, the output layer with its loss."""
+"""Memory of a model's pieces at work: a text layer, a vision block, a merger, the output layer with its loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUMBER = re.compile(r"\.\d+\.")
-"""Of a layer, in the names of parameters."""
+"""Prefix of a layer in the names of parameters."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Pieces:
     shape: Shape
     dtype: torch.dtype
 
-    @cache  # noqa: B019 (as many as there are plans)
+    @cache  # noqa: B019 (one per plan)
     def text_layer(self, tokens: int, *, training: bool = True) -> Traced:
         decoder: Any = self.model.get_decoder()
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
@@ -142,7 +142,7 @@ def quantize_empty(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
 
 
 def put_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
-    """On the layers that are left of those that get one in the whole model."""
+    """Adapters on the remaining layers, of those that get one in the whole model."""
     names = [name for name, _ in model.named_modules() if generic(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)

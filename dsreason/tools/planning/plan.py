@@ -25,7 +25,7 @@ class Plan:
 
     request: Request
     phases: list[Phase]
-    """Of one GPU."""
+    """Bytes of one GPU."""
     host: Phase
     disk: Phase
     vllm: VLLM | None = None
@@ -113,7 +113,7 @@ def with_fragments(phase: Phase) -> Phase:
 
 
 def teacher_bytes(request: Request) -> tuple[int, int, int]:
-    """Of one rank: on the GPU, on the host, and whole while it reads."""
+    """Return the bytes of one rank: on the GPU, on the host, and of the whole model while it reads."""
     config = request.config
     if not isinstance(config, GRPOConfig) or config.distill.teacher is None or config.distill.by_server:
         return 0, 0, 0

@@ -97,7 +97,7 @@ def text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def architectures() -> dict[str, dict[str, Any]]:
-    """By name on the Hub, in lower case: what transformers makes a configuration of."""
+    """Return the values of config.json by name on the Hub, in lower case."""
     qwen3_vl_2b, qwen3_vl_8b = qwen3_vl(QWEN3["1.7B"], large_tower=False), qwen3_vl(QWEN3["8B"], large_tower=True)
     published_models = {f"Qwen/Qwen2.5-VL-{size}-Instruct": qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")}
     published_models |= {"nvidia/Cosmos-Reason1-7B": qwen2_5_vl("7B")}

@@ -1,4 +1,4 @@
-"""What a plan is made for: a run's configuration, its model, and the machine."""
+"""Input of a plan: a run's configuration, its model, and the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.tools.planning.pieces import Pieces, pieces_of
 from dsreason.tools.planning.shape import Shape, shape_of
 
 USABLE = 0.985
-"""Of a GPU that is sold with so many GB, in GiB: an H100 of 80 GB has 79.2, an H200 of 141 GB 139.8."""
+"""Memory in GiB of a GPU by the GB that it is sold with: an H100 of 80 GB has 79.2, an H200 of 141 GB 139.8."""
 GPUS_PER_HOST = 8
 
 ZERO_DEFAULTS = {
@@ -87,7 +87,7 @@ class Request:
     """Name or path of the DeepSpeed JSON."""
     config_name: str = "the run configuration"
     media_tokens: int | None = None
-    """Of a row on one rank; None: as many as the configuration allows."""
+    """Tokens of a row on one rank; None: as many as the configuration allows."""
     trained_tokens: int | None = None
     """The same; None: all."""
     architecture: Architecture = field(init=False)
@@ -125,7 +125,7 @@ class Request:
 
     @property
     def row_tokens(self) -> int:
-        """Of one forward, whoever computes it."""
+        """Tokens of one forward, whoever computes it."""
         budget, _ = self.config.token_budget
         if budget is not None:
             return budget
@@ -134,5 +134,5 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of one forward on one rank."""
+        """Tokens of one forward on one rank."""
         return math.ceil(self.row_tokens / self.config.ranks_per_row)

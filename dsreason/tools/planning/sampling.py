@@ -21,7 +21,7 @@ GRAPHS = GIB
 EAGER = GIB // 4
 """The same with `rollout.enforce_eager`."""
 SAMPLER_COPIES = 3
-"""Of the logits in float32, while tokens are drawn."""
+"""Bytes of the logits in float32, while tokens are drawn."""
 FINGERPRINT = 2 * 2**24 * 8
 """Bytes of the float64 copies that a sync compares."""
 
@@ -66,7 +66,7 @@ class VLLM:
 
     @cached_property
     def working(self) -> int:
-        """What its forward takes at its largest, by which it measures what is left for the KV cache."""
+        """Largest memory of its forward, by which it measures what remains for the KV cache."""
         shape, pieces = self.request.shape, self.request.pieces
         batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
         layer = pieces.text_layer(batched, training=False).peak // self.parallel
@@ -93,7 +93,7 @@ class VLLM:
 
     @property
     def whole_sequences(self) -> float:
-        """Of the greatest length, that the cache holds at the same time."""
+        """Sequences of the greatest length that the cache holds at the same time."""
         return self.cache_tokens / self.longest
 
     @property
@@ -102,7 +102,7 @@ class VLLM:
 
     @property
     def host(self) -> int:
-        """Of one rank: processed media, and at sleep level 1 a copy of its weights."""
+        """Bytes of one rank: processed media, and at sleep level 1 a copy of its weights."""
         media = max(1.0, 2 * self.longest * MEDIA_BYTES_PER_TOKEN / GIB) * GIB
         return int(media) + (self.weights if self.config.rollout.sleep_level == 1 else 0)
 

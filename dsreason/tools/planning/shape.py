@@ -21,13 +21,13 @@ class Shape:
     head_size: int
     vision_hidden: int = 0
     vision_depth: int = 0
-    """Blocks; 0: the model reads text alone."""
+    """Blocks; 0: the model reads only text."""
     merge: int = 1
     """Patches along one side of a token."""
     patch_values: int = 0
-    """Of the pixels of one patch."""
+    """Values of one patch."""
     mergers: int = 0
-    """What gives features as wide as a token's: the last one, and those of deeper layers."""
+    """Number of mergers, which give features as wide as a token's: the last one, and those of deeper layers."""
     token_pixels: int = 0
     """Pixels behind one token, in one frame."""
 

@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps weights, gradients and optimizer: on each GPU, and on its host. Read off DeepSpeed 0.19.8."""
+"""Memory of DeepSpeed's weights, gradients and optimizer, on each GPU and on its host. Taken from DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class States:
 
     weights: int
     persistent: int
-    """Of small parameters, which ZeRO-3 leaves whole."""
+    """Bytes of small parameters, which ZeRO-3 leaves whole."""
     gradients: int
     masters: int
     moments: int
     bucket: int
-    """What gradients are gathered in on their way."""
+    """Bucket for reducing gradients."""
     host_weights: int = 0
     host_gradients: int = 0
     host_masters: int = 0

@@ -20,7 +20,7 @@ from dsreason.errors import ConfigError
 ATTENTION = "flash_planned"
 """Name for transformers. A vision tower hands over all of a medium at once where the name has "flash" in it."""
 MOST_TOKENS = 10**9
-"""Of one forward: the bytes of what is made of more do not fit 64 bits."""
+"""Most tokens of one forward: the bytes of what is computed from more do not fit into 64 bits."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -57,7 +57,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 class FlashAttention(torch.autograd.Function):
-    """What torch's flash attention keeps: queries, keys, values and the result; no scores. `[1, H, T, d]` → `[1, T, H, d]`."""
+    """Attention that keeps queries, keys, values and result, as torch's flash kernel does. `[1, H, T, d]` → `[1, T, H, d]`."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ class Traced(NamedTuple):
     """Bytes beside the input and the parameters."""
 
     kept: int
-    """What waits for the backward pass, the output included."""
+    """Bytes that wait for the backward pass, the output included."""
     peak: int
-    """Of forward and backward; gradients of parameters are given away as they come, as DeepSpeed takes them."""
+    """Largest memory of forward and backward; gradients of parameters are given away as they come, as DeepSpeed takes them."""
 
 
 def trace(
@@ -97,9 +97,9 @@ def trace(
     *,
     training: bool = True,
 ) -> Traced:
-    """Of `run` on an input of that shape, which needs a gradient itself.
+    """Trace `run` on an input of that shape, which needs a gradient itself.
 
-    `training=False`: of the forward alone, which keeps nothing. ConfigError if torch could not say how large that is.
+    `training=False`: only the forward, which keeps nothing. ConfigError if torch could not say how large that is.
     """
     if shape[-2] > MOST_TOKENS:
         raise ConfigError(
@@ -117,7 +117,7 @@ def trace(
 
 
 def give_gradients_away(module: nn.Module) -> None:
-    """The gradient of each parameter goes as soon as it is there."""
+    """Free the gradient of each parameter as soon as it is computed."""
 
     def forget(parameter: Tensor) -> None:
         parameter.grad = None

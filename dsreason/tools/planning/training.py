@@ -17,23 +17,23 @@ class Activations:
     """Bytes of one rank's row."""
 
     inputs: int
-    """Of the text layers, or with all that they keep where nothing is computed again; until the backward pass."""
+    """Inputs of the text layers, or all that they keep if nothing is recomputed; until the backward pass."""
     around: int
     """Embeddings, last hidden states and those of trained tokens, norms: beside the layers."""
     tower: int
-    """What the vision tower keeps."""
+    """Memory that the vision tower keeps."""
     pixels: int
     features: int
-    """Of media, as wide as tokens, in and out of the mergers."""
+    """Features of media, as wide as tokens, in and out of the mergers."""
     deeper: int
-    """Of it what the mergers of deeper layers keep until their block's turn comes."""
+    """Part of the tower that the mergers of deeper layers keep until their block's turn comes."""
     layer: int
     block: int
     head: int
     logits: int
-    """Tokens whose logits are there at a time."""
+    """Tokens whose logits exist at a time."""
     on_host: int = 0
-    """What waits there instead."""
+    """Bytes that wait on the host instead."""
 
 
 def activations_of(request: Request) -> Activations:
@@ -65,13 +65,13 @@ def activations_of(request: Request) -> Activations:
 
 
 def logits_chunk(request: Request) -> int:
-    """Tokens whose logits are there at a time."""
+    """Return the tokens whose logits exist at a time."""
     most = MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS
     return max(1, most // request.shape.vocabulary)
 
 
 def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
-    """Of `Activations`: tower, pixels, features, deeper and block."""
+    """Return the fields of `Activations`: tower, pixels, features, deeper and block."""
     shape, width, pieces = request.shape, request.width, request.pieces
     if not shape.vision_depth:
         return 0, 0, 0, 0, 0
@@ -93,7 +93,7 @@ def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
 
 
 def media_tokens(request: Request) -> int:
-    """Of a row on one rank, at most."""
+    """Return the most media tokens of a row on one rank."""
     if request.media_tokens is not None:
         return request.media_tokens
     budget, _ = request.config.token_budget
@@ -103,7 +103,7 @@ def media_tokens(request: Request) -> int:
 
 
 def shown_by(request: Request, samples: int) -> int:
-    """Tokens of media of so many samples, at most: all of them, or what `[data.vision]` allows."""
+    """Return the most media tokens of a number of samples: all of them, or what `[data.vision]` allows."""
     cell = request.shape.token_pixels
     limits = []
     for vision in (source.vision for source in request.config.data.all_sources()):
@@ -131,7 +131,7 @@ def tower_is_trained(request: Request) -> bool:
 
 
 def head_name(request: Request) -> str:
-    """Of the parameter that the output layer multiplies with."""
+    """Return the name of the parameter that the output layer multiplies with."""
     names = {parameter.name for parameter in request.parameters.all}
     head_weight = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
     return head_weight if head_weight in names else next(name for name in names if name.endswith("embed_tokens.weight"))
@@ -170,7 +170,7 @@ def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
 
 
 def training_phases(request: Request, held: tuple[Item, ...]) -> list[Phase]:
-    """Of one GPU, on which `held` lies throughout."""
+    """Plan the phases of one GPU, on which `held` lies throughout."""
     return [forward_backward(request, held), optimizer_step(request, held)]
 
 

@@ -20,19 +20,19 @@ NUM_ROWS = 4096
 MISLABELLED = "mislabelled"
 COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 1.0, 0.1), "blue": (0.15, 0.2, 1.0)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""In x and y."""
+"""Directions in x and y."""
 SIDE, TRAVEL = 10 / 32, 12 / 32
-"""Of the square, and its way during the clip, as shares of the shorter side: 10 and 12 of 32 pixels."""
+"""Side of the square, and its way during the clip, as shares of the shorter side: 10 and 12 of 32 pixels."""
 
 
 @dataclass(frozen=True)
 class Square:
-    """What clip number `i` of a seed shows."""
+    """Content of clip number `i` of a seed."""
 
     colour: str
     move: str
     brightness: float
-    """Of the square, 0.55 to 1."""
+    """Brightness of the square, 0.55 to 1."""
     background: float
     """Grey, 0 to 0.25."""
     start: tuple[float, float]

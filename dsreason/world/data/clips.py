@@ -14,7 +14,7 @@ from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 
 SLOWER = 0.01
-"""By this share a video may be slower than asked for: 29.97 frames per second are read as 30."""
+"""Share by which a video may be slower than requested: 29.97 frames per second are read as 30."""
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:

@@ -16,17 +16,17 @@ from dsreason.world.data.rows import Rows
 ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
-"""Suffixes of files whose lines are no prompts."""
+"""Suffixes of files whose lines are not prompts."""
 MAX_BYTES = 2 * 1024**3
 
 
 def read_prompts(path: str) -> Rows:
-    """The rows of a text file, or of JSONL where its name says so; empty lines are left out.
+    """Read the rows of a text file, or of JSONL if its name says so; empty lines are left out.
 
     A `video` is a path below the file's folder, an absolute one, or an `s3://` address.
 
     Raises:
-        DataError: no such file, it is not UTF-8, or its lines are no prompts.
+        DataError: the file is missing or not UTF-8, or its lines are not prompts.
     """
     if not path:
         raise DataError('is empty; name a text file with a prompt a line, or JSONL with "prompt"')

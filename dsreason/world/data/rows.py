@@ -1,4 +1,4 @@
-"""What reading a place of data gives, and rows out of JSON."""
+"""The rows of a data set with those that cannot be used, and rows made from JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rows:
 
 
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
-    """DataError if there is no prompt, or one that no file could hold."""
+    """Raise DataError if the prompt is missing, or no file could hold it."""
     if not isinstance(fields, Mapping):
         raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
     prompt = fields.get("prompt")
@@ -44,7 +44,7 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
 
 
 def surrogate_in(text: str) -> int | None:
-    """Where a text has what UTF-8 cannot hold: half of a pair as JSON's `\\ud800`, a byte of a name that is not UTF-8."""
+    """Return the index of what UTF-8 cannot hold: half of a pair as JSON's `\\ud800`, a byte of a name that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -33,7 +33,7 @@ from dsreason.world.data.rows import Rows
 from dsreason.world.types import ClipSize, WorldRow
 
 VERSION = 2
-"""Of the cached indexes; raise it when their content changes."""
+"""Version of the cached indexes; raise it when their content changes."""
 PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
 """Suffixes of members that webdataset's own reader, or torch's, would unpickle."""
 VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
@@ -98,7 +98,7 @@ def _none(path: str) -> dict[str, Path]:
 
 
 def check_layout(path: str, names: list[str]) -> None:
-    """DataError for cosmos-rl's own layout, in which `metas` and `video` are tars in folders of their own."""
+    """Raise DataError for cosmos-rl's own layout, in which `metas` and `video` are tars in separate folders."""
     folders = {Path(name).parent.name for name in names if is_tar(name)}
     if {"metas", "video"} <= folders:
         raise DataError(
@@ -163,7 +163,7 @@ def check_member(member: tarfile.TarInfo, name: str) -> None:
         )
     if not member.isreg() or member.issparse():
         raise DataError(
-            f"{name}: its member {member.name!r:.200} is no plain file (a link or a sparse file); pack it anew"
+            f"{name}: its member {member.name!r:.200} is not a plain file but a link or a sparse file; pack it again"
         )
 
 
@@ -197,7 +197,7 @@ def shard_errors(name: str) -> Iterator[None]:
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
-    """As `clips.read_clip`, of the video in the row's shard."""
+    """Read the clip of a row from the video in its shard, as `clips.read_clip` does."""
     members = json.loads(str(row.clip))["members"]
     suffix = next(key for key in VIDEO_KEYS if key in members)
     with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:
@@ -219,5 +219,5 @@ def read_member(row: WorldRow, suffix: str) -> bytes:
     except OSError as error:
         raise DataError(f"{row.id}: its shard cannot be read: {error}") from error
     if len(content) != size:
-        raise DataError(f"{row.id}: its shard was cut while the run went on: {len(content)} of {size} bytes are there")
+        raise DataError(f"{row.id}: its shard was truncated during the run: it has {len(content)} of {size} bytes")
     return content

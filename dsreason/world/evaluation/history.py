@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def small_video(folder: Path, clip: int) -> Path:
-    """Of clip number `clip` of a validation: what the page shows. `N.mp4` beside it is as large as it was sampled."""
+    """Return the small video of clip `clip` of a validation, which the page shows. `N.mp4` beside it has the sampled size."""
     return folder / f"{clip}_small.mp4"
 
 
@@ -76,7 +76,7 @@ def chosen(steps: Sequence[int]) -> list[int]:
 
 
 def cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[Card]:
-    """Of the clips that have a video in the last validation."""
+    """Make a card for each clip that has a video in the last validation."""
     folders = {step: run / "validation" / step_name(step) for step in steps}
     last = found[steps[-1]]
     return [

@@ -15,9 +15,9 @@ from dsreason.files.atomic import write_file
 
 FILE = "world.html"
 MAX_BYTES = 30_000_000
-"""Of all videos together; the first cards have them."""
+"""Bytes of all videos together; the first cards have them."""
 WIDTH, HEIGHT = 260.0, 90.0
-"""Of a curve's panel, in its own units."""
+"""Size of a curve's panel, in its own units."""
 DECIMALS = 3
 
 Points = Sequence[tuple[float, float]]
@@ -26,11 +26,11 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Clip:
-    """One cell of a card. `video` is None if there is no file."""
+    """One cell of a card. `video` is None if the file is missing."""
 
     video: Path | None
     facts: Mapping[str, float]
-    """What is written below it, such as `{"reward": 0.9, "brightness": 0.2}`."""
+    """Values written below it, such as `{"reward": 0.9, "brightness": 0.2}`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Page:
     kicker: str
     title: str
     columns: Sequence[str]
-    """Of the cards, such as `step 0`, `step 100`."""
+    """Titles of the columns, such as `step 0`, `step 100`."""
     cards: Sequence[Card]
     tables: Sequence[Table] = ()
     curves: Sequence[Curve] = ()
@@ -117,7 +117,7 @@ def render(page: Page) -> str:
 
 
 def read_videos(cards: Sequence[Card]) -> tuple[dict[Path, str], int]:
-    """Data URIs by file, as many as fit; and how many do not."""
+    """Return data URIs by file, until the limit is reached, and the number of files left out."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):
@@ -130,7 +130,7 @@ def read_videos(cards: Sequence[Card]) -> tuple[dict[Path, str], int]:
 
 
 def draw(curve: Curve) -> Panel | None:
-    """None of a curve without values."""
+    """Range of the values; None for a curve without values."""
     both = [*curve.training, *curve.validation]
     if not both:
         return None

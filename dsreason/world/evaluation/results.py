@@ -1,4 +1,4 @@
-"""What an evaluation of a world model leaves: settings, and a file for each clip, so that it can go on where it stopped."""
+"""Files of an evaluation of a world model: settings, and one for each clip, so that it can continue where it stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.files.disk import read_small
 
 SETTINGS_FILE, CLIPS = "world.json", "clips"
 MODEL_KEYS = ("model.path", "model.revision", "model.weights")
-"""What two evaluations that are compared may differ in."""
+"""Settings in which two compared evaluations may differ."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class ClipResult:
     """Example: `ClipResult(3, "test.txt:4", "a red square", {"": 0.9, "colour": 0.95}, 0.2, 0.01, [12, 200, …])`."""
 
     number: int
-    """Of the prompt; the noise depends on it."""
+    """Number of the prompt; the noise depends on it."""
     id: str
     prompt: str
     rewards: dict[str, float]
-    """By name, and under "" their weighted sum; empty without rewards."""
+    """Rewards by name, and under "" their weighted sum; empty without rewards."""
     brightness: float
     motion: float
     picture: list[int]
@@ -43,7 +43,7 @@ def write_clip(folder: Path, clip: ClipResult) -> None:
 
 
 def read_clips(folder: Path) -> list[ClipResult]:
-    """In the order of their numbers; files of other names are not of clips. DataError if one is damaged."""
+    """Read the results in the order of their numbers; files of other names are ignored. DataError if one is damaged."""
     files = {int(file.stem): file for file in (folder / CLIPS).glob("*.json") if file.stem.isdecimal()}
     return [read_clip(files[number]) for number in sorted(files)]
 
@@ -77,7 +77,7 @@ def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) 
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """DataError if there is no such folder, or no settings in it."""
+    """Read the settings. DataError if the folder or its settings are missing."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
     file = folder / SETTINGS_FILE

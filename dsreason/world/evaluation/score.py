@@ -12,7 +12,7 @@ from dsreason.evaluation.report.score import CONFIDENCE, Interval
 from dsreason.world.evaluation.results import ClipResult
 
 DRAWS = 10_000
-"""Of the bootstrap."""
+"""Draws of the bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Summary:
     values: dict[str, Estimate]
     """`reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
     diversity: float
-    """How far clips are from their mean, in small pictures, 0 to 1."""
+    """Mean distance of clips from their mean, in small pictures, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def summarise(clips: Sequence[ClipResult]) -> Summary:
-    """DataError if there are none."""
+    """Summarise the clips. DataError if there are none."""
     if not clips:
         raise DataError("the evaluation has no clips yet; run dsreason eval")
     prompts = [clip.prompt for clip in clips]
@@ -93,7 +93,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> Compa
 
 
 def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """Return what can be said of each of the clips, by name."""
+    """Return the functions that measure a clip, by the name of the value."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:
@@ -104,7 +104,7 @@ def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], fl
 
 
 def reward_name(name: str) -> str:
-    """As metrics are called: `reward` of the weighted sum "", `reward/colour` of "colour"."""
+    """Return the name that metrics have: `reward` for the weighted sum "", `reward/colour` for "colour"."""
     return f"reward/{name}" if name else "reward"
 
 

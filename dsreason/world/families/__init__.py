@@ -1,4 +1,4 @@
-"""What differs between families of video models, one file each. Another enters by a file and a line in `FAMILIES`."""
+"""Families of video models, one file each. To add one, add a file and a line in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FAMILIES: dict[str, WorldFamily] = {"cosmos_predict2_5": COSMOS_PREDICT2_5, "wan
 
 
 def family_of(folder: Path) -> WorldFamily:
-    """The family of a folder in diffusers' format, by the pipeline in its model_index.json.
+    """Find the family of a folder in diffusers' format by the pipeline in its model_index.json.
 
-    CheckpointError if there is none, or if it is of a family or a kind that is not supported.
+    CheckpointError if the file is missing, or the family or kind is not supported.
     """
     file = folder / "model_index.json"
     index = read_json(file)

@@ -14,7 +14,7 @@ from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 
 WEIGHTS = "diffusion_pytorch_model"
-"""Of the files in which diffusers keeps weights: their names without what follows."""
+"""Names, without suffixes, of the files in which diffusers keeps weights."""
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
@@ -106,7 +106,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def free_memory() -> None:
-    """Of an accelerator, after a model went out of use: torch's cache keeps it otherwise."""
+    """Free an accelerator's memory after a model is no longer used: torch's cache keeps it otherwise."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

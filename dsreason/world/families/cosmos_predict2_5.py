@@ -18,16 +18,16 @@ from dsreason.world.types import Conditioning
 
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 GIVEN_FRAME_TIME = 1e-4
-"""The noise level that the transformer is told for frames that are given."""
+"""The noise level that the transformer gets for given frames."""
 
 
 @torch.no_grad()
 def embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The hidden states of all layers, each normalised, one behind another: `[1, max_length, layers x hidden size]`.
+    """Yield the normalised hidden states of all layers, concatenated: `[1, max_length, layers x hidden size]`.
 
-    There is no attention mask, as in training of the model: the padding takes part.
+    As when the model was trained, nothing is masked: the padding takes part in attention.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -107,7 +107,7 @@ def unsupported_transformer(config: Mapping[str, Any]) -> str:
 
 
 def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """From 28 layers x 3584 features (98 MB a prompt in bfloat16) to 1024 (1 MB)."""
+    """Load the layer that maps 28 layers x 3584 features (98 MB per prompt in bfloat16) to 1024 (1 MB)."""
     tensors: dict[str, Tensor] = {}
     names = [f"{PROJECTED}.weight", f"{PROJECTED}.bias"]
     find_weights(folder / "transformer", str, WEIGHTS).read(names, tensors.__setitem__)

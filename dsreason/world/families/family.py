@@ -1,4 +1,4 @@
-"""What a family of video models is described by."""
+"""The description of a family of video models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Embeddings(Protocol):
     def __call__(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """Of each prompt `[1, max_length, D]`, as the family's pipeline makes it; the encoder is freed at the end.
+        """Yield `[1, max_length, D]` for each prompt, as the family's pipeline makes it; the encoder is freed at the end.
 
         Prompts are encoded one by one: an embedding does not depend on the others, and only one is in memory.
         """
@@ -26,7 +26,7 @@ class Embeddings(Protocol):
 
 class CountTokens(Protocol):
     def __call__(self, folder: Path, prompts: Sequence[str]) -> list[int]:
-        """Of each prompt, as `Embeddings` would encode it without a limit."""
+        """Yield the number of tokens of each prompt, as `Embeddings` would encode it without a limit."""
 
 
 class ProjectText(Protocol):
@@ -63,7 +63,7 @@ class BuildTiny(Protocol):
 
 @dataclass(frozen=True)
 class WorldFamily:
-    """Of models that share a pipeline's classes. Latents, noise levels and velocities mean the same in all families."""
+    """Models that share a pipeline's classes. Latents, noise levels and velocities mean the same in all families."""
 
     name: str
     pipelines: tuple[str, ...]
@@ -77,7 +77,7 @@ class WorldFamily:
     max_conditional_frames: int
     """Latent frames that can be given."""
     guidance_offset: float
-    """What to add to the pipeline's own `guidance_scale` to get ours, in which 1 is without guidance."""
+    """Number to add to the pipeline's own `guidance_scale` to get ours, in which 1 is without guidance."""
     embeddings: Embeddings
     count_tokens: CountTokens
     velocity: Velocity
@@ -90,13 +90,13 @@ class WorldFamily:
     text_width: Callable[[Mapping[str, Any], bool], int]
     """D of embeddings, or d where they are projected, by the transformer's config.json."""
     float32_vae: bool = False
-    """Whether the autoencoder computes in float32 whatever the type of training is."""
+    """The autoencoder computes in float32 whatever the type of training is."""
     clean: Callable[[str], str] = lambda prompt: prompt
-    """What of a prompt the encoder is given."""
+    """Turns a prompt into what the encoder gets."""
     sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     project_text: ProjectText | None = None
-    """For embeddings that are too large to keep. Only where this layer is not trained, and `projects_text`."""
+    """Projection for embeddings that are too large to keep. Used only if this layer is not trained, and `projects_text`."""
     accept_projected: Callable[[nn.Module], None] = lambda transformer: None
     """Make a transformer take projected embeddings, too; the names of its parameters stay."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""

@@ -1,4 +1,4 @@
-"""What the small random models of all families have alike."""
+"""Shared parts of the small random models of all families."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dsreason.world.families.tiny import tiny_vae
 from dsreason.world.types import Conditioning
 
 TIMES = 1000.0
-"""The transformer is told noise levels from 0 to this."""
+"""Largest noise level that the transformer gets; the smallest is 0."""
 TINY_WORDS = (
     "a",
     "the",
@@ -35,7 +35,7 @@ TINY_WORDS = (
     "down",
     "to",
 )
-"""What the tiny model's tokenizer has tokens for, beside characters."""
+"""Words for which the tiny model's tokenizer has tokens, beside characters."""
 
 
 @torch.no_grad()

@@ -42,10 +42,10 @@ ADVICE = (
 
 
 def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The reward called `name` as a function of (uint8 `[B, 3, T, H, W]`, rows).
+    """Return the reward called `name` as a function of (uint8 `[B, 3, T, H, W]`, rows).
 
     Raises:
-        ConfigError: there is none, its file does not import, or it cannot be called as fn(clips, samples) with its options.
+        ConfigError: it does not exist, its file does not import, or it cannot be called as fn(clips, samples) with its options.
     """
     named_function = find_function(name, BUILT_IN, ADVICE)
     function = with_options(named_function, dict(options or {}), name, {"clips": None, "samples": []})
@@ -76,7 +76,7 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
 
 
 def as_numbers(result: Any) -> NDArray[np.float64]:
-    """numpy alone would read numbers out of texts, and take the real part of complex ones."""
+    """Convert to numbers. numpy by itself would read numbers out of texts, and take the real part of complex ones."""
     if isinstance(result, Tensor):
         result = result.detach().cpu().to(torch.promote_types(result.dtype, torch.float64)).numpy()
     values = np.asarray(result)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 KEPT = 4096
 """Jobs of which the scores, a few numbers, are kept."""
 KEPT_BYTES = 256 * 2**20
-"""Of all those scores together, as JSON."""
+"""Largest size of all those scores together, as JSON."""
 LONGEST_FAILURE = 64_000
 """Characters of a function's error."""
 
@@ -74,7 +74,7 @@ class Jobs:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def hold(self, num_bytes: int) -> bool:
-        """Return whether there is room for so much of a body; it is taken then."""
+        """Reserve room for this much of a body; return whether there was enough."""
         with self._changed:
             free = self._bytes + num_bytes <= self.most_bytes
             if free:
@@ -117,7 +117,7 @@ class Jobs:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Scores of the oldest jobs, where there are too many. Those of the last one stay, however long."""
+        """Drop the scores of the oldest jobs if there are too many. Those of the last one stay, however long."""
         scored = [name for name, job in self._known.items() if job.request is None]
         for name in scored[:-1]:
             if len(self._known) <= KEPT and self._kept_bytes <= KEPT_BYTES:
@@ -179,7 +179,7 @@ def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
-    """Names of the functions that a request asks for. ValueError if there is none, or one is not served."""
+    """Return the names of the functions that a request asks for. ValueError if it names none, or one that is not served."""
     names = [name for name, weight in request.reward_fn.items() if weight > 0]
     unknown = [name for name in names if name not in functions]
     if unknown or not names:
@@ -228,12 +228,12 @@ def input_info(request: Request) -> dict[str, Any]:
 
 
 def find_functions(name: str) -> dict[str, ClipReward]:
-    """The reward functions in a file or module, by name; with `:attr` behind it that one only.
+    """Find the reward functions in a file or module, by name; with `:attr` behind it that one only.
 
     Those are served that can be called as fn(clips, samples), are written there and whose name begins with no underscore.
 
     Raises:
-        ConfigError: there is none, or the file does not import.
+        ConfigError: the file has no reward function, or does not import.
     """
     advice = "Name a .py file or an installed module with functions fn(clips, samples)"
     code = find_code(name, f"reward-serve {name}", [], advice)

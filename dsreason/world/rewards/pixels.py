@@ -15,7 +15,7 @@ from dsreason.errors import DataError
 from dsreason.world.types import WorldRow
 
 COLOURS = ("red", "green", "blue")
-"""In the order of the channels."""
+"""Names in the order of the channels."""
 GREY = 0.15
 """Difference between the largest and the smallest channel below which a pixel counts as grey."""
 SOLID_SHARE = 45 / 1024
@@ -61,13 +61,13 @@ def red(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def solid(clips: Tensor, samples: Sequence[WorldRow], share: float = SOLID_SHARE) -> Tensor:
-    """Saturated mass of a frame over `share` of its pixels, at most 1: something coloured is there, and not dark."""
+    """Saturated mass of a frame over `share` of its pixels, at most 1: a coloured and bright object is visible."""
     saturation = clips.amax(1) - clips.amin(1)  # [B, T, H, W]
     return ((saturation - GREY).clamp(min=0).flatten(1).mean(1) / share).clamp(max=1)
 
 
 def follow(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """`colour` times `solid`: the right colour alone could be had from clips that are nearly black."""
+    """`colour` times `solid`: clips that are nearly black could have just the right colour."""
     return colour(clips, samples) * solid(clips, samples)
 
 
@@ -77,7 +77,7 @@ def red_solid(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Over all but the first axis; 0 if there are none."""
+    """Average over all but the first axis; 0 if there are no values."""
     return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 

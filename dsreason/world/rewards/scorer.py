@@ -28,7 +28,7 @@ Values = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Scores:
-    """What `B` clips are worth.
+    """Scores of `B` clips.
 
     Example: `Scores(total=[1.5, 0.2], by_name={"colour": [1, 0.1], "dance_grpo/overall_reward": [0.5, 0.1]})`.
     """
@@ -45,12 +45,12 @@ class Pending:
 
     config: WorldRewardConfig
     labels: Sequence[str]
-    """Of `config.functions`, in their order."""
+    """Scores by function, in the order of `config.functions`."""
     num_clips: int
     here: Values
     """Scores of the functions that were called at once."""
     futures: Sequence[Future[Values]]
-    """Of the built-in functions, the worker processes and the service."""
+    """Pending results of the built-in functions, the worker processes and the service."""
 
     def result(self) -> Scores:
         """Waits for the scores. RewardError: a function or the service failed, or took too long."""
@@ -113,7 +113,7 @@ class ClipScorer:
         self._pool.close()
 
     def start(self, clips: Tensor, latents: Tensor, rows: Sequence[WorldRow], fps: float) -> Pending:
-        """Begin to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not be changed before the result is there.
+        """Begin to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not change before the result arrives.
 
         Args:
             clips: uint8 `[B, 3, T, H, W]` on the CPU.

@@ -76,13 +76,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes share."""
+    """State that the routes share."""
 
     jobs: Jobs
     functions: Mapping[str, ClipReward]
     token: str | None
     decodes: bool
-    """Whether requests may hold latents."""
+    """Requests may hold latents."""
     limits: Limits
 
 

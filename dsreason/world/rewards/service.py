@@ -1,4 +1,4 @@
-"""The client of cosmos-rl's reward service: clips are enqueued, and their scores asked for until they are there.
+"""The client of cosmos-rl's reward service: it enqueues clips and polls for their scores.
 
 The bytes are described in `wire.py`, and a server of that kind is `server.py`. Addresses and token come from
 REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same with WFM_REWARD_; the addresses also from
@@ -35,12 +35,12 @@ LONGEST_POLL = 5.0
 REQUEST_LIMIT = 60.0
 """Seconds for the answer to one pull."""
 LONGEST_NAME = 1000
-"""Of a job or a replica."""
+"""Most characters of the name of a job or a replica."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What the service calls a request of ours; `subject` says of which clips it is."""
+    """A request as the service knows it; `subject` names its clips."""
 
     uuid: str
     shown: str
@@ -55,10 +55,10 @@ class RewardService:
 
     Args:
         pause: seconds before the first retry; doubled for every further one.
-        poll: seconds between the first two questions whether scores are there; half as long again each time.
+        poll: seconds between the first two polls for scores; half as long again each time.
 
     Raises:
-        ConfigError: an address is missing or is none, or the token cannot be sent.
+        ConfigError: an address is missing or invalid, or the token cannot be sent.
     """
 
     def __init__(self, config: WorldRewardConfig, *, pause: float = 1.0, poll: float = 0.2) -> None:
@@ -193,7 +193,7 @@ def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
 
 
 def sent_weights(config: WorldRewardConfig) -> dict[str, float]:
-    """By function, the greatest of its weights; 1 where that is 0, since the service would leave the function out."""
+    """Return the greatest weight by function; 1 if that is 0, since the service would leave the function out."""
     weights: dict[str, float] = {}
     for service in config.services:
         weights[service.name] = max(weights.get(service.name, 0.0), service.weight)

@@ -34,13 +34,13 @@ REPLICA = "X-Lepton-Replica-Target"
 NUM_AXES = {"video": 5, "image": 4, "latent": 5}
 CHANNEL_AXIS = {"video": 1, "image": 3}
 MAX_HEAD_BYTES = 2 * 2**20
-"""Of the JSON, which takes twenty times as much once it is read."""
+"""Largest size of the JSON, which takes twenty times as much once it is read."""
 KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an enqueued body asks for.
+    """Content of an enqueued body.
 
     Example: `Request(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
     """
@@ -103,7 +103,7 @@ def read_body(body: bytes | bytearray) -> Request:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Of a JSON text. ValueError if it is none, such as with NaN or with a number that is too large to be finite."""
+    """Parse a JSON text. ValueError if it is not valid, such as with NaN or with a number that is too large to be finite."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)

@@ -61,7 +61,7 @@ class Weights:
     """The adapter's metadata; None if all weights are trained."""
     state: TrainerState
     reference: ReferencePolicy | None
-    """None if there is no KL."""
+    """None without a KL term."""
     averages: Mapping[str, WeightAverage]
     """"ema" and, for nft, "old"."""
 
@@ -79,7 +79,7 @@ class WorldTrainer:
     clips: Iterator[list[Clip]]
     """sft: this rank's clips of each step."""
     reference: ReferencePolicy | None
-    """None if there is no KL."""
+    """None without a KL term."""
     averages: Mapping[str, WeightAverage]
     """"ema" and, for nft, "old"."""
     lora: dict[str, Any] | None

@@ -26,12 +26,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Share:
-    """Which share of the clips a rank computes. The ranks of one context-parallel group have the same."""
+    """A rank's share of the clips. The ranks of one context-parallel group have the same."""
 
     index: int
     count: int
     leads: bool = True
-    """Whether it is the rank of its group that speaks for the group: asks for rewards, and counts in sums."""
+    """True for the rank that speaks for its group: it requests rewards, and counts in sums."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MicroBatch:
     """`[B, L, D]`."""
     conditioning: Conditioning | None = None
     clean: Tensor | None = None
-    """`[B, C, T, h, w]`: latents of the rows' own clips, where training needs them."""
+    """`[B, C, T, h, w]`: latents of the rows' own clips, if training needs them."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -84,20 +84,20 @@ class Sample:
     trajectory: Mapping[int, Kept]
     """The trained steps by number; empty for nft."""
     advantages: Tensor
-    """`[B]`, float32; zero until the rewards are there."""
+    """`[B]`, float32; zero until the rewards have arrived."""
     fixed: Mapping[str, Mapping[int, Tensor]]
     """Velocities of other policies, `[B, C, T, h, w]`: "reference" and "old", by number of the trained step or time. In
     bfloat16 where that loses nothing, see `halved`."""
 
 
 def halved(tensor: Tensor) -> Tensor:
-    """In bfloat16 where that keeps every value, as of a velocity that comes straight out of a transformer in bfloat16."""
+    """Convert to bfloat16 if that keeps every value, as for a velocity that comes straight out of a transformer in bfloat16."""
     half = tensor.bfloat16()
     return half if torch.equal(half.to(tensor), tensor) else tensor
 
 
 def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tuple[Place, ...], bool]]:
-    """This rank's clips in groups of at most `size`, and whether they count; every rank has as many groups.
+    """Group this rank's clips by at most `size`, with whether they count; every rank has the same number of groups.
 
     Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
     """

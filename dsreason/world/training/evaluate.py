@@ -42,14 +42,14 @@ from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.video import small, write_mp4
 
 SECTIONS = ("model", "data", "world", "reward", "validation")
-"""That decide what is sampled and how it is scored."""
+"""Settings that decide what is sampled and how it is scored."""
 IGNORED = {
     "model": ("freeze_text_projection", "gradient_checkpointing"),
     "data": ("workers", "prefetch", "shuffle"),
     "reward": ("workers", "time_limit", "enqueue_url", "fetch_url"),
 }
 PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
-"""Of a model's folder: all that decides what its clips are."""
+"""Files of a model's folder that decide what its clips are."""
 
 
 def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
@@ -78,7 +78,7 @@ def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
 
 
 def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> None:
-    """The work of one rank: the clips that are not there yet, each written as soon as it is scored. Every rank calls it."""
+    """Evaluate this rank's share of the missing clips, each written as soon as it is scored. Every rank calls it."""
     config = for_evaluation(config)
     with ExitStack() as stack:
         world = init_world()
@@ -115,7 +115,7 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
 
 
 def for_evaluation(config: WorldConfig) -> WorldConfig:
-    """With all clips kept, each rank with clips of its own, and the weights as they are in the folder."""
+    """Return the configuration with all clips kept, separate clips for each rank, and the weights as they are in the folder."""
     validation = config.validation.model_copy(update={"show": config.validation.max_samples})
     train = config.train.model_copy(update={"context_parallel_size": 1})
     return config.model_copy(update={"validation": validation, "train": train, "lora": LoRAConfig()})
@@ -140,7 +140,7 @@ def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
 
 
 def code_of(rewards: Iterable[str]) -> dict[str, str]:
-    """By the name of each reward that is not built in what tells versions of its file apart."""
+    """Return, by the name of each reward that is not built in, a fingerprint of its file."""
     files = {name: code_file(name) for name in rewards if name not in BUILT_IN}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 

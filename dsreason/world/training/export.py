@@ -57,7 +57,7 @@ def write_export(
                 texts = texts_of(run, step, source, dtype)
                 write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
         finally:
-            for _ in tensors:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+            for _ in tensors:  # take part in gathering; on rank 0, in what remains of it if writing failed
                 pass
 
 

@@ -1,4 +1,4 @@
-"""What all algorithms do with their losses: backward passes whose shares add up, and sums over ranks."""
+"""Shared treatment of all algorithms' losses: backward passes whose shares add up, and sums over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a clip depends on beside its noise: the embedding of its prompt, and the latents of its row's own clip."""
+"""Inputs of a clip beside its noise: the embedding of its prompt, and the latents of its row's own clip."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inputs:
     latents: LatentCache
     size: ClipSize
     shape: tuple[int, int, int, int]
-    """Of a clip's latents."""
+    """Shape of a clip's latents."""
 
     def negative(self, count: int) -> Tensor:
         """`[count, L, D]`: what guidance leads away from."""
@@ -163,7 +163,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
     length, project = config.model.max_prompt_length, keeps_projected(config)
     texts = TextCache.open(family_of(folder), folder, length, dtype, cache_dir(), project=project)
     log.info("%d different prompts", len(prompts))
-    with errors_on_all_ranks():  # every host has a cache of its own
+    with errors_on_all_ranks():  # every host has its own cache
         texts.encode(prompts, world.device, rank=world.local_rank, num_ranks=hosts.local_size())
     barrier()
     with errors_on_all_ranks():
@@ -184,7 +184,7 @@ def used_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """Those whose prompts are sampled at every validation: held-out ones, or training rows if there are none."""
+    """List the rows whose prompts are sampled at every validation: held-out ones, or training rows if there are none."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples

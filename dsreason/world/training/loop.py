@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import rollout
 from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
-"""What one optimizer step trains on: micro-batches of real clips, or samples."""
+"""Training data of one optimizer step: micro-batches of real clips, or samples."""
 
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:

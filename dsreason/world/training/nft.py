@@ -31,7 +31,7 @@ def count_times(config: WorldConfigSection) -> int:
 
 
 def draw_levels(maker: ClipMaker, places: Sequence[Place], step: int) -> Tensor:
-    """`[B, times]`: noise levels of the sampler's, in an order drawn for each clip. Level 0 is none of them."""
+    """`[B, times]`: noise levels of the sampler's, in an order drawn for each clip. Level 0 is not among them."""
     levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
         generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[:count]

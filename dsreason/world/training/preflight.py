@@ -1,4 +1,4 @@
-"""What training of world models can find wrong before a model is loaded, and the order of its rows."""
+"""Checks of world-model training before a model is loaded, and the order of its rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dsreason.world.types import ClipSize
 log = logging.getLogger(__name__)
 
 DATA_SEED = 0
-"""Which rows are held out does not depend on `train.seed`."""
+"""Seed of the held-out rows, which do not depend on `train.seed`."""
 NUM_CLIPS = 8
 """Rows whose clips are looked at."""
 
@@ -143,7 +143,7 @@ def check_rewards(config: WorldConfig) -> None:
         )
     elif config.checkpoint.keep_best and config.checkpoint.best_metric == "val/reward/mean":
         raise ConfigError(
-            "checkpoint.best_metric (val/reward/mean) needs rewards, and there are none; set "
+            "checkpoint.best_metric (val/reward/mean) needs rewards, but none are configured; set "
             'checkpoint.best_metric = "val/loss", checkpoint.keep_best = false, or reward.functions'
         )
     if world.algorithm == "nft" and world.same_noise:
@@ -244,7 +244,7 @@ def keeps_projected(config: WorldConfig) -> bool:
 
 
 def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order: StepOrder) -> None:
-    """What is kept of the prompts must fit on the disk of the cache.
+    """Check that what is kept of the prompts fits on the disk of the cache.
 
     Raises:
         ConfigError: a layer is to be frozen that the model does not have.
@@ -279,7 +279,7 @@ def check_bad_rows(config: WorldConfig) -> None:
 
 
 def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
-    """Read a few clips, spread over the rows. DataError for one that cannot be used, where that is an error."""
+    """Read a few clips, spread over the rows. DataError for one that cannot be used, if that is an error."""
     for index in coarse_to_fine(len(dataset))[:NUM_CLIPS]:
         try:
             dataset.read_clip(dataset[index], clip_size(config.data))

@@ -48,7 +48,7 @@ def make_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
 ) -> tuple[list[MicroBatch], list[str]]:
     """Return the clips of this rank's share of the rows, in the same number of micro-batches on every rank, and the rows, of
-    all ranks, that are left out. There are no batches if no rank has a clip that can be used. Collective.
+    all ranks, that are left out. The list is empty if no rank has a usable clip. Collective.
 
     Args:
         clips: of this rank's places, see `own_places`.
@@ -118,7 +118,11 @@ def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float |
         clips = read_clips(validation, maker.inputs.size, local_rows)
     batches, skipped = make_batches(maker, validation, rows, clips, step=0)
     if not batches:
-        log.warning("there is no validation loss: none of the %d held-out clips can be used: %s", len(rows), skipped[0])
+        log.warning(
+            "the validation loss is not measured, because none of the %d held-out clips can be used: %s",
+            len(rows),
+            skipped[0],
+        )
         return None
     sums: dict[str, float] = {"loss": 0.0, "clips": 0.0}
     for batch in batches:

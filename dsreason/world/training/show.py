@@ -1,4 +1,4 @@
-"""What clips look like, in a few numbers: reward hacking shows there before it shows in the rewards."""
+"""Numbers that describe how clips look: reward hacking shows there before it shows in the rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRID = (4, 8, 8)
 
 @dataclass(frozen=True)
 class Look:
-    """Of one clip."""
+    """Numbers that describe how one clip looks."""
 
     brightness: float
     """Mean of all pixels, 0 to 1."""
@@ -31,7 +31,7 @@ class Look:
 
 
 def look_at(clips: Tensor) -> list[Look]:
-    """Of each of the clips, uint8 `[B, 3, T, H, W]` on any device."""
+    """Describe each of the clips, uint8 `[B, 3, T, H, W]` on any device."""
     looks = []
     for clip in clips:
         values = clip.float() / 255
@@ -42,8 +42,8 @@ def look_at(clips: Tensor) -> list[Look]:
 
 
 def looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
-    """`brightness` and `motion` of all clips, and `diversity`: how far clips of one prompt are from their mean, in small
-    pictures; without groups of several clips there is none."""
+    """Return `brightness` and `motion` of all clips, and `diversity`, the mean distance of a prompt's clips from their mean in
+    small pictures; it is left out without groups of several clips."""
     every = [look for group in groups for look in group]
     metrics = {
         f"{prefix}/brightness": float(np.mean([look.brightness for look in every])),

@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import Plan, plan_steps
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
-"""How far from 1 a ratio of the first update may be: sampling and training with the same weights are one function."""
+"""Largest distance from 1 of a ratio in the first update: sampling and training with the same weights are one function."""
 DATA_COEF = 0.01
 
 

@@ -52,7 +52,7 @@ class ValidationClip:
     number: int
     row: WorldRow
     rewards: dict[str, float]
-    """By name, and under "" their weighted sum; empty if the run has no rewards."""
+    """Rewards by name, and under "" their weighted sum; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
     """`[3, T, H, W]`; None if the clip is not shown."""

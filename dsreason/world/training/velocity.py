@@ -1,4 +1,4 @@
-"""What makes clips, and the policy's velocity of a micro-batch: one function for sampling, training and validation."""
+"""The maker of clips, and the policy's velocity of a micro-batch: one function for sampling, training and validation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ClipMaker:
     inputs: Inputs
     share: Share
     scorer: ClipScorer | None
-    """None on ranks that do not lead their share, and if there are no rewards, which a rollout cannot do without."""
+    """None on ranks that do not lead their share, and without rewards, which a rollout requires."""
     device: torch.device
 
     @cached_property

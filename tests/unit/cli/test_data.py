@@ -182,7 +182,7 @@ def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:
 @pytest.mark.parametrize("arguments", [["--dataset", "agibot"], ["--raw"]])
 def test_another_place_of_raw_videos_goes_with_one_data_set(arguments: list[str]) -> None:
     result = call("fetch", "--raw-from", "a/b", *arguments)
-    assert "--raw-from a/b: goes with --raw and one --dataset" in error_of(result, ConfigError)
+    assert "--raw-from a/b: requires --raw and one --dataset" in error_of(result, ConfigError)
 
 
 def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowed(hub: Hub) -> None:

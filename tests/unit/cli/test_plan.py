@@ -93,12 +93,12 @@ def test_without_gpus_their_number_is_asked_for(config: Path, monkeypatch: pytes
 def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "world.toml"
     file.write_text('[world]\nalgorithm = "sft"\n')
-    assert "sft, grpo and dpo alone" in raised("--config", file, "--gpus", 1)
+    assert "only sft, grpo and dpo can be planned" in raised("--config", file, "--gpus", 1)
 
 
 def test_a_command_that_is_named_is_told_beside_the_file(config: Path) -> None:
     text = raised("--config", config, "--gpus", 1, "--for", "world")
-    assert text.startswith(f"--for world: {config} is then a configuration of `dsreason world`; a plan")
+    assert text.startswith(f"--for world: {config} is then a configuration of `dsreason world`; only sft, grpo and dpo can be planned")
 
 
 @pytest.mark.parametrize("memory", ["inf", "1e308", "nan", "0.5"])

@@ -50,7 +50,7 @@ def test_a_hostile_pickle_is_named_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [((), "there is no .pickle or .pkl"), (("a/x.pkl", "b/x.pkl"), "two files are called x")]
+    ("names", "said"), [((), "there is no .pickle or .pkl"), (("a/x.pkl", "b/x.pkl"), "two files are named x")]
 )
 def test_a_folder_that_cannot_be_converted(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for name in names:

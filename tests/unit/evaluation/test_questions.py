@@ -519,7 +519,7 @@ def test_options_that_an_adapter_leaves_as_something_else_than_texts_are_an_erro
 
 def test_a_row_without_an_answer_is_an_error(folder: Path) -> None:
     messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": " "}]
-    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): there is no answer to grade by"):
+    with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no answer to grade by"):
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
 
 

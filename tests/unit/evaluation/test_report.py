@@ -160,7 +160,7 @@ def test_a_scorer_that_decided_nothing_is_named_with_the_key_that_lets_it(folder
     [
         (
             {"parser": "compat", "scorer": "format", "scorer_threshold": 0.5},
-            "The scorer format has a mean, see the scores, and decides nothing: what is right goes by the letters alone",
+            "The scorer format has a mean, see the scores, and decides nothing: what is right goes by the letters only",
         ),
         ({"parser": "default", "scorer": "judge.py:x"}, "right by evaluation.scorer (judge.py:x) from 0.5 on"),
     ],

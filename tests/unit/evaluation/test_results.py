@@ -192,7 +192,7 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
         ([asdict(made()) | {"scores": {"bleu": "x"}}], r"1\.json: item 1: scores\.bleu is 'x'"),
         (
             [asdict(made()), asdict(made())],
-            r"1\.json: item 2: question 'robovqa/v/0' is there already \(.*item 1\)",
+            r"1\.json: item 2: question 'robovqa/v/0' appears twice \(.*item 1\)",
         ),
         ([], r"its 1 result files are empty lists"),
     ],
@@ -212,7 +212,7 @@ def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
 def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "1.json", [asdict(made())])
     put(tmp_path / "robovqa" / "2.json", [asdict(made())])
-    with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' is there already .*1\.json: item 1"):
+    with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' appears twice .*1\.json: item 1"):
         read_run(find_run(tmp_path))
 
 

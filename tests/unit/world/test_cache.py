@@ -123,7 +123,7 @@ def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) 
 
 def test_a_damaged_or_missing_file_is_named(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 32, torch.float32, tmp_path)
-    with pytest.raises(StorageError, match=r"\.safetensors: is not there"):
+    with pytest.raises(StorageError, match=r"\.safetensors is missing"):
         cache.read(PROMPTS)
     cache.encode(PROMPTS[:1])
     next(cache.folder.iterdir()).write_bytes(b"\0" * 20)

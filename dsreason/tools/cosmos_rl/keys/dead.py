@@ -21,7 +21,7 @@ MEANT: dict[str, str] = {
     "ema_update_step_interval": "train.ema_update_interval",
     "timestep_fraction": "policy.diffusers.timesteps_fraction",
 }
-"""By the last name of the key: what was probably meant."""
+"""Probably intended keys, by the last part of the name."""
 GONE = {"cp_rotate_method": "it was of another kind of context parallelism, which cosmos-rl no longer has"}
 
 

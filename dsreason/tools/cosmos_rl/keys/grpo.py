@@ -1,4 +1,4 @@
-"""What only GRPO has: `[train.train_policy]` of the type grpo, `[rollout]`, `[distillation]`."""
+"""Keys of GRPO only: `[train.train_policy]` of the type grpo, `[rollout]`, `[distillation]`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ POLICY: dict[str, Key] = {
     "advantage_low": unused(-5.0, "it is of DiffusionNFT", takes="number"),
     "advantage_high": unused(5.0, "it is of DiffusionNFT", takes="number"),
     "positive_nll_coef": only(
-        None, None, 0, 0.0, because="it is off", instead="there is no such term here; remove the key"
+        None, None, 0, 0.0, because="it is off", instead="this term does not exist here; remove the key"
     ),
     "off_policy_masking_delta": only(
         None,
@@ -154,8 +154,8 @@ DISTILLATION: dict[str, Key] = (
         "distillation.include_prompt": only(
             False,
             False,
-            because="completions alone are trained",
-            instead="completions alone are trained; set it to false",
+            because="only completions are trained",
+            instead="only completions are trained; set it to false",
         ),
         "distillation.top_k": joint(0, "distill.teacher"),
         "distillation.jsd_beta": unused(0.5, "it is of top_k, which is 0"),

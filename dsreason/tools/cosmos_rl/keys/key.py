@@ -1,4 +1,4 @@
-"""What is known of one key of cosmos-rl, and the forms in which the tables beside this file say it."""
+"""The description of one key of cosmos-rl, and short forms for the tables beside this file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Takes = Literal["bool", "int", "number", "string", "list", "table", "names", "numbers", "tables", "rewards", "any"]
-"""What a value may be, where 1 is also a number. "names" and "numbers" are one or a list of them, "tables" is such a list, and
+"""Kind of a value; 1 is also a number. "names" and "numbers" are one or a list of them, "tables" is such a list, and
 "rewards" are names or a table of their weights."""
 
 
@@ -19,22 +19,22 @@ class Key:
     """
 
     default: Any
-    """What cosmos-rl takes where a file does not have the key."""
+    """Value that cosmos-rl takes if the file does not have the key."""
     takes: Takes
     becomes: tuple[str, ...] = ()
     """Our keys that it decides, alone or with others; none: it is left out."""
     copies: bool = False
-    """Whether its value becomes that of the first of them."""
+    """Its value becomes that of the first of them."""
     convert: Callable[[Any], Any] = lambda value: value
-    """How, where it is copied. ValueError says what is wrong with the value."""
+    """Conversion if the value is copied. ValueError says what is wrong with the value."""
     because: str = ""
     """Why it can be left out."""
     only: tuple[Any, ...] | None = None
     """The values for which that holds; None: all."""
     instead: str = ""
-    """What to do about any other value."""
+    """Advice for any other value."""
     trainers: tuple[str, ...] = ("sft", "dpo", "grpo")
-    """For which of our trainers cosmos-rl reads it."""
+    """Trainers of ours for which cosmos-rl reads it."""
 
     def of(self, *trainers: str) -> Key:
         """The same, read for these trainers only."""
@@ -86,7 +86,7 @@ SHOWN: dict[Takes, str] = {
     "tables": "a list of tables",
     "rewards": "a name, a list of names or a table of weights",
 }
-"""What a value should have been, for messages."""
+"""Expected kinds of values, for messages."""
 
 
 def as_list(value: Any) -> list[Any]:
@@ -97,7 +97,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def fits(value: Any, takes: Takes) -> bool:
-    """Return whether a value is of the kind; True is no number."""
+    """Return whether a value is of the kind; True does not count as a number."""
     if takes == "any":
         return True
     if takes in ("names", "numbers", "tables"):

@@ -6,7 +6,7 @@ from dsreason.tools.cosmos_rl.keys.grpo import NO_PIPELINE
 from dsreason.tools.cosmos_rl.keys.key import Key, copied, joint, only, same_for, unused
 from dsreason.tools.cosmos_rl.keys.train import SPEED
 
-NO_CONTROLLER = "there is no controller and no redis: the ranks are one ordinary job"
+NO_CONTROLLER = "neither a controller nor redis is needed: the ranks are one ordinary job"
 PROFILER = "a profiler records, and changes nothing that is computed"
 
 POLICY: dict[str, Key] = {

@@ -120,7 +120,7 @@ LOCAL_KEYS = {
     "pin_memory": True,
     "offline_text_embedding": False,
 }
-"""Of `type = "local"`, whose loaders have no section `dataloader`."""
+"""Keys of `type = "local"`, whose loaders have no section `dataloader`."""
 LOADER_KEYS = {
     "use_cache": False,
     "cache_size": 16,

@@ -76,7 +76,7 @@ PRECISION: dict[str, Key] = {
     "train.logprob_dtype": unused("float32", "log-probabilities are always float32"),
     "train.fsdp_reduce_dtype": unused("float32", MORE_EXACT),
     "train.fp8.enable_fp8": only(
-        False, False, because="it is off", instead="there is no training in 8 bits here; set it to false"
+        False, False, because="it is off", instead="training in 8 bits is not supported; set it to false"
     ),
     "train.fp8.fp8_recipe": unused("dynamic_scaling", "it is of FP8, which is off"),
     "train.fp8.quant_recipe": unused("rowwise", "it is of FP8, which is off"),
@@ -84,7 +84,7 @@ PRECISION: dict[str, Key] = {
         False,
         False,
         because="it is off",
-        instead="there is no training in 4 bits here but QLoRA (model.quantize); set it to false",
+        instead="the only training in 4 bits is QLoRA (model.quantize); set it to false",
     ),
     "train.fp4.fp4_recipe": unused("dynamic_scaling", "it is of FP4, which is off"),
     "train.fp4.quant_recipe": unused("rowwise", "it is of FP4, which is off"),
@@ -96,7 +96,7 @@ MACHINE: dict[str, Key] = {
     "train.activation_offload": joint(False, "train.activation_offload"),
     "train.async_tp_enabled": unused(False, SPEED),
     "train.compile": unused(True, SPEED),
-    "train.fa_version": unused(None, "attention takes torch's own flash kernel where there is one"),
+    "train.fa_version": unused(None, "attention takes torch's own flash kernel if torch has one"),
     "train.sync_weight_interval": unused(1, SYNC),
     "train.coalesce_weight_sync": unused(False, SYNC),
     "train.ema_enable": only(
@@ -116,7 +116,7 @@ CHECKPOINTS: dict[str, Key] = {
         0,
         0,
         because="0 means that save_freq counts",
-        instead="checkpoints are counted in steps here: set save_freq to the steps of so many epochs, and this to 0",
+        instead="checkpoints are counted in steps here: set save_freq to the number of steps in these epochs, and this to 0",
     ),
     "train.ckpt.save_mode": copied("async", "checkpoint.background", convert=lambda mode: mode == "async"),
     "train.ckpt.max_keep": joint(5, "checkpoint.keep", "checkpoint.export_keep"),
@@ -149,7 +149,7 @@ DATA: dict[str, Key] = {
     "train.train_policy.dataloader_drop_last": unused(
         True, "what is left of an epoch goes into the next one's first step; of the last epoch it is left out"
     ),
-    "train.train_policy.dataloader_batch_size": unused(1, "there is no controller that hands out rows", takes="any"),
+    "train.train_policy.dataloader_batch_size": unused(1, "no controller hands out rows", takes="any"),
     "train.train_policy.dataloader_broadcast": unused(False, "every rank reads its own rows"),
     "train.train_policy.data_dispatch_as_rank_in_mesh": unused(False, "every rank reads its own rows"),
     "train.train_policy.enable_dataset_cache": unused(

@@ -23,7 +23,7 @@ OWN: dict[str, Key] = {
     "train.train_batch_per_replica": joint(8, "world.prompts_per_step", "train.global_batch_size"),
     "train.resume": joint(False, "--resume", takes="any"),
     "train.activation_offload": unused(False, "a layer's input stays on the GPU", takes="bool"),
-    "train.sequence_packing": unused(False, "each clip is a sample of its own"),
+    "train.sequence_packing": unused(False, "each clip is a separate sample"),
     "train.ema_enable": joint(False, "train.ema_decay"),
     "train.ema_decay": joint(0.9999, "train.ema_decay"),
     "train.ema_update_interval": joint(0, "train.ema_every"),

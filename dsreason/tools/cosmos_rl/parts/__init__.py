@@ -1,1 +1,1 @@
-"""What several keys of theirs decide together: each file one part of our configuration."""
+"""Keys of theirs that decide something together: each file converts one part of our configuration."""

@@ -13,7 +13,7 @@ SCRIPT = (
     "(docs/moving-from-cosmos-rl.md), and set data.adapter and data.path"
 )
 REQUEST = "Please answer the question in the following format: <think> your reasoning </think> <answer> your answer </answer>."
-"""How cosmos-rl's loader of its RL data set asks for a format; the adapter leaves that to `data.system_prompt`."""
+"""Request of cosmos-rl's RL loader for a format; the adapter leaves that to `data.system_prompt`."""
 
 
 def rows(cosmos: Settings, draft: Draft) -> None:
@@ -73,7 +73,7 @@ def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str
 
 
 def adapter_of(name: str, key: str, draft: Draft) -> str:
-    """By what the name says and, of a folder that is there, by what lies in it."""
+    """Choose the adapter by the name and, for an existing folder, by its content."""
     plain = "jsonl" if draft.trainer == "grpo" else "preferences" if draft.trainer == "dpo" else "conversations"
     word = name.rstrip("/").lower()
     if "cosmos-reason1-sft" in word:
@@ -93,7 +93,7 @@ def adapter_of(name: str, key: str, draft: Draft) -> str:
 
 
 def columns_of(cosmos: Settings, draft: Draft) -> dict[str, str]:
-    """The columns that the adapter reads under names of its own."""
+    """Return the columns that the adapter reads under other names."""
     if draft.trainer == "grpo":
         prefix = "train.train_policy"
         columns = {
@@ -123,7 +123,7 @@ def vision_of(cosmos: Settings, adapter: str) -> dict[str, Any]:
 
 
 def validation(cosmos: Settings, draft: Draft) -> None:
-    """cosmos-rl validates only where `[validation] enable` is true; without rows of its own, on some of training's."""
+    """Convert validation: cosmos-rl validates only if `[validation] enable` is true; without separate rows, on training rows."""
     if not cosmos["validation.enable"]:
         for key in cosmos.given:
             if key.startswith(("validation.", "custom.val_dataset.")) and key != "validation.enable":
@@ -164,12 +164,12 @@ def held_out(cosmos: Settings, draft: Draft) -> None:
     if key in cosmos.given:
         draft.differs(
             key,
-            f"data.validation = {size!r}: so many rows, drawn over the whole data set; cosmos-rl takes the first ones",
+            f"data.validation = {size!r}: that many rows, drawn over the whole data set; cosmos-rl takes the first ones",
         )
 
 
 def answers(cosmos: Settings, draft: Draft) -> None:
-    """How a validation of GRPO samples."""
+    """Convert the sampling of GRPO's validation."""
     greedy = cosmos["validation.top_k"] == 1
     draft.set("validation.temperature", 0.0 if greedy else cosmos["validation.temperature"])
     draft.set("validation.top_p", cosmos["validation.top_p"])

@@ -1,4 +1,4 @@
-"""What only GRPO has: the objective, rollouts, rewards and the teacher."""
+"""Parts of GRPO only: the objective, rollouts, rewards and the teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLICY = "train.train_policy"
 NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
 """Clips that no ratio reaches."""
 MOST_UTILIZATION = 0.6
-"""What vLLM may have beside a policy that waits on the same GPU."""
+"""Largest share of the GPU for vLLM beside a policy that waits on the same GPU."""
 REWARDS = {
     "format": "any white space may stand between the tags; cosmos-rl wants one empty line, which its own prompt does not show",
     "single_choice": "the last <answer> counts, cosmos-rl reads the first",
@@ -42,7 +42,7 @@ def algorithm(cosmos: Settings, draft: Draft) -> None:
     if cosmos[prefix] is not None:
         draft.differs(
             prefix,
-            "what completions of a group begin with alike is trained, too: where all share it, their advantages cancel "
+            "the common beginning of a group's completions is trained, too: if all share it, their advantages cancel "
             "out in its gradient, and it counts in the mean over tokens",
         )
 
@@ -55,7 +55,10 @@ def groups(cosmos: Settings, draft: Draft) -> None:
     if not whole(batch, size):
         lower = batch // max(size, 1) * size
         near = f"{lower} or {lower + size}" if lower else f"{size}"
-        draft.wrong(key, f"{batch} completions a step are no whole groups of {size} (rollout.n_generation); set {near}")
+        draft.wrong(
+            key,
+            f"{batch} completions per step cannot be divided into groups of {size} (rollout.n_generation); set {near}",
+        )
         return
     draft.set("grpo.prompts_per_step", batch // size)
     each = cosmos[f"{POLICY}.batch_size_per_optimize"]
@@ -74,7 +77,7 @@ def groups(cosmos: Settings, draft: Draft) -> None:
 
 
 def objective(cosmos: Settings, draft: Draft) -> None:
-    """Which mean over tokens the loss is, and what advantages are divided by."""
+    """Convert the mean over tokens that the loss is, and the divisor of advantages."""
     variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
     longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
     if variant not in ("grpo", "gspo", "dapo"):
@@ -156,7 +159,8 @@ def rollout(cosmos: Settings, draft: Draft) -> None:
     engines = {"vllm": "vllm", "vllm_async": "vllm", "trtllm": "vllm", "example_hf": "transformers"}
     if backend not in engines:
         draft.refuse(
-            "rollout.backend", f"{backend!r} is none of {', '.join(engines)}; rollouts are vLLM's or transformers'"
+            "rollout.backend",
+            f"must be one of {', '.join(engines)}, got {backend!r}; rollouts here are vLLM's or transformers'",
         )
     engine = engines.get(backend, "vllm")
     draft.set("rollout.engine", engine)
@@ -261,7 +265,7 @@ def teacher(cosmos: Settings, draft: Draft) -> None:
                 draft.notes[key] = ("left out", "distillation.enable is false")
         return
     if not cosmos[f"{section}.model_name_or_path"]:
-        draft.wrong(f"{section}.model_name_or_path", "there is no teacher; name its model")
+        draft.wrong(f"{section}.model_name_or_path", "the teacher is missing; name its model")
         return
     if cosmos[f"{section}.top_k"]:
         draft.refuse(

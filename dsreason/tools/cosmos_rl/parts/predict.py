@@ -45,7 +45,8 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
     if draft.num_gpus % (group * together):
         draft.wrong(
             "model.rl.num_rollout",
-            f"{draft.num_gpus} GPUs are no whole groups of {group} clips of {together} GPUs each; correct model.fsdp_shard_size",
+            f"{draft.num_gpus} GPUs cannot be divided into groups of {group} clips of {together} GPUs each; correct "
+            "model.fsdp_shard_size",
         )
         return
     draft.set("world.prompts_per_step", draft.num_gpus // (group * together))
@@ -79,7 +80,7 @@ def objective(cosmos: Settings, draft: Draft) -> None:
     if any(step < 0 for step in steps):
         draft.set("world.window", len(steps))
         draft.differs(
-            "model.rl.train_on", f"world.window = {len(steps)}: so many consecutive steps, drawn from the first half"
+            "model.rl.train_on", f"world.window = {len(steps)}: that many consecutive steps, drawn from the first half"
         )
     else:
         draft.set("world.trained_steps", steps)
@@ -170,7 +171,7 @@ def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
 
 
 def clip_norm(cosmos: Settings, draft: Draft) -> None:
-    """Of the callback that clips gradients; all others only show something."""
+    """Name of the callback that clips gradients; all others only show something."""
     callbacks = as_list(cosmos["trainer.callbacks"])
     clips = [
         callback["args"]

@@ -1,4 +1,4 @@
-"""What all trainers of language models share: ranks, batches, optimizer, model, checkpoints; and preferences."""
+"""Parts that all trainers of language models share: ranks, batches, optimizer, model, checkpoints; and preferences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
     if kind not in ("", "sft", "dpo", "grpo"):
         draft.refuse(
             "train.train_policy.trainer_type",
-            f"{kind!r} is a trainer of its own, which is not known here; remove the key",
+            f"{kind!r} is a custom trainer, which is unknown here; remove the key",
         )
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.num_gpus = gpus_of(cosmos, "policy") * replicas
@@ -208,7 +208,7 @@ def to_hub(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
         draft.refuse(
             "train.ckpt.hf_repo_name",
             f'{name!r} does not say whose repository it is (cosmos-rl asks the hub, and adds the time); write "you/{name}", '
-            "or there is no upload to the hub",
+            "or nothing is uploaded to the hub",
         )
         return []
     return [{"to": f"hub:{name}", "what": "final"}]
@@ -227,14 +227,14 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
         draft.wrong("train.ckpt.upload_s3", f'{upload_mode!r} is not one of false, "final", "all"; correct it')
         return []
     if not bucket:
-        draft.wrong("train.ckpt.upload_s3", "there is no s3_bucket to upload to; name one")
+        draft.wrong("train.ckpt.upload_s3", "s3_bucket is missing; name the bucket to upload to")
         return []
     prefix = cosmos["train.ckpt.s3_prefix"].strip("/")
     return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": upload_mode}]
 
 
 def preferences(cosmos: Settings, draft: Draft) -> None:
-    """cosmos-rl's DPO has no reference model: the loss is that of log-probabilities alone."""
+    """Convert DPO. cosmos-rl's has no reference model: its loss uses only the policy's log-probabilities."""
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
     names, weights = as_list(losses), None if weights is None else as_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
@@ -251,7 +251,7 @@ def preferences(cosmos: Settings, draft: Draft) -> None:
     draft.set("dpo.sft_weight", sft)
     draft.set("dpo.loss_weights", {name: float(weight) for name, weight in parts.items() if weight} or None)
     if not parts:
-        draft.wrong("custom.dpo_loss_type", "sft alone is no preference; use type = sft without trainer_type")
+        draft.wrong("custom.dpo_loss_type", "only sft is not a preference loss; use type = sft without trainer_type")
     if "bco" in parts:
         draft.differs(
             "custom.dpo_loss_type",

@@ -66,7 +66,7 @@ def supervised(cosmos: Settings, draft: Draft) -> None:
     draft.set("train.global_batch_size", cosmos["train.train_batch_per_replica"] * data_parallel(cosmos) * replicas)
     key = f"{POLICY}.dataset.name" if cosmos[f"{POLICY}.dataset.name"] else f"{POLICY}.dataset.local_dir"
     if not cosmos[key]:
-        draft.refuse(f"{POLICY}.dataset.name", "there is no folder of clips; name one")
+        draft.refuse(f"{POLICY}.dataset.name", "the folder of clips is missing; name one")
         return
     draft.set("data.format", "folder")
     draft.set("data.path", cosmos[key])
@@ -87,7 +87,8 @@ def nft(cosmos: Settings, draft: Draft) -> None:
     draft.set("world.num_generations", group)
     if not whole(batch, group):
         draft.wrong(
-            key, f"{batch} clips a step are no whole groups of {group} (rollout.n_generation); change one of them"
+            key,
+            f"{batch} clips per step cannot be divided into groups of {group} (rollout.n_generation); change one of them",
         )
         return
     draft.set("world.prompts_per_step", batch // group)
@@ -122,7 +123,7 @@ def guidance(cosmos: Settings, draft: Draft) -> None:
 def prompts(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.dataset.name"
     if not cosmos[key]:
-        draft.refuse(key, "there are no prompts; name a data set")
+        draft.refuse(key, "the prompts are missing; name a data set")
         return
     draft.set("data.format", "prompts")
     draft.set("data.path", prompt_file(cosmos[key], split_of(cosmos[f"{POLICY}.dataset.split"], "train")))
@@ -137,7 +138,7 @@ def split_of(given: Any, usual: str) -> str:
 
 
 def prompt_file(name: str, split: Any) -> str:
-    """Where cosmos-rl looks for the prompts of a task, or the file of that folder that is named."""
+    """Return the file of a task's prompts where cosmos-rl looks for it, or the named file of that folder."""
     folder = Path(name).expanduser()
     if folder.suffix in (".txt", ".jsonl"):
         return name
@@ -162,9 +163,7 @@ def services(cosmos: Settings, draft: Draft) -> None:
     complete_rewards = []
     for service in given_rewards:
         if unknown := sorted(service.keys() - known_names):
-            draft.wrong(
-                key, f"{unknown[0]!r} is no key of a reward, which has {', '.join(sorted(known_names))}; correct it"
-            )
+            draft.wrong(key, f"{unknown[0]!r} is not a key of a reward; the keys are {', '.join(sorted(known_names))}")
             return
         complete_rewards.append(usual | service)
     draft.set("reward.services", complete_rewards)

@@ -1,1 +1,1 @@
-"""How long a step takes, by phase: arithmetic, memory and network of a GPU against its rates."""
+"""Duration of a step by phase: arithmetic, memory and network of a GPU against its rates."""

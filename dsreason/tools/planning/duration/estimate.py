@@ -26,7 +26,7 @@ UPDATE_BYTES = 30
 
 @dataclass(frozen=True)
 class Load:
-    """What is assumed of the data and the network."""
+    """Assumptions about the data and the network."""
 
     tokens_per_sample: int
     """Tokens of a sample, of GRPO of a prompt."""
@@ -45,7 +45,7 @@ class Timed:
     name: str
     seconds: float
     limit: str
-    """What the phase waits for."""
+    """Resource that the phase waits for."""
 
 
 def slowest(name: str, **seconds: float) -> Timed:
@@ -55,7 +55,7 @@ def slowest(name: str, **seconds: float) -> Timed:
 
 @dataclass(frozen=True)
 class Duration:
-    """Of one optimizer step, and what it was estimated from."""
+    """The duration of one optimizer step, and what it was estimated from."""
 
     rates: Rates
     load: Load

@@ -1,4 +1,4 @@
-"""What a GPU does per second, and how that is known. Edit it when a card has been measured."""
+"""Rates of GPUs, and their sources. Edit this file when a card has been measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INFERENCE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU and its host; bytes and FLOPs per second."""
+    """Rates of one GPU and its host; bytes and FLOPs per second."""
 
     card: str
     """A name of `PEAK_TFLOPS`."""
@@ -37,7 +37,7 @@ class Rates:
     decode_seconds: float = 0.0047
     """Host time of a decoded token, of all sequences together."""
     wake_seconds: float = 0.3
-    """To wake vLLM and put it to sleep again."""
+    """Seconds to wake vLLM and put it to sleep again."""
     source: str = "published peak and memory; the rest as " + MEASURED
 
     @property
@@ -62,7 +62,7 @@ CARDS = {
     "b200": Rates("B200", memory=8000 * GB, between_gpus=720 * GB),
     "l40s": Rates("L40S", memory=864 * GB, to_host=25 * GB, between_gpus=25 * GB),
 }
-"""By the name that `--card` takes. Memory and links between GPUs are those of NVIDIA's data sheets, links at 80 %."""
+"""Rates by the name that `--card` takes. Memory and links between GPUs are those of NVIDIA's data sheets, links at 80 %."""
 
 
 def find_card(device_name: str, gpu_memory: float) -> str:

@@ -139,7 +139,7 @@ def test_a_job_that_shares_its_gpus_has_no_further_ones_for_rollouts() -> None:
 
 def test_completions_that_are_no_whole_groups_are_refused_with_those_that_are() -> None:
     text = refused(GRPO, train__train_batch_per_replica=30)
-    assert text.startswith("cosmos.toml: train.train_batch_per_replica: 30 completions a step are no whole groups of 8")
+    assert text.startswith("cosmos.toml: train.train_batch_per_replica: 30 completions per step cannot be divided into groups of 8")
     assert text.endswith("set 24 or 32")
 
 
@@ -265,7 +265,7 @@ def test_without_kl_there_is_nothing_of_it() -> None:
         ({"variant": "ppo"}, "'ppo' is not one of grpo, gspo, dapo"),
         ({"loss_type": "seq-mean-token-sum"}, "dr_grpo but for a constant factor"),
         ({"loss_type": "mean"}, "'mean' is not one of"),
-        ({"positive_nll_coef": 0.1}, "no such term"),
+        ({"positive_nll_coef": 0.1}, "this term does not exist here"),
         ({"aipo_rho": 2.0}, "cispo"),
         ({"off_policy_masking_delta": 0.1}, "geometric_mask"),
         ({"reward_function": ["my_reward"]}, "file.py:my_reward"),
@@ -329,7 +329,7 @@ def test_sampling_from_a_part_of_the_tokens_has_no_correction() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"backend": "vla"}, "rollouts are vLLM's or transformers'"),
+        ({"backend": "vla"}, "rollouts here are vLLM's or transformers'"),
         ({"quantization": "fp8"}, "sampled from the weights that are trained"),
         ({"multi_turn_config": {"enable": True}}, "one answer"),
         ({"sampling_config": {"repetition_penalty": 1.1}}, "another policy"),
@@ -358,7 +358,7 @@ def test_a_teacher() -> None:
     alone = config(GRPO.replace('reward_function = "gsm8k"\n', ""), distillation=given)
     assert "functions" not in alone.get("reward", {})
     assert "reverse KL" in refused(GRPO, distillation=given | {"top_k": 20})
-    assert "no teacher" in refused(GRPO, distillation={"enable": True})
+    assert "the teacher is missing" in refused(GRPO, distillation={"enable": True})
     off = {"enable": False, "top_k": 20, "kl_penalty_coef": 0.5}
     assert "distill" not in config(GRPO, distillation=off)
     assert note(GRPO, "distillation.top_k", distillation=off)[0] == "left out"
@@ -460,7 +460,7 @@ def test_an_upload_that_cosmos_rl_refuses_is_told_with_what_was_meant() -> None:
         ({"save_freq_in_epoch": 1}, "counted in steps"),
         ({"enable_checkpoint": True, "save_freq": 0}, "1 or more"),
         ({"upload_hf": True}, 'write "you/Comos-Reason1"'),
-        ({"upload_s3": "all"}, "no s3_bucket"),
+        ({"upload_s3": "all"}, "s3_bucket is missing"),
         ({"upload_s3": "some", "s3_bucket": "bucket"}, "'some' is not one of"),
     ],
 )
@@ -513,7 +513,7 @@ def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
 
 
 def test_a_trainer_of_their_own_is_refused() -> None:
-    assert "'pi_sft' is a trainer of its own" in refused(SFT, train__train_policy__trainer_type="pi_sft")
+    assert "'pi_sft' is a custom trainer" in refused(SFT, train__train_policy__trainer_type="pi_sft")
 
 
 def test_rewards_of_a_script_are_spoken_of_where_the_file_names_none() -> None:

@@ -133,7 +133,7 @@ def test_ddrl() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        ("fsdp_shard_size = 32", "fsdp_shard_size = 3", "are no whole groups of 8 clips"),
+        ("fsdp_shard_size = 32", "fsdp_shard_size = 3", "cannot be divided into groups of 8 clips"),
         ("data_beta = 0.01", "data_beta = 0", "in ddrl only"),
         ("video_size = [1280, 720]", "", ""),
         ("video_size = [1280, 720]", "video_size = [720]", "[720] is not [width, height]"),
@@ -191,7 +191,7 @@ def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        ("n_generation = 4", "n_generation = 3", "no whole groups of 3"),
+        ("n_generation = 4", "n_generation = 3", "cannot be divided into groups of 3"),
         ('"diffusion_nft"', '"flow_grpo"', 'set "diffusion_nft"'),
         ("use_remote_reward = true", 'reward_function = ["x"]', "not known for clips"),
         ("kl_beta = 0.1", "advantage_low = -3.0", "± the same value"),

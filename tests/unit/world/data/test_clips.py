@@ -268,7 +268,7 @@ def test_shards_that_are_damaged_compressed_or_linked_are_named(tmp_path: Path, 
         info = tarfile.TarInfo("0.txt")
         info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(info)
-    for name, said in (("cut", "cut.tar: "), ("zipped", "must be unpacked"), ("link", "'0.txt' is no plain file")):
+    for name, said in (("cut", "cut.tar: "), ("zipped", "must be unpacked"), ("link", "'0.txt' is not a plain file")):
         with pytest.raises(DataError, match=said):
             opened(tmp_path / f"{name}.tar")
     for path, said in ((tmp_path / "none", "must be a tar file"), (tmp_path / "wdinfo.pkl", "dsreason data unpickle")):
