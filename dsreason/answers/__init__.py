@@ -1,4 +1,4 @@
-"""Reading answers: which option, number or text a response gives, and whether that is the reference.
+"""Answer parsing: which option, number or text a response gives, and whether it matches the reference.
 
-Rewards, validation and evaluation read with the same functions; `compat` keeps the quirks of others' for comparisons.
+Rewards, validation and evaluation share these functions; `compat` reproduces the quirks of other parsers for comparisons.
 """

@@ -1,9 +1,9 @@
-"""Reading which option a text names: careful rather than clever, since a wrong guess is worse than none.
+"""Finding the option that a text names: careful rather than clever, since a wrong guess is worse than none.
 
 The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
-(of options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
-`letter and text`, `only option named`, `option text named`. Where those from `own line` to `letter and text` disagree, nothing is
-read, and neither where another option follows a verdict, or two are named without one.
+(for options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
+`letter and text`, `only option named`, `option text named`. Nothing is read if the rules from `own line` to `letter and text`
+disagree, if another option follows a verdict, or if two options are named without a verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
 from dsreason.text import normalized
 
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
-"""Of JSON."""
+"""The next key of a JSON object."""
 WINDOW = 500
 """Characters around a letter that can say what it is about."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
@@ -43,9 +43,9 @@ MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–
 
 
 def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, str]:
-    """(key of the option that the text names, the rule that found it); `("", "none")` when no single one is named.
+    """Return (key of the option that the text names, rule), or `("", "none")` if it does not name exactly one.
 
-    Without `options` a single letter of A to Z counts, and no option's text can be recognised.
+    Without `options` any single letter A to Z counts, and option texts cannot be recognised.
     """
     boxed = last_boxed(text)
     if boxed is not None:
@@ -60,31 +60,31 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
         ("yes or no", reader.yes_or_no),
         ("letter and text", reader.chosen),
     ):
-        found = find(plain)
-        if found is not None:
-            return (found, rule) if found else UNREAD
-    agreeing = {
-        rule: found
+        key_or_unread = find(plain)
+        if key_or_unread is not None:
+            return (key_or_unread, rule) if key_or_unread else UNREAD
+    key_by_rule = {
+        rule: rule_key
         for rule, find in (
             ("own line", reader.own_line),
             ("conclusion", reader.conclusion),
             ("only one right", reader.only_one_right),
             ("letter and text", reader.letter_and_text),
         )
-        if (found := find(plain)) is not None
+        if (rule_key := find(plain)) is not None
     }
-    if agreeing:
-        rule, key = next(iter(agreeing.items()))
-        return (key, rule) if set(agreeing.values()) == {key} else UNREAD
+    if key_by_rule:
+        rule, key = next(iter(key_by_rule.items()))
+        return (key, rule) if set(key_by_rule.values()) == {key} else UNREAD
     for rule, find in (("only option named", reader.only_one_named), ("option text named", reader.only_text_named)):
-        found = find(plain)
-        if found is not None:
-            return found, rule
+        named_key = find(plain)
+        if named_key is not None:
+            return named_key, rule
     return UNREAD
 
 
 class _Reader:
-    """The rules. Each takes a text and gives an option's key, or None."""
+    """The rules: each method takes a text and returns an option's key or None."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -115,20 +115,21 @@ class _Reader:
         )
 
     def _key(self, letter: str) -> str | None:
-        return self.keys.get(letter.upper())  # a Turkish İ matches I, and is none
+        return self.keys.get(letter.upper())  # a Turkish İ matches I in the pattern but is not a key
 
     def without_list(self, text: str) -> str:
-        """Without lines that only repeat the options, two or more in their order."""
+        """Remove lines that only repeat the options, if two or more follow in order."""
         lines = text.splitlines()
-        places = [self._place_of_item(line) for line in lines]
+        positions = [self._place_of_item(line) for line in lines]
         steps = [
-            position is not None and other == position + 1 for position, other in zip(places, places[1:], strict=False)
+            position is not None and following == position + 1
+            for position, following in zip(positions, positions[1:], strict=False)
         ]
         listed = {i + j for i, is_step in enumerate(steps) if is_step for j in (0, 1)}
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
     def _place_of_item(self, line: str) -> int | None:
-        """Of `B. to the right` 1: a letter, and behind it its own text."""
+        """Return 1 for `B. to the right`: the index of an option whose letter and text make up the line."""
         letter, mark, remainder = self._split(line)
         return self.order.index(letter) if letter and mark and self.option_text(remainder) == letter else None
 
@@ -142,14 +143,14 @@ class _Reader:
         return self.texts.key_of(text)
 
     def yes_or_no(self, text: str) -> str | None:
-        """Where options say just yes and no."""
+        """Return the option that says yes or no, if the options include both."""
         by_text = {option: key for key, option in self.texts.bare.items()}
         if not {"yes", "no"} <= by_text.keys() or self._named(text):
             return None
         return by_text.get(read_yes_no(text)[0])
 
     def chosen(self, line: str) -> str | None:
-        """A letter, an option's text, or both of the same option; nothing else but a reason."""
+        """Return the option of a line that has only its letter, its text, or both, and perhaps a reason."""
         if "\n" in line:
             return None
         reason = REASON.search(line)
@@ -166,7 +167,7 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def verdict(self, text: str) -> str | None:
-        """The last one: a text that corrects itself ends with what it means; "" if what follows names another option."""
+        """Return the last verdict, since a text that corrects itself ends with its answer; "" if another option follows."""
         verdict_keys = [(start, self._said(line)) for start, line in verdicts(text)]
         verdict_keys += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())
@@ -179,7 +180,7 @@ class _Reader:
         return key if key and self.conclusion("\n".join(later)) in (None, key) else ""
 
     def conclusion(self, text: str) -> str | None:
-        """The last one of those that only one option at the end of a clause can be ("it should be B", "so B"), or "B fits"."""
+        """Return the last option that a clause concludes with ("it should be B", "so B") or favours ("B fits")."""
         thought = SECOND_THOUGHT.search(text)
         for match in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
             key = self._key(match[1])
@@ -190,27 +191,27 @@ class _Reader:
             return self._last(text, [(match.end(), key)])
         return None
 
-    def _is_concluded(self, text: str, found: re.Match[str]) -> bool:
-        before = text_before(text, found.start(1), WINDOW)
-        after = text[found.end(1) : found.end(1) + WINDOW]
-        lead = text_before(text, found.start(), WINDOW)
+    def _is_concluded(self, text: str, match: re.Match[str]) -> bool:
+        before = text_before(text, match.start(1), WINDOW)
+        after = text[match.end(1) : match.end(1) + WINDOW]
+        lead = text_before(text, match.start(), WINDOW)
         sentence, following = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
         joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
-        if HEDGE.match(text, found.start()) and self._named(sentence + following):
+        if HEDGE.match(text, match.start()) and self._named(sentence + following):
             return False
-        if joined or is_refused(text, found.start(1)) or POSSIBLY.search(sentence) or following.endswith("?"):
+        if joined or is_refused(text, match.start(1)) or POSSIBLY.search(sentence) or following.endswith("?"):
             return False
-        if found[1].islower() and (found[1] in "ai" or before.endswith("\n")):  # an article, a word
+        if match[1].islower() and (match[1] in "ai" or before.endswith("\n")):  # an article, a word
             return False
-        if found[1] == "I" and not re.match(r"\W*(?:$|[\n.;:!])", after):
+        if match[1] == "I" and not re.match(r"\W*(?:$|[\n.;:!])", after):
             return False
-        return not self._contradicts(found[1] + after)
+        return not self._contradicts(match[1] + after)
 
-    def _last(self, text: str, found: list[tuple[int, str]]) -> str | None:
-        """The last of some verdicts; None if another option follows on second thought, alone in a line, or at the end."""
-        if not found:
+    def _last(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
+        """Return the last verdict; None if another option follows on second thought, on a separate line, or at the end."""
+        if not verdict_keys:
             return None
-        start, key = max(found, key=lambda place: place[0])
+        start, key = max(verdict_keys, key=lambda verdict: verdict[0])
         thought = SECOND_THOUGHT.search(text, start)
         if thought and self._named(text[thought.start() :]) - {key}:
             return None
@@ -228,7 +229,7 @@ class _Reader:
     # ------------------------------------------------------------ how a text is laid out
 
     def own_line(self, text: str) -> str | None:
-        """The one option that has a line to itself."""
+        """Return the only option that has a line to itself."""
         key_of_line = {line: self.chosen(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
@@ -237,7 +238,7 @@ class _Reader:
         return keys.pop()
 
     def letter_and_text(self, text: str) -> str | None:
-        """`C. move left`: a letter that is set off, then words; not where these go on with the next option."""
+        """Read `C. move left`: a letter that is set off, then words, unless these go on with the next option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._letter_and_words(text)
@@ -253,17 +254,17 @@ class _Reader:
         return None if self._is_remark(mark, remainder) else letter
 
     def _letter_and_words(self, text: str) -> str | None:
-        """A letter that is set off, then words about what it stands for and no other option."""
+        """Read a letter that is set off, then words about its option and no other."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or self._contradicts(text) or self._named(remainder) - {letter}:
             return None
         return None if self._is_remark(mark, remainder) else letter
 
-    def _is_remark(self, mark: str, rest: str) -> bool:
-        return REJECTED.match(rest) is not None or (mark[0] not in ".:" and PREDICATE.match(rest) is not None)
+    def _is_remark(self, mark: str, remainder: str) -> bool:
+        return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def only_one_right(self, text: str) -> str | None:
-        """`A: no. B: yes. C: no.`"""
+        """Return the only option judged right, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
@@ -273,7 +274,7 @@ class _Reader:
     # ------------------------------------------------------------ the only option named
 
     def only_one_named(self, text: str) -> str | None:
-        """`(C)`, `option C`, or a C that stands for itself, in a sentence that does not deny it; and no other option."""
+        """Return the only option named: `(C)`, `option C`, or a separate C, in sentences that do not deny it."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]
@@ -290,7 +291,7 @@ class _Reader:
         return key if any(self._marked(sentence) or self.stands_alone.search(sentence) for sentence in naming) else None
 
     def only_text_named(self, text: str) -> str | None:
-        """The one option whose text the response answers with; see `mentions`."""
+        """Return the one option whose text the response answers with; see `mentions`."""
         sentences = split_sentences(text)
         key = self.texts.answered(sentences, self._named(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
@@ -298,7 +299,7 @@ class _Reader:
         return key
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
-        """`Option A. That is wrong.`"""
+        """Return whether a later sentence rejects the answer: `Option A. That is wrong.`"""
         short = [sentence for sentence in sentences[1:] if len(sentence.split()) < 6]
         return any(
             re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", sentence) and is_denied(sentence)
@@ -308,12 +309,12 @@ class _Reader:
     # ------------------------------------------------------------ letters in a text
 
     def _contradicts(self, line: str) -> bool:
-        """A letter with another option's text."""
+        """Return whether a letter is followed by another option's text."""
         letter, mark, remainder = self._split(line)
         return mark != "" and self.option_text(remainder.partition("\n")[0]) not in (None, letter)
 
     def _is_contradictory(self, text: str) -> bool:
-        """The same anywhere in a text: `A. to the right` and `to the right (A)` of `A. to the left`."""
+        """Return whether any letter has another option's text: `A. to the right` or `to the right (A)` if A is `to the left`."""
         for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
             before = text_before(text, match.start(), WINDOW)
             before_text = normalized(before).rstrip(" ([")
@@ -324,7 +325,7 @@ class _Reader:
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
-        """(the letter that a text begins with, the mark that sets it off, what follows)."""
+        """Return (the letter that a text begins with, the mark that sets it off, what follows)."""
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
         return (self._key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
@@ -333,7 +334,7 @@ class _Reader:
         return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self._key("".join(pair)))}
 
     def _named(self, text: str) -> set[str]:
-        """All options that the text may mean, bare capitals included; not the "A" and "I" of ordinary sentences."""
+        """Return all options that the text may mean, including bare capitals but not "A" and "I" of ordinary sentences."""
         words = re.sub(r"\bI\b", "", self._without_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._marked(text) | {self.keys[letter] for letter in bare}

@@ -1,7 +1,7 @@
-"""Reading answers exactly as others do, quirks included, to compare with their numbers.
+"""Reimplementation of other projects' answer parsers, quirks included, to compare with their numbers.
 
-In cosmos-reason1's evaluator a letter is the first capital anywhere: `The answer is B` gives T, `b` gives nothing. In
-cosmos-rl's rewards an answer is the text of the first `<answer>` block as it stands, and GSM8K's number follows `#### `.
+cosmos-reason1's evaluator takes the first capital anywhere as the letter: `The answer is B` gives T, `b` gives nothing.
+cosmos-rl's rewards take the text of the first `<answer>` block unchanged, and GSM8K's number follows `#### `.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from dsreason.answers.types import AnswerType, Parsed
 
 
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
-    """`letter`: the first of A to Z. `reasoning`: that inside the first `<answer>…</answer>`, and the first `<think>` block."""
+    """Return the first letter A to Z for `letter`; for `reasoning`, the first one inside `<answer>…</answer>`.
+
+    Only `reasoning` also returns the first `<think>` block.
+    """
     if answer_type == "letter":
         return Parsed(*_first_capital(text, "first capital"))
     answer, _, rule = _first_capital(_inside(text, "answer") or "", "first capital in the answer tags")
@@ -25,18 +28,18 @@ def _first_capital(text: str, rule: str) -> tuple[str, str, str]:
 
 
 def tagged_answer(text: str) -> str:
-    """cosmos-rl: what is inside the first `<answer>…</answer>`, else the whole text; without white space around it."""
+    """Return the stripped content of the first `<answer>…</answer>`, or else the whole text, as cosmos-rl does."""
     inside = _inside(text, "answer")
     return (text if inside is None else inside).strip()
 
 
 def _inside(text: str, tag: str) -> str | None:
-    """What `<tag>(.*?)</tag>` finds, which looks for the end again and again if there is none."""
+    """Return what `<tag>(.*?)</tag>` matches, without its repeated scans for a missing end tag."""
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 
 
 def hash_number(text: str) -> str | None:
-    """cosmos-rl: the first number behind `#### `, without its thousands commas."""
+    """Return the first number after `#### ` without its thousands commas, as cosmos-rl does."""
     match = re.search(r"#### (-?[0-9.,]+)", text)
     return match[1].replace(",", "") if match else None

@@ -1,4 +1,4 @@
-"""Whether an answer is right: the one rule of training's validation, rewards and evaluation."""
+"""The rule that decides whether an answer is correct, shared by validation, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dsreason.text import QuestionKind, normalized_answer, split_response
 
 
 def is_correct(completion: str, sample: Sample) -> bool:
-    """Return whether the completion gives the sample's answer, read and compared as by `Grader`; False without a reference."""
+    """Return whether the completion gives the sample's answer, parsed and compared as in `Grader`; False without a reference."""
     reference, kind = reference_of(sample), kind_of(sample)
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return reference is not None and is_same(answer, reference, kind, sample.options)
 
 
 def kind_of(sample: Sample) -> QuestionKind:
-    """`meta["question_kind"]` where it is a kind; else by what the reference is: one of the options, yes or no, another text."""
-    given: QuestionKind = sample.meta.get("question_kind", "")
-    if given in get_args(QuestionKind):
-        return given
+    """Return `meta["question_kind"]` if it is valid; otherwise infer it from the reference: an option, yes or no, other text."""
+    declared: QuestionKind = sample.meta.get("question_kind", "")
+    if declared in get_args(QuestionKind):
+        return declared
     reference = reference_of(sample) or ""
     if sample.options and parse(reference, "reasoning", options=sample.options).answer:
         return "multiple_choice"
@@ -29,9 +29,9 @@ def kind_of(sample: Sample) -> QuestionKind:
 
 
 def reference_of(sample: Sample) -> str | None:
-    """Return what the answer should be: `sample.answer`, else the text of a last assistant turn; with its tags, if it has any.
+    """Return the expected answer: `sample.answer`, or else the text of a final assistant turn, including its tags.
 
-    None if it is blank, too.
+    Returns None if both are missing or blank.
     """
     if sample.answer is not None and sample.answer.strip():
         return sample.answer
@@ -41,8 +41,10 @@ def reference_of(sample: Sample) -> str | None:
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer is the reference's, which may be a whole response, tags and all. "" is never."""
-    right = parse(reference, "reasoning", kind=kind, options=options).answer
-    if not answer or not right:
+    """Return whether a parsed answer equals the reference's, which may be a whole response with tags; "" never does."""
+    expected = parse(reference, "reasoning", kind=kind, options=options).answer
+    if not answer or not expected:
         return False
-    return float(answer) == float(right) if kind == "ordinal" else normalized_answer(answer) == normalized_answer(right)
+    if kind == "ordinal":
+        return float(answer) == float(expected)
+    return normalized_answer(answer) == normalized_answer(expected)

@@ -1,9 +1,8 @@
-"""Which option a response answers with by its text, where it names no letter.
+"""Finding the option that a response answers with by its text instead of its letter.
 
-Naming an option's text is not to answer with it: people quote it, deny it, and tell of other cars that stop. So a text
-counts only where the last sentence has one of the few shapes that answers have: who it is about, what links it with the option,
-the option's text, and hardly anything more ("so the car should «turn left»", "it is «a dog»"). All other sentences are left
-unread, whatever they mean.
+Mentioning an option's text is not the same as answering with it: people quote it, deny it, and describe other cars that stop.
+So a text counts only if the last sentence has one of the few forms of an answer: a subject, a link to the option, the option's
+text, and hardly anything more ("so the car should «turn left»", "it is «a dog»"). All other sentences are ignored.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from dsreason.answers.text import cleaned, text_before
 from dsreason.text import bare, normalized
 
 PART = re.compile(r"[,;]|\bbut\b")
-"""Between what is denied and what is said instead."""
+"""The boundary between a denied part and its replacement."""
 MARKED = re.compile("«(.+?)»")
-"""Where an option's text was."""
+"""The mark that replaces an option's text."""
 OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
 WINDOW = 50
-"""Characters beside an option's text that can say what part it plays."""
+"""Characters beside an option's text that can show its role in the sentence."""
 LONGEST = 300
-"""Characters of a sentence that answers."""
+"""Maximum length of a sentence that answers, in characters."""
 SAID_OF = re.compile(
     r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
     r"|used|held|being|likely|responsible|to\s+blame|at\s+fault)\b)"
 )
-"""Behind an option's text: something is said about it."""
+"""Words after an option's text that begin a statement about it."""
 UNDONE = re.compile(
     r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|forg[eo]t\w*|pretend\w*"
     r"|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)|tr(?:y|ies|ied|ying)|supposed)\s+to|want(?:s|ed|ing)?|intend\w*"
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""In a clause before an option's text: it did not happen, or was only meant to."""
+"""Words before an option's text, in its clause, for what did not happen or was only intended."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
     r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
@@ -46,11 +45,11 @@ COMPOUND_BEFORE = re.compile(
     rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice|colou?r)[^\W\d]+\s+$"
 )
 COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
-"""Beside an option of one word: it is part of a longer term, as in "the bus stop" and "stop line"."""
+"""Context that makes a one-word option part of a longer term, as in "the bus stop" and "stop line"."""
 IS_BEFORE = re.compile(r"(?:\b(?:is|are|was|were)|['’]s)\s+(?:an?\s+)?$")
-"""Before a word that more words may follow, as in "it is a red light"."""
+"""Context before a word that other words may follow, as in "it is a red light"."""
 DIRECTIONS = ("left", "right", "up", "down", "forward", "forwards", "backward", "backwards")
-"""These may follow a noun, as in "it moves the cup left"."""
+"""Words that may follow a noun, as in "it moves the cup left"."""
 
 # ---------------------------------------------------------------- sentences that answer
 
@@ -63,12 +62,12 @@ THINGS = (
     r"(?:the|this|that|these|those)\s+(?!other|another|second|third|last|first|next|previous|former|opposite|wrong|same|rest\b)"
     r"(?:[^\W\d][\w-]*\s+){1,2}?(?:(?:in|of)\s+(?:the|this)\s+(?:[^\W\d][\w-]*\s+){1,2}?)?"
 )
-"""What a sentence can be about that says what something is."""
+"""Subjects of a sentence that says what something is."""
 AGENT = (
     r"(?:it|he|she|they|we|(?:the|this)\s+(?:(?:ego|own|host|autonomous|self-driving|robotic?|humanoid|right|left)\s+)?"
     r"(?:vehicle|car|driver|robot|arm|gripper|hand|person|man|woman|human|operator|worker|agent|object|cube|ball|camera))\s+"
 )
-"""Whom a question about actions asks about; not "the other car"."""
+"""The actors that a question about actions concerns; not "the other car"."""
 SUBJECT = (
     rf"(?:(?:it|this|that|these|those|there|he|she|they)\s*|{THINGS}"
     r"|its\s+(?:colou?r|shape|material|size|direction|state)\s+|the\s+number\s+of\s+(?:\w+\s+){1,2}?)"
@@ -104,7 +103,7 @@ LINKS = (
     rf"\s+(?:because(?:\s+of)?|due\s+to|by|at|in|on)\s+{ARTICLE}"
     rf"|(?:i|we)\s+(?:would\s+)?attribute\s+(?:it|this|the\s+\w+)\s+to\s+|{ARTICLE})"
 )
-"""Who or what, and how it is linked with the option."""
+"""The subject and its link to the option."""
 TAIL = (
     rf"(?:\s+(?:(?:in|of)\s+(?:the|this)\s+{SCENE}|at\s+the\s+(?:line|crossing|intersection|junction|light)|here|now|it\s+is)\b"
     r"|,?\s+i\s+(?:think|believe|guess))?"
@@ -115,16 +114,16 @@ COUNTS = re.compile(
     rf"\W*(?:{OPENING}){{0,2}}(?:there\s+(?:is|are|was|were)|(?:i|we|you)\s+(?:can\s+)?(?:see|count|counted|observe))\s+{SURELY}"
     rf"«([^»]+)»\s+(?!left|seconds?|minutes?|hours?|times|frames?|met(?:er|re)s?|options?|choices|answers|reasons|ways)[^\W\d]\w*{TAIL}"
 )
-"""`there are «C» cars`"""
+"""Answers that count things: `there are «C» cars`."""
 NUMBER = re.compile(r"[\d.,]+|zero|one|two|three|four|five|six|seven|eight|nine|ten")
 MEASURED = re.compile(rf"\b(?:the|this|that|these|those|its)\s+(?!number\b|count\b|total\b|sum\b|{SCENE})[^,]*$")
-"""Before a number: it is of something that need not be what was asked for, as in "the speed limit is «C»"."""
+"""Context before a number that the question may not ask about, as in "the speed limit is «C»"."""
 TALKED_ABOUT = re.compile(
     r"\b(?:ask(?:s|ed)?|instruct\w*|tells?|told|(?<!would\s)(?<!['’]d\s)says?|said|suggests?|announce\w*|claims?|expect\w*|include\w*|goal|task|plan|aim|rules?|question"
     r"|options?|choices?|forecast|thought|other|another|previous\w*|former|earlier|begins?|starts?|initial\w*|about\s+to|enough|too|usually"
     r"|normally|used\s+to|before|after|until|as\s+soon|decides?|signs?|below|listed|list)\b"
 )
-"""In the sentence before an option's text: it is of something else, somebody else or another time."""
+"""Words before an option's text, in its sentence, that point to something else, somebody else or another time."""
 
 
 def is_denied(sentence: str) -> bool:
@@ -132,17 +131,17 @@ def is_denied(sentence: str) -> bool:
 
 
 class OptionTexts:
-    """The texts of a question's options, and which of them a response means."""
+    """The texts of a question's options, for finding the one that a response means."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.bare = {key: bare(cleaned(text)) for key, text in (options or {}).items()}
         longest_first = sorted(self.bare.items(), key=lambda item: -len(item[1]))
         times = Counter(self.bare.values())
         self.phrases = {key: text for key, text in longest_first if times[text] == 1 and text not in ("", "yes", "no")}
-        """Those that a sentence can mention."""
+        """Texts that a sentence can mention unambiguously, longest first."""
 
     def key_of(self, text: str) -> str | None:
-        """The key of the one option that has just this text."""
+        """Return the key of the only option with exactly this text."""
         keys = [key for key, option in self.bare.items() if option == bare(text)] if text.strip(" .!;,") else []
         return keys[0] if len(keys) == 1 else None
 
@@ -150,17 +149,17 @@ class OptionTexts:
         return (option for other, option in self.bare.items() if other != key)
 
     def answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
-        """The option whose text the last sentence answers with; none if another is said, or it is denied elsewhere.
+        """Return the option whose text the last sentence answers with; None if another is affirmed or this one is denied.
 
-        Where its letter is `named`, and no other, any sentence that says its text is enough.
+        If `named` holds only its letter, any sentence that affirms its text is enough.
         """
         affirmed: dict[str, list[bool]] = {}
         marked = [self._with_marks(normalized(sentence)) for sentence in sentences]
         for number, sentence in enumerate(marked):
             if sentence is None:
                 return None
-            for key, is_said in self._mentions(sentence, is_first=number == 0):
-                affirmed.setdefault(key, []).append(is_said)
+            for key, is_affirmed in self._mentions(sentence, is_first=number == 0):
+                affirmed.setdefault(key, []).append(is_affirmed)
         chosen_keys = [key for key, times in affirmed.items() if any(times)]
         if len(chosen_keys) != 1 or not all(affirmed[chosen_keys[0]]):
             return None
@@ -170,9 +169,9 @@ class OptionTexts:
         return key if key == _answer_of(marked[-1] or "", is_number=bool(NUMBER.fullmatch(self.bare[key]))) else None
 
     def _with_marks(self, sentence: str) -> str | None:
-        """`it is ice on the road` → `it is «B»`, longer texts first.
+        """Replace option texts by marks, longer ones first: `it is ice on the road` → `it is «B»`.
 
-        None if the end may be a longer one that was cut off, or a word is part of a longer term ("bus stop" of "stop").
+        Returns None if the end may be a longer text that was cut off, or if a word is part of a longer term ("bus stop").
         """
         for key, phrase in self.phrases.items():
             match = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
@@ -181,16 +180,16 @@ class OptionTexts:
             end = sentence[match.start() :]
             if end != phrase and any(other.startswith(end) for other in self.others(key)):
                 return None
-            if " " not in phrase and any(_is_part(place, sentence) for place in match.re.finditer(sentence)):
+            if " " not in phrase and any(_is_part(word, sentence) for word in match.re.finditer(sentence)):
                 return None
             sentence = match.re.sub(f"«{key}»".replace("\\", r"\\"), sentence)
         return sentence
 
     @staticmethod
     def _mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
-        """Each option that a sentence mentions, and whether the sentence says it.
+        """Yield each option that a sentence mentions, and whether the sentence affirms it.
 
-        It does not where the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an "if" before.
+        It does not if the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an earlier "if".
         """
         is_open = marked.endswith("?")
         clauses = re.split(PART, marked)
@@ -208,7 +207,7 @@ class OptionTexts:
 
 
 def _answer_of(marked: str, *, is_number: bool) -> str | None:
-    """The option with which a sentence answers, if it has the shape of an answer."""
+    """Return the option that a sentence answers with, if it has the form of an answer."""
     match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
     if match is None:
         return None

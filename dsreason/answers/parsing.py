@@ -1,4 +1,4 @@
-"""Reading a response: its thoughts, its answer, and the rule that found the answer."""
+"""Parsing a response into its thoughts, its answer, and the rule that found the answer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def parse(
     kind: QuestionKind = "multiple_choice",
     options: dict[str, str] | None = None,
 ) -> Parsed:
-    """Return what a response answers, why, and by which rule that was read.
+    """Return a response's answer, its reasoning, and the rule that found the answer.
 
-    `default` reads what follows the thoughts: the last `<answer>` block, closed or cut off, else all of it (of `reasoning`,
-    which asks for the tags, the rule then ends in "without answer tags"). There it looks for, by `kind`:
+    `default` reads what follows the thoughts: the last `<answer>` block, closed or cut off, or else the entire remainder
+    (`reasoning` expects the tags, so its rule then ends in "without answer tags"). What it looks for depends on `kind`:
       - multiple_choice: the one option that is named, as its key in `options`; see `choices` for the rules.
       - yes_no: `yes` or `no`.
-      - ordinal: a number on a line of its own, or after "score", "rating" or "the answer is"; as it is written.
+      - ordinal: a number on a separate line, or after "score", "rating" or "the answer is"; as it is written.
       - open, free_text: the text.
     `compat` is cosmos-reason1's parser, for every kind: the first capital letter, see `compat`.
 
@@ -44,7 +44,7 @@ def parse(
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
 
     Raises:
-        ValueError: there is no such answer type, parser or kind; the text names those that there are.
+        ValueError: the answer type, parser or kind is unknown; the message lists the valid ones.
     """
     _check("answer_type", answer_type, get_args(AnswerType))
     _check("parser", parser, get_args(Parser))
@@ -74,12 +74,12 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """(a number as it is written, the rule): the first line that is one (`4`, `4.`, `4/5`), else the last "score: 4"."""
+    """Return (number as written, rule): the first line that is a number (`4`, `4.`, `4/5`), or else the last "score: 4"."""
     boxed = last_boxed(text)
     plain = without_markup(text if boxed is None else boxed)
     for line in plain.splitlines():
-        if alone := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
-            return alone[1], "only number"
+        if number := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
+            return number[1], "only number"
     scores = [
         match[1] for _, line in verdicts(plain, SCORE) if (match := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
     ]

@@ -1,4 +1,4 @@
-"""Texts of responses without their markup, and their sentences."""
+"""Removing markup from responses and splitting them into sentences."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ PUNCTUATION = str.maketrans(
     | dict.fromkeys("【〔《", "(")
     | dict.fromkeys("】〕》", ")")
 )
-"""Of other scripts and languages, where compatibility forms (NFKC) leave it."""
+"""Punctuation of other scripts and languages that NFKC normalization leaves unchanged → ASCII."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Scripts that write a letter and the words around it without spaces."""
 ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
-"""An abbreviation only where a digit follows; else it answers a question."""
+"""An abbreviation only if a digit follows; otherwise "no." is an answer."""
 ABBREVIATION_LENGTH = 12
-"""Of the longest of them, with what sets it off."""
+"""Characters of the longest abbreviation and what precedes it."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what is in the last `\boxed{…}`."""
+    r"""Return the content of the last `\boxed{…}`."""
     boxes: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     return boxes[-1] if boxes else None
 
 
 def without_markup(text: str) -> str:
-    """Without the marks of Markdown, LaTeX and HTML, with ordinary letters for wide ones and single spaces and line breaks."""
+    """Remove Markdown, LaTeX and HTML marks, replace wide letters by ordinary ones, and collapse spaces and line breaks."""
     text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
     text = re.sub(r"\\([()\[\]])", r"\1", re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", text))
     lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
@@ -36,7 +36,7 @@ def without_markup(text: str) -> str:
 
 
 def cleaned(text: str) -> str:
-    """Without markup, pictographs, bullets, and numbers before a letter that has a line to itself."""
+    """Remove markup, pictographs, bullets, and list numbers before a letter that has a line to itself."""
     plain = re.sub(
         r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
     )
@@ -45,13 +45,13 @@ def cleaned(text: str) -> str:
     return re.sub(r"(?m)^\d{1,2}[.)] (?=\(?[A-Za-z]\)?\W*$)", "", plain)
 
 
-def text_before(text: str, place: int, most: int) -> str:
-    """At most so many characters, without a copy of the whole text, which would be made for each of many places."""
-    return text[max(0, place - most) : place]
+def text_before(text: str, position: int, limit: int) -> str:
+    """Return at most `limit` characters before `position`; copying the whole text for every position would be slow."""
+    return text[max(0, position - limit) : position]
 
 
 def split_sentences(text: str) -> list[str]:
-    """Example: `It turns, see Fig. 2. So B.` has two."""
+    """Split a text into sentences: `It turns, see Fig. 2. So B.` has two."""
     rows: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
         if rows and _is_abbreviated(rows[-1][-1], part):

@@ -1,4 +1,4 @@
-"""The kinds of answers, and what is read in a response."""
+"""Answer types and the result of parsing a response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ AnswerType = Literal["letter", "reasoning"]
 
 
 class Parsed(NamedTuple):
-    """What was read in a response. `answer` is "" if nothing was, and `rule` then "none".
+    """A parsed response. If no answer can be read, `answer` is "" and `rule` is "none".
 
     Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
     """

@@ -1,1 +1,1 @@
-"""From rows to the batches of a step: sources, chat template, order, collating, worker processes."""
+"""The data pipeline from rows to the batches of a step: sources, chat template, order, collation, worker processes."""

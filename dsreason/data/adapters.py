@@ -1,9 +1,8 @@
-"""Finding an adapter: what turns one raw row of a data set into a `Sample`.
+"""Finding adapters, which turn a raw row of a data set into a `Sample`.
 
-An adapter is a module, or any object in one, with `to_sample(row, data) -> Sample`; `data` may be left out of the
-signature when it is not needed. Where the default (`dsreason.data.rows.read_rows`) does not fit, it also has
-`rows(data) -> Sequence`. That is called once for every split, with `data.split` a plain name: ranges such as
-`train[:100]` and `data.limit` are applied to what it returns.
+An adapter is a module, or any object in one, with `to_sample(row, data) -> Sample`; the signature may omit `data`. If the
+default (`dsreason.data.rows.read_rows`) does not fit, it also has `rows(data) -> Sequence`, which is called once per split
+with a plain name as `data.split`: ranges such as `train[:100]` and `data.limit` are applied to its result.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from dsreason.user_code import find_code
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was found under `name`."""
+    """An adapter and the name it was found under."""
 
     name: str
     to_sample: Callable[[Any, SourceConfig], Sample]
     read: Callable[[SourceConfig], Sequence[Any]]
 
     def rows(self, data: SourceConfig) -> Rows:
-        """All rows that `data` asks for: its splits, ranges and limit."""
+        """Read the rows that `data` selects by its splits, ranges and limit."""
         parts = []
         for split in parse_splits(data.split):
             rows = self._read(data.model_copy(update={"split": split.name}))
@@ -50,27 +49,28 @@ class Adapter:
             ) from error
         if not isinstance(rows, Sized):
             raise DataError(
-                f"adapter {self.name}: rows(data) must return a list, or another sequence with a length, it returned "
+                f"adapter {self.name}: rows(data) must return a list or another sequence with a length, but returned "
                 f"{type(rows).__name__}"
             )
         return rows
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
-        # A worker process that is not forked finds the adapter again: functions of a file given by path have no import name.
+        # A worker process that is not forked finds the adapter again: functions of a file loaded by path cannot be imported.
         return find_adapter, (self.name,)
 
 
 def shipped_adapters() -> list[str]:
-    """Short names of the adapters that come with dsreason."""
+    """Return the short names of the adapters that come with dsreason."""
     import data_adapters
 
     return sorted(module.name for module in pkgutil.iter_modules(data_adapters.__path__))
 
 
 def find_adapter(name: str) -> Adapter:
-    """The adapter called `name`: a shipped one, `package.module`, or a `.py` file; each may end in `:attr`.
+    """Find an adapter by name: a shipped one, `package.module`, or a `.py` file; each may end in `:attr`.
 
-    Errors: ConfigError when there is none, when it has no `to_sample`, or when its file does not import.
+    Raises:
+        ConfigError: the adapter does not exist, cannot be imported, or has no `to_sample`.
     """
     target, shipped = name.partition(":")[0], shipped_adapters()
     advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
@@ -93,14 +93,14 @@ def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig]
 
 @dataclass(frozen=True)
 class Split:
-    """`train`, `train[:100]` or `train[10%:20%]`, with the meaning that Hugging Face datasets gives them."""
+    """A split such as `train`, `train[:100]` or `train[10%:20%]`, with the semantics of Hugging Face datasets."""
 
     name: str
     start: str | None = None
     stop: str | None = None
 
     def span(self, length: int) -> range:
-        """Positions in a split of `length` rows; like a Python slice, it ends where the rows do."""
+        """Return the positions in a split of `length` rows, clipped to the rows like a Python slice."""
         return range(length)[_position(self.start, length) : _position(self.stop, length)]
 
 
@@ -114,7 +114,7 @@ _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 def parse_splits(split: str | Sequence[str]) -> list[Split]:
-    """The splits named by `data.split`: one, several, or several joined with `+`."""
+    """Parse `data.split`: one split, several, or several joined with `+`."""
     expressions = [split] if isinstance(split, str) else split
     splits = []
     for expression in (part.replace(" ", "") for text in expressions for part in text.split("+")):
@@ -129,6 +129,6 @@ def parse_splits(split: str | Sequence[str]) -> list[Split]:
 
 
 def select(parts: Iterable[tuple[Rows, Split]], limit: int | None) -> Rows:
-    """The splits' ranges one after the other, cut after `limit` rows."""
+    """Concatenate the ranges of the splits, cut after `limit` rows."""
     selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
     return selected if limit is None else selected[:limit]

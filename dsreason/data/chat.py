@@ -1,8 +1,8 @@
-"""Messages and media files to token ids, loss mask, positions and pixels.
+"""Encoding messages and media files as token ids, loss mask, positions and pixels.
 
-One plan, made from media headers and the chat template alone, gives the token count (`measure`) and the exact size of
-every medium. `encode` then decodes each file once, resizes it once to that size, and calls the Hugging Face processor
-with resizing and frame sampling off, so that the same decoded media and the same ids can be given to another engine.
+One plan, made only from media headers and the chat template, gives the token count (`measure`) and the exact size of every
+media item. `encode` then decodes each file once, resizes it once to that size, and calls the Hugging Face processor with
+resizing and frame sampling off, so that the same decoded media and the same ids can be passed to another engine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dsreason.families.family import Vision
 from dsreason.media import images, videos, vision
 
 MAX_MEDIA_TOKENS = 1_000_000
-"""More than any model takes: samples with more are refused before a list of that length is made."""
+"""Maximum number of media tokens, beyond any model's: larger samples are refused before a list of that length is built."""
 
 
 class SampleTooLong(DataError):
-    """A sample with more tokens than `max_length`. Nothing is ever cut off."""
+    """A sample has more tokens than `max_length`. Samples are never truncated."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt for generation: `prompt_ids` have one placeholder a medium, `encoded.input_ids` one a vision token."""
+    """A prompt for generation: `prompt_ids` has one placeholder per media item, `encoded.input_ids` one per vision token."""
 
     sample: Sample
     encoded: EncodedSample
@@ -46,34 +46,34 @@ class EncodedPrompt:
 
     @property
     def media_bytes(self) -> int:
-        """Memory of the decoded media, and of the pixels that were made of them."""
+        """Memory of the decoded media and of the pixels computed from them, in bytes."""
         decoded = [
             m.width * m.height * len(m.getbands()) if isinstance(m, Image.Image) else m[0].nbytes for m in self.media
         ]
         return sum(decoded) + sum(tensor.nbytes for tensor in self.encoded.mm_kwargs.values())
 
     def without_pixels(self) -> EncodedPrompt:
-        """For an engine that processes the media itself."""
+        """Drop the pixels, for an engine that processes the media itself."""
         return replace(self, encoded=replace(self.encoded, mm_kwargs={}))
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns samples into tensors; picklable. `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T]."""
+    """A picklable encoder of samples as tensors. `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T]."""
 
     processor: ProcessorMixin
     family: Family
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
     max_length_key: str = "model.max_length"
-    """Which setting `max_length` comes from, for messages."""
+    """Name of the setting that defines `max_length`, for messages."""
     needs_reply: bool = True
-    """Whether a sample without an assistant turn is an error; else it is encoded as a prompt, of which nothing is trained."""
+    """If true, a sample without an assistant turn is an error; otherwise it is encoded as a prompt without trained tokens."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes images and videos."""
+        """True if the model accepts images and videos."""
         return self.family.vision is not None
 
     @property
@@ -81,25 +81,26 @@ class Encoder:
         return int(self.processor.tokenizer.pad_token_id)
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """The whole conversation. Trained: the text of every assistant turn and its end-of-turn token.
+        """Encode the whole conversation, training the text of every assistant turn and its end-of-turn token.
 
-        DataError names the sample; SampleTooLong when it has more than `max_length` tokens.
+        Raises:
+            DataError: the sample, which the message names, cannot be encoded.
+            SampleTooLong: it has more than `max_length` tokens.
         """
         encoded, _ = self._encode(sample, self._render(sample))
         return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
-        """The messages without a last assistant turn, and the generation prompt. Its ids begin those of `encode`."""
+        """Encode the messages before a final assistant turn and the generation prompt: a prefix of the ids of `encode`."""
         prompt, segments = self._prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
     def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
-        """Return what the conversation says after the prompt that it begins with, as a sample that goes on where that ends."""
+        """Encode the rest of a conversation after its prompt, as a sample whose parent is the prompt."""
         ids, mask = self._answer(prompt.prompt_ids, conversation)
-        positions = (
-            prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
-        )  # text goes on after the largest axis
+        # Text continues after the largest position of all axes.
+        positions = prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
         return EncodedSample(
             id=conversation.id,
             input_ids=torch.tensor(ids, dtype=torch.int64),
@@ -111,18 +112,19 @@ class Encoder:
         )
 
     def measure(self, sample: Sample) -> int:
-        """`len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
+        """Compute `len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
         return self._count(sample, self._render(sample))
 
     def _answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
-        """Ids and loss mask of what follows the prompt, up to the last trained token."""
+        """Return the ids and the loss mask after the prompt, up to the last trained token."""
         segments = render_training(self.processor, self.family.tokens, self._readable(conversation))
         ids = [token for segment in segments for token in segment.ids]
         mask = [trained for segment in segments for trained in segment.mask]
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
         if ids[:start] != prompt_ids or end <= start:
             raise DataError(
-                f"sample {conversation.id!r}: the chat template does not begin the conversation with its prompt; change it"
+                f"sample {conversation.id!r}: the chat template does not begin the conversation with its prompt; change the "
+                "template"
             )
         return ids[start:end], mask[start:end]
 
@@ -136,15 +138,16 @@ class Encoder:
         return prompt, render_prompt(self.processor, self.family.tokens, self._readable(prompt))
 
     def _readable(self, sample: Sample) -> Sample:
-        """For a model that reads text alone, the parts of each message as one text, which is what its template takes.
+        """Join the parts of each message into one text for a text-only model, whose template expects it.
 
-        DataError if one of them is an image or a video.
+        Raises:
+            DataError: the sample has an image or a video.
         """
         if self.sees:
             return sample
         if media_files := media_paths(sample.messages):
             raise DataError(
-                f"sample {sample.id!r} shows {media_files[0]}, and {self.family.name} reads text alone; take a vision-language "
+                f"sample {sample.id!r} shows {media_files[0]}, but {self.family.name} reads text only; use a vision-language "
                 "model, or rows without images and videos"
             )
         return replace(sample, messages=[{**message, "content": joined_text(message)} for message in sample.messages])
@@ -161,7 +164,7 @@ class Encoder:
         return len(ids)
 
     def dummy(self, kind: MediaKind) -> EncodedSample:
-        """The smallest medium that the vision tower accepts, black, between its start and end tokens; not trained."""
+        """Build the smallest black media item that the vision tower accepts, between its start and end tokens, untrained."""
         side, frames = self._limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         metadata = describe_video(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
@@ -178,7 +181,7 @@ class Encoder:
     # ------------------------------------------------------------ planning
 
     def plan_media(self, sample: Sample) -> list[PlannedMedium]:
-        """Its images and videos in their order, from their headers alone. DataError for one that cannot be used."""
+        """Plan the sample's images and videos in order from their headers. Raise DataError if one cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
             for part in media_parts([message]):
@@ -188,13 +191,13 @@ class Encoder:
                     raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
         if (tokens := sum(medium.grid[0] * self._group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
-                f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model takes "
+                f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model accepts "
                 f"({MAX_MEDIA_TOKENS}); use fewer frames or pixels"
             )
         return planned
 
     def _group_tokens(self, medium: PlannedMedium) -> int:
-        """Of an image, or of one frame group of a video."""
+        """Count the tokens of an image, or of one frame group of a video."""
         _, height, width = medium.grid
         merge: int = self.processor.image_processor.merge_size
         return height * width // merge**2
@@ -224,7 +227,7 @@ class Encoder:
 
     @property
     def _vision(self) -> Vision:
-        assert self.family.vision is not None  # samples with media are refused before
+        assert self.family.vision is not None  # text-only models refuse samples with media earlier
         return self.family.vision
 
     def _limits(self, kind: MediaKind) -> vision.PixelLimits:
@@ -254,18 +257,18 @@ class Encoder:
     def _expand(
         self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
     ) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask with every placeholder replaced by its medium's tokens."""
-        kind_of = self._placeholders
+        """Return the token ids and the loss mask, with every placeholder replaced by the tokens of its media item."""
+        kind_by_token = self._placeholders
         ids: list[int] = []
         mask: list[bool] = []
         remaining = iter(planned)
         for segment in segments:
             for token, trained in zip(segment.ids, segment.mask, strict=True):
-                if token in kind_of:
+                if token in kind_by_token:
                     medium = next(remaining, None)
-                    if medium is None or medium.kind != kind_of[token]:
+                    if medium is None or medium.kind != kind_by_token[token]:
                         raise DataError(
-                            f"sample {sample.id!r}: the chat template does not show its media in their order"
+                            f"sample {sample.id!r}: the chat template does not show the media in the sample's order"
                         )
                     expanded = self._medium_ids(medium)
                     ids += expanded
@@ -274,15 +277,15 @@ class Encoder:
                     ids.append(token)
                     mask.append(trained)
         if next(remaining, None) is not None:
-            raise DataError(f"sample {sample.id!r}: the chat template leaves out some of its {len(planned)} media")
+            raise DataError(f"sample {sample.id!r}: the chat template omits some of its {len(planned)} media")
         return ids, mask
 
     def _medium_ids(self, medium: PlannedMedium) -> list[int]:
-        """Return what the processor puts in place of one placeholder (Qwen3-VL video: a time before each frame group)."""
+        """Return the ids with which the processor replaces a placeholder (Qwen3-VL video: a time before each frame group)."""
         per_group = self._group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
-        # The processor writes the text for one token per group; repeating ids is cheaper than tokenizing repeated text.
+        # The processor writes text with one token per group; repeating its id is cheaper than tokenizing repeated text.
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
@@ -294,7 +297,7 @@ class Encoder:
         return [token for short in ids for token in ([short] * (per_group if short == video_id else 1))]
 
     def check_length(self, sample: Sample, length: int) -> None:
-        """SampleTooLong when `length` tokens are more than `max_length`."""
+        """Raise SampleTooLong if `length` tokens are more than `max_length`."""
         if length > self.max_length:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {length} tokens, more than {self.max_length_key} ({self.max_length}); "
@@ -304,7 +307,7 @@ class Encoder:
     # ------------------------------------------------------------ tensors
 
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
-        """Each file decoded and resized once."""
+        """Decode and resize each file once."""
         try:
             return [load_medium(medium, self.video_decoder) for medium in planned]
         except DataError as error:
@@ -334,11 +337,11 @@ class Encoder:
         )
 
     def _mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
-        """The model's keyword arguments, made by its own processor from media that already have their final size."""
+        """Build the model's keyword arguments with its processor from media that already have their final size."""
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
-        if pictures:  # its part alone: the whole processor would check and merge all settings again, for every row
+        if pictures:  # only the image processor: the whole one would check and merge all settings again for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
             inputs |= self.processor(
@@ -348,21 +351,21 @@ class Encoder:
                 do_resize=False,
                 do_rescale=False,
                 do_normalize=False,
-                cap_pixels_per_frame=False,  # concerns resizing only; unset, it is warned about
+                cap_pixels_per_frame=False,  # it only concerns resizing, but the processor warns if it is unset
                 return_tensors="pt",
             )
             inputs["pixel_values_videos"] = self._normalised(inputs["pixel_values_videos"])
         return {key: _in_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalised(self, patches: Tensor) -> Tensor:
-        """uint8 patches [N, 3 * temporal patch * patch * patch] with the processor's own rescaling and normalisation.
+        """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] like the processor does.
 
-        After cutting, because the bytes are cut and joined four times as fast as the float32 they become.
+        This happens after cutting, because bytes are cut and joined four times as fast as the resulting float32.
         """
         video = self.processor.video_processor
-        channels_apart = patches.view(len(patches), 3, -1, video.patch_size)
+        channel_patches = patches.view(len(patches), 3, -1, video.patch_size)
         normalised: Tensor = video.rescale_and_normalize(
-            channels_apart,
+            channel_patches,
             video.do_rescale,
             video.rescale_factor,
             video.do_normalize,

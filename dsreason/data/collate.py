@@ -1,4 +1,4 @@
-"""Encoded samples to one micro-batch: a packed row, or right-padded rows."""
+"""Collating encoded samples into a micro-batch: a packed row, or right-padded rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ padded = partial(pad_sequence, batch_first=True)
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
-    """At least one sample, all in one row without padding; a parent stands once before its samples.
+    """Pack at least one sample into a row without padding; a parent appears once, before its samples.
 
     `targets` follow the order of the samples, those of one parent together.
     """
@@ -32,7 +32,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
     segments: list[Segment] = []
     targets: list[Tensor] = []
     predictors: list[Tensor] = []
-    places: dict[int, int] = {}
+    parent_segments: dict[int, int] = {}
 
     def add(sample: EncodedSample, parent: int | None = None) -> None:
         start = segments[-1].end if segments else 0
@@ -45,10 +45,10 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
             trained = 1 + sample.loss_mask[1:].nonzero().flatten()
             predicting = segments[-1].start + trained - 1
         else:
-            if id(sample.parent) not in places:
+            if id(sample.parent) not in parent_segments:
                 add(sample.parent)
-                places[id(sample.parent)] = len(segments) - 1
-            parent = places[id(sample.parent)]
+                parent_segments[id(sample.parent)] = len(segments) - 1
+            parent = parent_segments[id(sample.parent)]
             add(sample, parent)
             trained = sample.loss_mask.nonzero().flatten()
             predicting = segments[-1].start + trained - 1
@@ -71,7 +71,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
 
 
 def by_parent(samples: Sequence[S]) -> list[S]:
-    """In order, but those of one parent follow its first."""
+    """Move the samples of each parent directly behind its first one, keeping the order otherwise."""
     firsts: dict[int, int] = {}
     order = [
         firsts.setdefault(i if sample.parent is None else id(sample.parent), i) for i, sample in enumerate(samples)
@@ -80,19 +80,19 @@ def by_parent(samples: Sequence[S]) -> list[S]:
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """At least one sample, padded on the right, each behind its parent's tokens; media in row order."""
+    """Collate at least one sample into right-padded rows, each after its parent's tokens; media are in row order."""
     rows = [joined(sample) for sample in samples]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
     targets = padded([row.loss_mask for row in rows])
     targets[:, 0] = False
-    places = targets.flatten().nonzero().flatten()
+    target_indices = targets.flatten().nonzero().flatten()
     return Batch(
         ids=tuple(row.id for row in rows),
         input_ids=input_ids,
         attention_mask=padded([torch.ones_like(row.input_ids) for row in rows]),
-        targets=places,
-        predictors=places - 1,
+        targets=target_indices,
+        predictors=target_indices - 1,
         position_ids=padded([row.position_ids.T for row in rows]).permute(2, 0, 1).contiguous(),
         mm_token_type_ids=padded([row.mm_token_type_ids for row in rows]),
         mm_kwargs=mm_kwargs,
@@ -101,7 +101,7 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
 
 
 def joined(sample: S) -> S:
-    """The sample with its parent's tokens before its own."""
+    """Prepend the parent's tokens to the sample's."""
     parent = sample.parent
     if parent is None:
         return sample
@@ -117,22 +117,23 @@ def joined(sample: S) -> S:
 
 
 def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """The batch with media that only keep the ranks' vision towers in step, and of which no token is trained.
+    """Append untrained media that only keep the vision towers of all ranks in step.
 
-    In a packed row each is a sample of its own, at the end. In padded ones they follow the tokens of the last row, with
+    A packed row gets each one as a separate sample at the end. Padded rows get them after the tokens of the last row, with
     positions that continue from the row's largest: attention is causal, so nothing before them changes.
     """
     if not dummies:
         return batch
     mm_kwargs, numbers = _join([dummy.mm_kwargs for dummy in dummies])
-    for kind, own in batch.media_numbers.items():
-        numbers[kind] = own + tuple(max(own) + 1 + number for number in numbers.get(kind, ()))
+    for kind, batch_numbers in batch.media_numbers.items():
+        dummy_numbers = numbers.get(kind, ())
+        numbers[kind] = batch_numbers + tuple(max(batch_numbers) + 1 + number for number in dummy_numbers)
     batch = replace(batch, mm_kwargs=join_media([batch.mm_kwargs, mm_kwargs]), media_numbers=numbers)
     return append_segments(batch, dummies) if batch.segments else _append_to_last_row(batch, dummies, pad_id)
 
 
 def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
-    """A packed row with further samples without media, of which no token is trained."""
+    """Append untrained samples to a packed row; the caller merges their media."""
     segments = list(batch.segments)
     for sample in samples:
         segments.append(Segment(segments[-1].end, len(sample)))
@@ -148,7 +149,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
 
 
 def padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
-    """Tokens that are not trained: a batch for a rank that has fewer than another, or the end of a row."""
+    """Return a sample of untrained padding: a batch for a rank that has fewer than the others, or the end of a row."""
     return EncodedSample(
         id="",
         input_ids=torch.full((length,), pad_id),
@@ -170,14 +171,14 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
     more = max(0, end - width)
 
     def appended(rows: Tensor, values: Tensor, value: int = 0) -> Tensor:
-        """`rows` […, B, T] with `values` […, N] behind the tokens of the last one."""
+        """Append `values` […, N] to the tokens of the last of `rows` […, B, T]."""
         rows = pad(rows, (0, more), value=value)
         rows[..., -1, start:end] = values
         return rows
 
-    def moved(places: Tensor) -> Tensor:
-        """Numbers of tokens in the wider rows."""
-        return places + places // width * more
+    def moved(indices: Tensor) -> Tensor:
+        """Convert token indices to those in the wider rows."""
+        return indices + indices // width * more
 
     ids = torch.cat([sample.input_ids for sample in samples])
     types = torch.cat([sample.mm_token_type_ids for sample in samples])
@@ -193,7 +194,7 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
 
 
 def find_media_tokens(batch: Batch) -> MediaTokens | None:
-    """Read the layout of a batch's media, whose grids and token types are on the host. None if it shows no media."""
+    """Find the layout of a batch's media, whose grids and token types are on the host; None if it shows no media."""
     grids: list[Tensor] = []
     numbers: list[int] = []
     indices: list[Tensor] = []
@@ -215,7 +216,7 @@ def join_pixels(batch: Batch) -> Tensor:
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """`mm_kwargs` and `media_numbers` of a batch whose rows have these `mm_kwargs`; shared is what is the same tensor."""
+    """Return the `mm_kwargs` and `media_numbers` of a batch from those of its rows; identical tensors are shared."""
     firsts: dict[int, int] = {}
     totals = dict.fromkeys(PIXELS, 0)
     numbers: dict[str, tuple[int, ...]] = {}
@@ -237,7 +238,7 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 
 
 def join_media(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate `mm_kwargs` by key; a tensor that stands alone stays the same object."""
+    """Concatenate `mm_kwargs` by key; the only tensor of a key stays the same object."""
     by_key: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():

@@ -1,4 +1,4 @@
-"""The labels of rows, and an order that shows each of them equally often."""
+"""Labels of rows, and weights that show every label equally often."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from dsreason.text import split_response
 log = logging.getLogger(__name__)
 
 SHORT_ANSWER = 40
-"""Longest answer in characters that counts as a label."""
+"""Length of the longest answer that counts as a label, in characters."""
 MANY_TIMES = 10
-"""A row that an epoch shows more often than this is worth a warning."""
+"""Number of times an epoch may show a row without a warning."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Example: of 10 rows 8 are "no" and 2 "yes"; then `Label(rows=2, per_epoch=5)` is of "yes"."""
+    """Row counts of a label. Example: 8 of 10 rows are "no" and 2 "yes"; then "yes" is `Label(rows=2, per_epoch=5)`."""
 
     rows: int
     per_epoch: int
-    """Rows of this label that an epoch shows."""
+    """Number of rows of this label that an epoch shows."""
 
 
 def answer_label(sample: Sample) -> str | None:
-    """The letter of the option that the sample's answer gives, else a short answer; None if it is a longer text or none.
+    """Return the option letter that the sample's answer gives, or else a short answer; None if it is longer or missing.
 
-    The answer is `sample.answer`, else a last message of the assistant.
+    The answer is `sample.answer`, else a final message of the assistant.
     """
     last = sample.messages[-1] if sample.messages else {}
     reply = text_of(last) if last.get("role") == "assistant" else ""
@@ -51,47 +51,49 @@ def answer_label(sample: Sample) -> str | None:
 
 
 def short_answer(text: str) -> str | None:
-    """Return what stands in `<answer>` tags, else behind the thoughts; None if that is a longer text or none."""
+    """Return the text in `<answer>` tags, or else after the thoughts; None if it is too long or empty."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
-    """Return what `StepOrder` takes: the sources with their weights, or their rows by label where `data.balance` asks for it.
+    """Return the parts for `StepOrder`: the sources with their weights, or their rows by label if `data.balance` is set.
 
     Raises:
-        DataError: a row without a label, unless `data.on_bad_row` leaves it out.
+        DataError: a row has no label and `data.on_bad_row` does not leave it out.
     """
     if data.balance is None:
         return dataset.weighted_parts
     by_label = balance(dataset.weighted_parts, labels_of(dataset, data))
     labels = count_labels(by_label)
-    log.info("data.balance: %d labels, of each %d rows an epoch", len(labels), next(iter(labels.values())).per_epoch)
+    log.info("data.balance: %d labels, %d rows per label and epoch", len(labels), next(iter(labels.values())).per_epoch)
     rare = [
         f"{name!r} ({label.rows} rows, each {label.per_epoch / label.rows:.0f} times)"
         for name, label in labels.items()
         if label.per_epoch > MANY_TIMES * label.rows
     ]
     if rare:
-        log.warning("data.balance: few rows come often in an epoch; more of these would teach more: %s", listed(rare))
+        log.warning(
+            "data.balance: some labels repeat few rows many times per epoch; add rows of them: %s", listed(rare)
+        )
     return [part for parts in by_label.values() for part in parts]
 
 
 def labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
-    """By label, where `data.balance` asks for one. Errors: as `order_parts`."""
+    """Return the row counts of each label, or {} if `data.balance` is unset. Raises the errors of `order_parts`."""
     if data.balance is None:
         return {}
     return count_labels(balance(dataset.weighted_parts, labels_of(dataset, data)))
 
 
 def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, list[Part]]:
-    """By label the rows of each part, with weights that give every label the same number of rows in an epoch.
+    """Group the rows of each part by label, with weights that give every label the same number of rows per epoch.
 
-    Rows whose label is None are left out. An epoch has as many rows as the others have without labels, rounded up to a
-    multiple of the labels. Within a label the weights of the parts keep their proportion.
+    Rows whose label is None are left out. The length of an epoch is that of the other rows without balancing, rounded up to
+    a multiple of the number of labels. Within a label the weights of the parts keep their proportion.
 
     Args:
-        labels: of every row, by its number.
+        labels: the label of every row, by row index.
     """
     names = sorted({label for label in labels if label is not None})
     numbers = {name: number for number, name in enumerate(names)}
@@ -102,7 +104,7 @@ def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, li
 
 
 def share(parts: Sequence[Part], chosen: NDArray[np.bool_], count: int) -> list[Part]:
-    """The chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
+    """Return the chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
     counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
@@ -121,12 +123,12 @@ def count_labels(by_label: dict[str, list[Part]]) -> dict[str, Label]:
 
 
 def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
-    """The label of every row; None where `data.on_bad_row` leaves out a row that has none. Media are not looked at.
+    """Return the label of every row; None for rows without a label, if `data.on_bad_row` leaves them out.
 
-    What differs in case or a last full stop only is one label, written as in its first row.
+    Labels that differ only in case or a final full stop are the same, written as in their first row. Media are not checked.
 
     Raises:
-        DataError: a row without a label that is not left out, or no row with one.
+        DataError: a row has no label and is not left out, or no row has a label.
     """
     labels: list[str | None] = []
     reasons: Counter[str] = Counter()
@@ -136,12 +138,12 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
         try:
             label = label_of(dataset.without_media(index), str(data.balance))
         except DataError as error:
-            where = dataset.location(index)
-            reason = str(error).removeprefix(f"{where}: ")
+            location = dataset.location(index)
+            reason = str(error).removeprefix(f"{location}: ")
             if data.on_bad_row == "error":
-                raise DataError(f"{where}: data.balance ({data.balance}): {reason}") from error
+                raise DataError(f"{location}: data.balance ({data.balance}): {reason}") from error
             reasons[reason] += 1
-            examples.setdefault(reason, where)
+            examples.setdefault(reason, location)
             labels.append(None)
         else:
             labels.append(first.setdefault(label_key(label), label))
@@ -159,21 +161,21 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
 
 
 def label_key(label: str) -> str:
-    """Return what is the same of labels that differ in case or a last full stop only."""
+    """Return a key that is equal for labels that differ only in case or a final full stop."""
     return label.rstrip(".").casefold()
 
 
 def label_of(sample: Sample, field: str) -> str:
-    """`answer`: see `answer_label`; else a value of `sample.meta`, `label.weather` one inside another.
+    """Return the label of a sample: `answer_label` for `answer`, else a value of `sample.meta`, such as `label.weather`.
 
     Raises:
-        DataError: it has none.
+        DataError: the sample has no such label.
     """
     if field == "answer":
         answer = answer_label(sample)
         if answer is None:
             raise DataError(
-                f"the row has no answer of at most {SHORT_ANSWER} characters, which could be a label; "
+                f"the row has no answer of at most {SHORT_ANSWER} characters that could be a label; "
                 "name another field of the rows"
             )
         return answer
@@ -181,13 +183,13 @@ def label_of(sample: Sample, field: str) -> str:
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
             f"sample.meta has no text or number as {field}; name a field that has one "
-            f"(there are {', '.join(fields_of(sample.meta)) or 'none'}), or answer"
+            f"(available: {', '.join(fields_of(sample.meta)) or 'none'}), or answer"
         )
     return str(value)
 
 
 def fields_of(values: dict[str, Any]) -> list[str]:
-    """The names of all texts and numbers: `{"id": 1, "label": {"weather": "rain"}}` has `id` and `label.weather`."""
+    """Return the names of all texts and numbers: `id` and `label.weather` for `{"id": 1, "label": {"weather": "rain"}}`."""
     names: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -198,7 +200,7 @@ def fields_of(values: dict[str, Any]) -> list[str]:
 
 
 def value_at(values: Any, field: str) -> Any:
-    """Of `a.b` the value under that key, else the value of `b` in that of `a`; None if there is none."""
+    """Return the value under the key `a.b`, or else under `b` inside the value of `a`; None if neither exists."""
     if not isinstance(values, dict):
         return None
     if field in values:

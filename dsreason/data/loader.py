@@ -1,7 +1,7 @@
-"""From row numbers to the micro-batches of each step, decoded ahead of training by worker processes.
+"""Loading the micro-batches of each step, decoded ahead of training by worker processes.
 
-For every step the ranks first learn the token counts of its rows (media headers only, each row once), agree on who takes
-which, and decode their own; all ranks then have the same number of micro-batches with the same kinds of media.
+For every step the ranks first measure the token counts of its rows (from media headers, once per row), divide the rows among
+them, and decode their share; all ranks then have the same number of micro-batches with the same kinds of media.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from dsreason.screen import say
 T = TypeVar("T")
 
 START_SECONDS = 120.0
-"""Within which a data worker has to start; it takes milliseconds."""
+"""Seconds a data worker may take to start, which normally takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One global batch as this rank runs it."""
+    """This rank's micro-batches of one global batch."""
 
     step: int
     micro_batches: list[Batch]
-    """The same number on every rank."""
+    """Micro-batches of this rank; every rank has the same number."""
     work: Work
-    """In them, of this rank."""
+    """Work of this rank's micro-batches."""
     num_tokens: int
-    """Trained tokens over all ranks and micro-batches (1 if there is none: it divides the loss)."""
+    """Trained tokens over all ranks and micro-batches; at least 1, because the loss is divided by it."""
     num_input_tokens: int
     """Tokens without padding, over all ranks."""
     num_samples: int
-    """Over all ranks."""
+    """Samples over all ranks."""
     skipped: list[str]
     """Rows left out on any rank, with the reason."""
     data_seconds: float
-    """How long the slowest rank waited for its data workers."""
+    """Seconds that the slowest rank waited for its data workers."""
 
 
 def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
-    """`use(sample)` of the row, or an error that says where the row is; returned, as torch would add a worker's traceback."""
+    """Return `use(sample)`, or an error that names the row; raised in a worker, torch would add a traceback to it."""
     try:
         sample = dataset[row]
     except DataError as error:  # it names the row
@@ -78,24 +78,24 @@ def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence
 
 
 def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
-    """The text of the first error that `data.on_bad_row` or `model.on_too_long` does not allow to skip, if there is one."""
+    """Return the message of the first error that `data.on_bad_row` or `model.on_too_long` does not skip, or None."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
 
 class Steps(Protocol):
-    """Which rows each step sees."""
+    """The row indices of each step."""
 
     @property
     def num_steps(self) -> int: ...
 
     def indices(self, step: int) -> list[int]:
-        """Row numbers of the global batch of 0-based `step`."""
+        """Return the row indices of the global batch of 0-based `step`."""
 
 
 @dataclass
 class StepLoader:
-    """Iterates over the steps from `start_step` to the last one; the result depends on nothing but seed and step."""
+    """An iterator over the steps from `start_step` to the last one; the rows depend only on the seed and the step."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -105,12 +105,12 @@ class StepLoader:
     rank: int = 0
     world_size: int = 1
     ranks_per_row: int = 1
-    """So many ranks, one behind the other, have the same rows, of which each computes a part."""
+    """Number of consecutive ranks that have the same rows and compute a part of each."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
-    """Token count of every row met so far; equal on all ranks."""
+    """Token count by row of all rows so far; equal on all ranks."""
     exchange_seconds: float = field(default=0.0, init=False)
-    """Of the current step."""
+    """Seconds spent in collectives during the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         shares = decode_ahead(self._encode_share(), self._assignments(), self.config.data)
@@ -121,18 +121,18 @@ class StepLoader:
             yield self._step_batches(step, share, waited)
 
     def _encode_share(self) -> Callable[[Sequence[int]], Share]:
-        """Return what workers do with a rank's rows of a step; picklable."""
+        """Return the picklable function that workers apply to a rank's rows of a step."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Collectives are timed apart: in them a rank waits for the others, not for its data."""
+        """Exchange values, timed separately: in a collective a rank waits for the others, not for its data."""
         started = time.perf_counter()
         values = self.exchange(value)
         self.exchange_seconds += time.perf_counter() - started
         return values
 
     def _assignments(self) -> Iterator[list[int]]:
-        """This rank's rows of each step."""
+        """Yield this rank's rows of each step."""
         work = partial(measure_rows, self.dataset, self.encoder)
         unknown = decode_ahead(work, self._unmeasured(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
@@ -147,7 +147,7 @@ class StepLoader:
             yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
     def _unmeasured(self) -> Iterator[list[int]]:
-        """This rank's share of the rows of each step whose length no earlier step has asked for."""
+        """Yield this rank's share of the rows of each step that no earlier step has measured."""
         requested: set[int] = set()
         for step in range(self.start_step, self.order.num_steps):
             new = [row for row in dict.fromkeys(self.order.indices(step)) if row not in requested]
@@ -156,12 +156,12 @@ class StepLoader:
 
     def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
         ranks = self._exchange((replace(share, batches=[]), len(share.batches), waited))
-        for other, _, _ in ranks:  # every rank raises, so that none is left waiting
+        for other, _, _ in ranks:  # every rank raises, so that no rank keeps waiting
             if other.error is not None:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
         shares = of_groups(shares, [other.skipped for other in shares], self.ranks_per_row)
-        # Where all rows of a step are left out it has no trained token, and a gradient of zero.
+        # A step whose rows are all left out has no trained token and a gradient of zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
@@ -183,7 +183,7 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a step as its worker makes it: few, large tensors, because each one costs to hand over."""
+    """One rank's part of a step, made by a worker: few, large tensors, because passing each one to the trainer costs time."""
 
     batches: list[Batch]
     work: Work = field(default_factory=Work)
@@ -195,37 +195,38 @@ class Share:
 
 
 def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
-    """Of the ranks' values, by rank, one for each group of ranks that read the same rows.
+    """Return one value per group of ranks that read the same rows.
 
     Args:
-        skipped: what each rank leaves out of its rows.
+        values: the values of all ranks.
+        skipped: the rows that each rank leaves out.
 
     Raises:
-        DataError: the ranks of a group did not get the same from them.
+        DataError: the ranks of a group have different values.
     """
     for rank, value in enumerate(values):
         first = rank - rank % ranks_per_row
         if value != values[first]:
-            of_first, of_rank = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
+            first_skipped, rank_skipped = ("; ".join(skipped[number]) or "nothing" for number in (first, rank))
             raise DataError(
-                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) and did not "
-                f"read the same: rank {first} leaves out {of_first}, rank {rank} {of_rank}; look whether the files are being "
-                "changed, or cannot always be read"
+                f"ranks {first} and {rank} compute the same rows (train.sequence_parallel_size is {ranks_per_row}) but read "
+                f"different data: rank {first} leaves out {first_skipped}, rank {rank} {rank_skipped}; check whether the files "
+                "are changing or are not always readable"
             )
     return list(values[::ranks_per_row])
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
+    """Return each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
     lengths = read_rows(dataset, encoder.measure, rows)
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> Share:
-    """The rows as micro-batches. An error is a value here, so that its text reaches the ranks whole."""
-    found = read_rows(dataset, encoder.encode, rows)
-    samples = [item for item in found if isinstance(item, EncodedSample)]
-    bad = [item for item in found if isinstance(item, DataError)]
+    """Encode the rows as micro-batches. An error is returned in the share, so that its full message reaches all ranks."""
+    items = read_rows(dataset, encoder.encode, rows)
+    samples = [item for item in items if isinstance(item, EncodedSample)]
+    bad = [item for item in items if isinstance(item, DataError)]
     refused = first_fatal(bad, config)
     if refused is not None:
         return Share([], error=refused)
@@ -245,16 +246,16 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, ro
 
 
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
-    """Sample numbers by rank, with sums of lengths as even as longest-first filling makes them.
+    """Assign samples to ranks, longest first, each to the rank with the smallest sum of lengths; return their indices.
 
-    With `same_count` no rank has more than one sample more than another. Ties go to the lower rank.
+    With `same_count` the numbers of samples differ by at most one between ranks. Ties go to the lower rank.
 
     Example: lengths [8, 7, 6, 5, 4] over 2 ranks → sums 17 and 13 without `same_count`.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0] * num_ranks
     largest = math.ceil(len(lengths) / num_ranks)
-    num_largest = len(lengths) - (largest - 1) * num_ranks  # so many ranks may have the larger count
+    num_largest = len(lengths) - (largest - 1) * num_ranks  # the number of ranks that may have the larger count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         full = sum(len(share) == largest for share in shares)
         room = [
@@ -275,10 +276,10 @@ def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfi
 def in_workers(
     work: Callable[[Any], T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None
 ) -> Iterator[T]:
-    """`work(task)` of every task, in order, made by `workers` processes (0: by this one), each `ahead` tasks ahead.
+    """Yield `work(task)` for every task in order, from `workers` processes (0: this process), each `ahead` tasks ahead.
 
     Raises:
-        DsReasonError: what `work` raised, or that a worker died.
+        DsReasonError: `work` raised it, or a worker died.
     """
     started = RawArray("b", workers) if workers else ()
     loader = DataLoader(
@@ -287,14 +288,14 @@ def in_workers(
         sampler=tasks,
         num_workers=workers,
         collate_fn=lambda item: item,
-        generator=torch.Generator(),  # otherwise it draws from the trainer's
+        generator=torch.Generator(),  # the default would draw from the trainer's generator
         prefetch_factor=ahead,
         worker_init_fn=partial(start_worker, started) if workers else None,
     )
     try:
         items = iter(loader)
         if workers:
-            wait_for_start(items._workers, started)  # type: ignore[attr-defined]  # one with workers has them
+            wait_for_start(items._workers, started)  # type: ignore[attr-defined]  # exists because workers > 0
         for item in items:
             if isinstance(item, DsReasonError):
                 raise item
@@ -306,10 +307,10 @@ def in_workers(
 
 
 def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:
-    """Wait until every worker has started; end those that do not.
+    """Wait until every worker has started; kill those that do not.
 
-    Before Python 3.11.8 a forked process may wait for ever for a lock of the interpreter that another thread held at the
-    fork (github.com/python/cpython/issues/112275).
+    Before Python 3.11.8 a forked process may wait forever for an interpreter lock that another thread held during the fork
+    (github.com/python/cpython/issues/112275).
 
     Raises:
         DsReasonError: a worker has not started within `START_SECONDS`.
@@ -322,16 +323,16 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
                 if not has_started:
                     process.kill()
             raise DsReasonError(
-                f"a data worker has not started within {START_SECONDS:g} s and was killed; Python before 3.11.8 causes this at "
-                f"times (this one is {python_version()}): start again with --resume auto, or take a newer Python"
+                f"a data worker has not started within {START_SECONDS:g} s and was killed; Python before 3.11.8 sometimes causes "
+                f"this (yours is {python_version()}): start again with --resume auto, or use a newer Python"
             )
 
 
 def start_worker(started: Sequence[int], number: int) -> None:
     """Prepare a worker before its first task, and note in `started` that it runs.
 
-    Python only prints why a queue could not take an item, and the trainer would wait for it for ever. And torchrun sends what
-    asks a rank to stop to all of its process group: a worker that died of it would take the rank along, before it has saved.
+    If a queue cannot take an item, Python only prints the reason, and the trainer would wait for the item forever. Also,
+    torchrun sends stop signals to the rank's whole process group: a worker killed by one would end the rank before it saves.
     """
     started[number] = 1  # type: ignore[index]  # shared with the trainer
     os.setpgid(0, 0)
@@ -339,13 +340,13 @@ def start_worker(started: Sequence[int], number: int) -> None:
 
 
 def end_worker(error: Exception, item: object) -> None:
-    if not isinstance(error, ConnectionError):  # else the trainer has left the loop, and nobody waits
+    if not isinstance(error, ConnectionError):  # a closed connection means that the trainer has left the loop
         say("".join(format_exception_only(error)).rstrip(), err=True)
         os._exit(1)
 
 
 class WorkDataset(Dataset[Any]):
-    """A function as a dataset for torch's loader. User-fixable errors are returned: torch would add a worker's traceback."""
+    """A function as a dataset for torch's loader. It returns user-fixable errors, since torch would add a traceback to them."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work

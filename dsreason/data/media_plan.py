@@ -1,4 +1,4 @@
-"""A medium between its file and the processor: planned from its header, then decoded and resized."""
+"""Media items between file and processor: planned from their headers, then decoded and resized."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from dsreason.data.types import MediaKind
 from dsreason.media import images, videos, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
-"""Decoded and resized: an image, or (frames uint8 [N, H, W, 3], metadata) as vLLM takes it."""
+"""A decoded and resized media item: an image, or (frames uint8 [N, H, W, 3], metadata) in vLLM's format."""
 
 
 @dataclass(frozen=True)
 class PlannedMedium:
-    """A medium as it will be, known from its header. `size` is the (height, width) it is resized to."""
+    """A media item's final layout, derived from its header. `size` is the (height, width) after resizing."""
 
     kind: MediaKind
     path: str
     size: tuple[int, int]
     grid: tuple[int, int, int]  # patches: time, height, width
     indices: tuple[int, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a video
+    metadata: dict[str, Any] = field(default_factory=dict)  # set for videos only
 
 
 def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
-    """Decode the file and resize what it shows to the planned size."""
+    """Decode the file and resize its image or frames to the planned size."""
     if medium.kind == "video":
         frames = videos.load_video(medium.path, medium.indices, size=medium.size, decoder=decoder)
         return frames, dict(medium.metadata)
@@ -41,7 +41,7 @@ def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -
 
 
 def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
-    """Return a video's description in the form that vLLM takes; `total_num_frames` counts the range that was sampled from.
+    """Return a video's metadata in vLLM's format; `total_num_frames` counts the range that frames were sampled from.
 
     The processors derive seconds per frame group from it: sampled fps = frames / total_num_frames x fps.
     """
@@ -56,6 +56,6 @@ def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> d
 
 
 def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
-    """Return the description in the form that transformers' processors take."""
+    """Convert the metadata to the format of transformers' processors."""
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})

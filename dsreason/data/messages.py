@@ -1,4 +1,4 @@
-"""Messages of a sample: what is accepted, and what they say and show."""
+"""Messages of a sample: checks, and access to their text and media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.errors import DataError
 from dsreason.families import control_tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""Half a character: valid in JSON, but tokenizers reject it."""
+"""A lone surrogate, half a character: valid in JSON, but tokenizers reject it."""
 
 
 def check_characters(text: str) -> None:
@@ -20,7 +20,7 @@ def check_characters(text: str) -> None:
 
 
 def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
-    """Raise DataError if these are no messages of a conversation; their media are not opened."""
+    """Raise DataError if the messages do not form a conversation; their media are not opened."""
     if not messages:
         raise DataError(f"{name}: the list is empty")
     for i, message in enumerate(messages):
@@ -28,16 +28,16 @@ def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
             raise DataError(f"{name}[{i}]: role must be system, user or assistant, in {message!r:.200}")
         if not isinstance(message.get("content"), str | list):
             raise DataError(
-                f"{name}[{i}].content: must be a string or a list of parts, is {message.get('content')!r:.200}"
+                f"{name}[{i}].content: must be a string or a list of parts, not {message.get('content')!r:.200}"
             )
         if message["role"] == "system" and i > 0:
-            raise DataError(f"{name}[{i}]: a system message must be the first")
+            raise DataError(f"{name}[{i}]: a system message must be the first message")
         for part in message["content"] if isinstance(message["content"], list) else ():
             check_part(part)
 
 
 def check_part(part: Any) -> None:
-    """Raise DataError if a part is neither text nor a medium."""
+    """Raise DataError if a part is neither text, an image nor a video."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *TOKEN_TYPES):
         raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
@@ -46,19 +46,19 @@ def check_part(part: Any) -> None:
 
 
 def check_text(text: Any) -> None:
-    """Raise DataError if a text cannot be tokenized or would be read as more than text."""
+    """Raise DataError if a text cannot be tokenized or contains control tokens of the model."""
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
     check_characters(text)
     for token in control_tokens():
         if token in text:
             raise DataError(
-                f"the text contains the model's special token {token}, which only media parts and turns may make: {text!r:.200}"
+                f"the text contains the model's special token {token}, which only media parts and turns may add: {text!r:.200}"
             )
 
 
 def text_of(message: Message) -> str:
-    """Its text; of several parts, a line each."""
+    """Return the message's text, with one line per text part."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -66,7 +66,7 @@ def text_of(message: Message) -> str:
 
 
 def joined_text(message: Message) -> str:
-    """Its text as chat templates write it: several parts one behind the other."""
+    """Return the message's text as chat templates write it: its parts joined without a separator."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -74,7 +74,7 @@ def joined_text(message: Message) -> str:
 
 
 def media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """The images and videos, in the order in which they are shown."""
+    """Return the image and video parts in the order in which they are shown."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     return [part for content in contents for part in content if part["type"] in TOKEN_TYPES]
 
@@ -84,12 +84,12 @@ def media_paths(messages: Iterable[Message]) -> list[str]:
 
 
 def shown_seconds(part: dict[str, Any]) -> str:
-    """`2.5-4` where only these seconds of a video are shown, "" if all of it is."""
+    """Return the range of a video that is shown, such as `2.5-4` (seconds); "" for the whole video."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
 
 
 def prompt_messages(sample: Sample) -> list[Message]:
-    """Return the messages that a completion follows: all but a last one of the assistant."""
+    """Return the messages that a completion follows: all but a final assistant message."""
     last = sample.messages[-1] if sample.messages else {}
     return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages

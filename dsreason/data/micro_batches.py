@@ -1,4 +1,4 @@
-"""Cutting one rank's samples into micro-batches, and keeping the ranks' micro-batches alike."""
+"""Cutting a rank's samples into micro-batches, and keeping the micro-batches of all ranks aligned."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S", bound=EncodedSample)
 T = TypeVar("T")
 
 Exchange = Callable[[Any], list[Any]]
-"""This rank's value in, every rank's value out, by rank. A collective."""
+"""A collective that takes this rank's value and returns the values of all ranks, by rank."""
 
 
 def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
-    """The samples of each micro-batch: by tokens where the configuration gives a budget of them, else by number."""
+    """Cut samples into micro-batches: by tokens if the configuration sets a token budget, otherwise by number."""
     budget, key = config.token_budget
     if budget is None:
         return cut_by_count(samples, config.train.micro_batch_size or 1)
@@ -30,13 +30,13 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
         if whole_length(sample) > budget:
             raise DataError(
                 f"sample {sample.id!r} has {whole_length(sample)} tokens, more than {key} ({budget}); "
-                "raise that, or lower model.max_length and set model.on_too_long"
+                f"raise {key}, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
 def forward_size(config: RunConfig) -> str:
-    """Return what one forward on a rank takes, for the log: `one row of up to 4096 tokens (model.max_length)`."""
+    """Describe the input of one forward pass for the log: `one row of up to 4096 tokens (model.max_length)`."""
     rows = "one row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
     size = f"{budget} tokens" if budget is not None else f"{config.train.micro_batch_size or 1} samples"
@@ -44,13 +44,13 @@ def forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Groups of at most `size`, those of one parent and like lengths together (less to compute twice, and less padding)."""
+    """Group at most `size` samples, keeping those of a parent and of similar length together to save computing and padding."""
     ordered = by_parent(sorted(samples, key=whole_length, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Groups whose padded size, rows x longest row, stays within `budget` tokens."""
+    """Group samples so that the padded size, rows x longest row, stays within `budget` tokens."""
     groups: list[list[S]] = []
     for sample in sorted(samples, key=whole_length, reverse=True):
         if not groups or (len(groups[-1]) + 1) * whole_length(groups[-1][0]) > budget:
@@ -60,9 +60,9 @@ def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 
 def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Groups whose tokens, those of shared parents once, stay within `budget`: first-fit decreasing.
+    """Group samples within `budget` tokens, counting shared parents once, by first-fit decreasing.
 
-    Samples of one parent stay together as far as the budget lets them; each further group repeats the parent.
+    Samples of one parent stay together as far as the budget allows; each additional group repeats the parent.
 
     Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
     """
@@ -78,27 +78,27 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 
 def first_fit(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]]:
-    """Parts `(size, samples)`, largest first, each into the first group that has room for it."""
+    """Put parts `(size, samples)`, largest first, into the first group that has room for them."""
     groups: list[list[T]] = []
     rooms: list[int] = []
     for size, samples in sorted(parts, key=lambda part: part[0], reverse=True):
-        place = next((i for i, room in enumerate(rooms) if room >= size), None)
-        if place is None:
-            place = len(groups)
+        index = next((i for i, room in enumerate(rooms) if room >= size), None)
+        if index is None:
+            index = len(groups)
             groups.append([])
             rooms.append(budget)
-        groups[place] += samples
-        rooms[place] -= size
+        groups[index] += samples
+        rooms[index] -= size
     return groups
 
 
 def whole_length(sample: EncodedSample) -> int:
-    """Tokens of the sample and its parent."""
+    """Count the tokens of the sample and its parent."""
     return len(sample) + len(sample.parent or ())
 
 
 def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
-    """Of micro-batches of these samples. A medium that a micro-batch shows several times is encoded once in it.
+    """Compute the work of micro-batches. Media that a micro-batch shows several times are encoded once.
 
     Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
     (110, 0), (120, 0).
@@ -112,7 +112,7 @@ def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work
         for sample in group:
             before = 0 if sample.parent is None else len(sample.parent)
             work.spans.append((len(sample), before) if packing else (before + len(sample), 0))
-            # Nothing predicts the first token of a sample that follows none.
+            # The first token of a sample without a parent has no predictor.
             work.trained_tokens += int(sample.loss_mask[int(sample.parent is None) :].sum())
         for sample in by_id.values():
             for key in GRIDS.values():
@@ -133,9 +133,9 @@ def align_micro_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Make batches of the groups, the same number on every rank, each with media if the model sees.
+    """Make batches of the groups, the same number on every rank, each with media if the model accepts them.
 
-    `part`: what this rank computes of each row; the ranks that compute one together have the same `groups`.
+    `part` is this rank's part of each row; ranks that compute a row together have the same `groups`.
     """
     batches = [make_batch(group, packing=packing, pad_id=encoder.pad_id) for group in groups]
     return align_batches(batches, exchange(len(batches)), encoder, packing=packing, part=part)
@@ -149,12 +149,12 @@ def align_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Complete this rank's micro-batches, given the number that each rank has.
+    """Complete this rank's micro-batches, given the number of micro-batches on each rank.
 
-    Under ZeRO-3 a forward is a collective: a rank without media would leave out the vision tower, and the job would hang.
-    So a batch of text gets a black image whose tokens are not trained and that nothing before them can see, even if
-    every rank has text only: DeepSpeed (0.19.8) goes on adding to the gradient of the step before if a parameter has no
-    gradient in the first micro-batch of a step, and it traces the modules anew if a forward leaves some out.
+    Under ZeRO-3 a forward pass is a collective: a rank without media would skip the vision tower, and the job would hang.
+    So a batch of text gets an untrained black image at its end, which no earlier token sees, even if every rank has text
+    only: DeepSpeed (0.19.8) keeps adding to the gradient of the previous step if a parameter has no gradient in the first
+    micro-batch of a step, and it traces the modules again if a forward pass skips some.
     """
     aligned = []
     for i in range(max(1, *counts)):  # at least one, even if all rows of a step are left out

@@ -1,4 +1,4 @@
-"""Options of a question: in a field of the row, as the question shows them, and where only its text lists them."""
+"""Options of a question: reading them from a field of the row or from the question's text, and formatting them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dsreason.text import bare, split_response
 WIDE = str.maketrans(
     {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
 )
-"""Letters and brackets as East Asian texts write them, to ordinary ones."""
+"""Full-width letters and brackets of East Asian texts → ASCII."""
 BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
-"""Not the power of a number."""
+"""Markdown's mark for bold text, but not the power operator between numbers."""
 SEPARATORS = " ,;*"
 BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
-    re.compile(rf"{place}{BEFORE}{label}[ \t]*", re.MULTILINE)
-    for place, labels in (
+    re.compile(rf"{position}{BEFORE}{label}[ \t]*", re.MULTILINE)
+    for position, labels in (
         (
             r"(?:^|(?<=[\s,;:?]))",
             (
@@ -50,10 +50,10 @@ STYLES = [
     )
     for label in labels
 ]
-"""`(A) left`, `[A] left`, `A) left`, `A. left`, `A: left`, `A、left`, anywhere; lines `A.left`, `a. left` or `A - left`.
+"""Label styles: `(A) left`, `[A] left`, `A) left`, `A. left`, `A: left`, `A、left` anywhere; lines `A.left`, `a. left`, `A - x`.
 
-All of a list have the same, bullets or "Option" before them aside. Not the initials of a name, nor edges `A - B`. Lines count
-for more than what is anywhere: an option may name another one.
+All labels of a list have the same style, apart from bullets or "Option" before them. Initials of a name and edges `A - B` do not
+match. Lines take precedence over labels inside a line, since an option may name another one.
 """
 MARKUP = re.compile(r"\\boxed\s{0,9}\{(.{0,1000})\}|\*\*|\$")
 LEAD = re.compile(
@@ -64,9 +64,9 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Options by letter, or None if there are none; numbers become strings. DataError for anything else.
+    """Return the options by letter, or None if empty; numbers become strings. Raise DataError for anything else.
 
-    Without the None entries that Arrow fills in so that all rows have the same letters.
+    Drops the None entries that Arrow fills in so that all rows have the same letters.
     """
     if given is None:
         return None
@@ -76,20 +76,20 @@ def options_field(given: Any, field: str) -> dict[str, str] | None:
 
 
 def option_lines(options: Mapping[str, str] | None) -> list[str]:
-    """As a question shows them, a line each: `(A) left`."""
+    """Format the options as a question shows them, one line per option: `(A) left`."""
     return [f"({letter}) {text}" for letter, text in (options or {}).items()]
 
 
 def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """The answer as the option's letter is written, whatever its case; None if it is none of them."""
+    """Return the option letter that equals the answer, ignoring case; None if no letter does."""
     return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
 def with_options(sample: Sample) -> Sample:
-    """With the options that the question's text lists, where the row has none and its answer is one of them.
+    """Add the options that the question's text lists, if the row has no options and its answer is one of them.
 
-    The prompt stays as it is. The question is the user's last message; the answer is `sample.answer`, else the last
-    assistant message. A row whose `question_kind` is another than multiple choice is left alone.
+    The prompt does not change. The question is the user's last message; the answer is `sample.answer`, else the last
+    assistant message. A row with a `question_kind` other than multiple choice does not change.
     """
     options = None if sample.options else options_in_question(sample)
     replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
@@ -100,7 +100,7 @@ def with_options(sample: Sample) -> Sample:
 
 
 def options_in_question(sample: Sample) -> dict[str, str] | None:
-    """Those that the user's last message lists, see `listed_options`; None where `question_kind` is another."""
+    """Return the options in the user's last message (see `listed_options`); None unless the question is multiple choice."""
     if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
         return None
     questions = [text_of(message) for message in sample.messages if message["role"] == "user"]
@@ -108,10 +108,11 @@ def options_in_question(sample: Sample) -> dict[str, str] | None:
 
 
 def listed_options(question: str) -> dict[str, str] | None:
-    """The options that a text lists, a line each or one behind the other: two or more, lettered from A without a gap.
+    """Return the two or more options that a text lists, on separate lines or inline, lettered from A without a gap.
 
-    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. Of several lists the longest, and of
-    those the last. None if there is none. A text is cut after 1000 characters. Keys are capitals, as in `(a) Rain`.
+    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. The longest list counts, and the last one
+    of that length; None if the text has no list. Option texts are cut after 1000 characters. Keys are capitals, also for
+    `(a) Rain`.
     """
     question = BOLD.sub("", question)
     runs: list[list[re.Match[str]]] = []
@@ -125,27 +126,29 @@ def listed_options(question: str) -> dict[str, str] | None:
                     runs[-1].append(label)
     long_runs = [run for run in reversed(runs) if len(run) > 1]
     for run in sorted(long_runs, key=lambda run: (len(run), run[0].start(1)), reverse=True):
-        end_of_line = question.find("\n", run[-1].end())  # what follows the last option is none
+        end_of_line = question.find("\n", run[-1].end())  # the last option ends with its line
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
         texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
         if all(re.search(r"\w", text) for text in texts):
             if not any(text.endswith("?") for text in texts[:-1]):
-                texts[-1] = texts[-1].rstrip("? ")  # of the question: `Is it A) left or B) right?`
+                texts[-1] = texts[-1].rstrip("? ")  # it belongs to the question: `Is it A) left or B) right?`
             return {label[1].upper(): text for label, text in zip(run, texts, strict=True)}
     return None
 
 
 def _plain(text: str) -> str:
-    """Without what separates an option from the next: `left, or` is `left`."""
+    """Remove what separates an option from the next: `left, or` → `left`."""
     plain = " ".join(text.split()).rstrip(SEPARATORS)
-    joined = next((word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), "")
-    return plain.removesuffix(joined).rstrip(SEPARATORS)
+    conjunction = next(
+        (word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), ""
+    )
+    return plain.removesuffix(conjunction).rstrip(SEPARATORS)
 
 
 def option_letter(answer: str, options: dict[str, str]) -> str | None:
-    """The letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of one option.
+    """Return the letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or one option's text.
 
-    That is inside `<answer>` tags, or behind the thoughts; bold and boxed ones count.
+    The answer is inside `<answer>` tags or after the thoughts, and may be bold or boxed.
     """
     written = unicodedata.normalize("NFKC", split_response(answer).answer)
     if bare(written) not in map(bare, options.values()):

@@ -1,4 +1,4 @@
-"""Which rows each step sees: a pure function of the seed and the step, so that resuming needs the step number alone."""
+"""The row order: a pure function of the seed and the step, so that resuming only needs the step number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsreason.errors import DataError
 
 @dataclass(frozen=True)
 class Part:
-    """Numbers of rows, and how often an epoch shows them.
+    """Row indices and how often an epoch shows them.
 
-    Of weight 2 each comes twice, of weight 0.5 in one epoch out of two on average (a seeded choice).
+    At weight 2 each row appears twice per epoch, at weight 0.5 in every second epoch on average (a seeded choice).
     """
 
     rows: NDArray[np.int64]
@@ -24,7 +24,7 @@ class Part:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """How often all rows come in an epoch, and how many come once more: 10 rows of weight 1.5 → (1, 5)."""
+        """Copies of all rows per epoch, and number of rows with one more copy: 10 rows of weight 1.5 → (1, 5)."""
         num_copies = int(self.weight)
         return num_copies, round((self.weight - num_copies) * len(self.rows))
 
@@ -35,17 +35,17 @@ class Part:
 
 
 class StepOrder:
-    """Epoch after epoch of (shuffled) rows, cut into global batches.
+    """Consecutive epochs of (shuffled) rows, cut into global batches.
 
     Args:
-        parts: the rows, such as those of each source.
+        parts: the rows, such as one part per source.
         batch_size: rows per step, over all ranks.
-        batch_key: the setting that it comes from, for messages.
+        batch_key: the setting that defines the batch size, for messages.
 
     Example, 20 rows without shuffling, batch 2: step 3 has rows [6, 7]; step 12 is in the second epoch with [4, 5].
 
     Raises:
-        DataError: fewer rows in an epoch than in one global batch: there would be no step at all.
+        DataError: an epoch has fewer rows than one global batch, so there would not be a single step.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class StepOrder:
         if self.rows_per_epoch < batch_size:
             raise DataError(
                 f"the training data has {self.rows_per_epoch} rows, fewer than one global batch "
-                f"({batch_size}: {batch_key}): not a single step; lower it or add data"
+                f"({batch_size}: {batch_key}), so there would not be a single step; lower it or add data"
             )
         steps = epochs * self.rows_per_epoch // batch_size
         self.num_steps = steps if max_steps is None else min(steps, max_steps)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may span two epochs
 
     def indices(self, step: int) -> list[int]:
-        """Row numbers of the global batch of 0-based `step`."""
+        """Return the row indices of the global batch of 0-based `step`."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in positions]
 
@@ -90,6 +90,6 @@ class StepOrder:
 
 
 def evenly(count: int, limit: int | None) -> list[int]:
-    """`limit` numbers of 0 … count - 1, evenly spaced: (10, 3) → [0, 3, 6]."""
+    """Return `limit` evenly spaced numbers of 0 … count - 1: (10, 3) → [0, 3, 6]."""
     num_chosen = count if limit is None else min(count, limit)
     return [i * count // num_chosen for i in range(num_chosen)]

@@ -18,37 +18,37 @@ from dsreason.errors import DataError
 from dsreason.job.part_of import PartOf
 
 Check = Callable[[Sample], None]
-"""Raises DataError for a sample that cannot be used; picklable."""
+"""A picklable function that raises DataError for a sample that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """This rank's prompts of one batch of the order; those of the ranks that compute rows together are the same.
+    """This rank's prompts of one batch; ranks that compute rows together have the same prompts.
 
-    Example, rank 1 of 2 in batches of 6, where the second of its rows is left out:
+    Example, rank 1 of 2 in batches of 6, with the second of its rows left out:
     `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
     """
 
     batch: int
-    """Of `StepOrder.indices`."""
+    """Batch number, as in `StepOrder.indices`."""
     prompts: list[EncodedPrompt]
     numbers: list[int]
-    """The prompts' places in the batch of all ranks, whatever was left out."""
+    """Indices of the prompts in the batch of all ranks, regardless of rows left out."""
     skipped: list[str]
     """Rows left out on any rank, with the reason."""
 
     def part(self, part: PartOf) -> Prompts:
-        """Those that one of the ranks asks that have all of them: the second of two has every second one."""
-        own_part = slice(part.number, None, part.total)
-        return replace(self, prompts=self.prompts[own_part], numbers=self.numbers[own_part])
+        """Return the prompts that one of the ranks that share them samples: the second of two ranks gets every second one."""
+        part_slice = slice(part.number, None, part.total)
+        return replace(self, prompts=self.prompts[part_slice], numbers=self.numbers[part_slice])
 
 
 @dataclass
 class PromptLoader:
-    """Iterates without end over the batches from `start` on: this rank's prompts of each.
+    """An endless iterator over this rank's prompts of each batch, beginning at batch `start`.
 
-    Which prompts they are depends on nothing but seed, batch and number of ranks. A row that cannot be used, or that
-    `check` refuses, is a DataError on every rank, or left out where the configuration says so.
+    The prompts depend only on the seed, the batch and the number of ranks. A row that cannot be used, or that `check`
+    refuses, raises a DataError on every rank or is left out, as configured.
     """
 
     dataset: SampleDataset
@@ -59,7 +59,7 @@ class PromptLoader:
     rank: int = 0
     world_size: int = 1
     ranks_per_row: int = 1
-    """So many ranks, one behind the other, have the same prompts."""
+    """Number of consecutive ranks that have the same prompts."""
     start: int = 0
     check: Check | None = None
 
@@ -72,13 +72,13 @@ class PromptLoader:
 
     @property
     def _places(self) -> slice:
-        """Of this rank's prompts in a batch."""
+        """Positions of this rank's prompts in a batch."""
         return slice(self.rank // self.ranks_per_row, None, self.world_size // self.ranks_per_row)
 
     def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
         bad = [item for item in items if isinstance(item, DataError)]
         ranks = self.exchange((first_fatal(bad, self.config), [str(error) for error in bad]))
-        for error, _ in ranks:  # every rank raises, so that none is left waiting
+        for error, _ in ranks:  # every rank raises, so that no rank keeps waiting
             if error is not None:
                 raise DataError(error)
         skipped = [texts for _, texts in ranks]
@@ -94,15 +94,15 @@ class PromptLoader:
 
 
 def ask(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
-    """The prompt of a sample, which `check` may refuse."""
+    """Encode the prompt of a sample, which `check` may refuse."""
     if check is not None:
         check(sample)
     return encoder.encode_prompt(sample)
 
 
 class PromptEncoder(Encoder):
-    """For rows that are only asked: their length is the prompt's, however long the reference answer is."""
+    """An encoder for rows that are only prompts: their length does not include the reference answer."""
 
     def measure(self, sample: Sample) -> int:
-        """`len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
+        """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
         return self._count(*self._prompt(sample))

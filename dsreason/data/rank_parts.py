@@ -1,6 +1,6 @@
 """One rank's part of a packed row that the ranks of a group compute together: its tokens, targets and media.
 
-All of it is worked out on the host, before anything is on a GPU.
+All of it is computed on the host, before anything is moved to a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dsreason.job.part_of import PartOf
 
 
 def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
-    """The row, padded so that its parts have one length, with what the rank `part` computes of it.
+    """Pad the row to equally long parts and add the part of rank `part`.
 
-    The padding is a sample of its own at the end. Of the pixels there remain those that the rank encodes.
+    The padding is a separate sample at the end. Only the pixels that the rank encodes are kept.
     """
     if part.total == 1:
         return batch
@@ -39,20 +39,20 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
 
 
 def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> tuple[Tensor, MediaPart]:
-    """Return the pixels that the rank `part` encodes, and who shows their features.
+    """Return the pixels that rank `part` encodes, and the plan for exchanging their features.
 
-    A rank that gets no frame encodes the first one too, whose features nobody takes from it: under ZeRO-3 all ranks
+    A rank without a frame encodes the first one too, although no rank uses these features: under ZeRO-3 all ranks must
     run the vision tower.
 
     Args:
         pixels: `[patches, dim]` of the distinct media.
-        size: tokens that each rank computes.
+        size: number of tokens that each rank computes.
     """
     distinct: list[list[int]] = media.grids.tolist()
     frames = torch.tensor([(number, h * w) for number, (t, h, w) in enumerate(distinct) for _ in range(t)])
     sizes = frames[:, 1]
     ends = sizes.cumsum(0)
-    ranks = (2 * ends - sizes) * part.total // (2 * int(ends[-1]))  # by the middle of each frame
+    ranks = (2 * ends - sizes) * part.total // (2 * int(ends[-1]))  # the middle of each frame decides
     local = (ranks == part.number).nonzero().flatten()
     encoded = local if len(local) else torch.tensor([0])
     first, last = int(encoded[0]), int(encoded[-1])
@@ -61,7 +61,7 @@ def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> 
     pieces = [(count, *distinct[number][1:]) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
 
     encoded_by = ranks.repeat_interleave(sizes // media.patches_per_token)
-    features = media.spread(torch.arange(len(encoded_by)))  # that each token shows
+    features = media.spread(torch.arange(len(encoded_by)))  # index of the feature that each placeholder shows
     shown_by = media.indices // size
     begin = int((encoded_by < part.number).sum())
     encoded_here = encoded_by[features] == part.number

@@ -1,7 +1,7 @@
-"""The chat template applied to a conversation, cut where a generation begins, with the trained tokens marked.
+"""Rendering conversations with the chat template, cut before each generation, with the trained tokens marked.
 
-The text is tokenized piece by piece: up to a generation prompt, then the assistant's text, then the next piece. So the
-ids of a prompt always begin the ids of its training sample, and the tokens of an answer are those that sampling makes;
+The text is tokenized piece by piece: up to a generation prompt, then the assistant's text, then the next piece. So the ids
+of a training sample always begin with those of its prompt, and an answer has the tokens that sampling would produce;
 tokenizing the whole text at once would merge a line break that begins an answer with the one that ends the prompt.
 """
 
@@ -33,9 +33,10 @@ class Segment:
 
 
 def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
-    """The whole conversation; trained are the text of every assistant turn and the end-of-turn token after it.
+    """Render the whole conversation, training the text of every assistant turn and the end-of-turn token after it.
 
-    DataError when there is no assistant turn, or when the template shows an assistant's text otherwise than it is.
+    Raises:
+        DataError: the sample has no assistant turn, or the template changes an assistant's text.
     """
     messages = clean_messages(processor, tokens, sample)
     turns = _assistant_turns(messages)
@@ -59,12 +60,12 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
 
 
 def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
-    """The whole conversation and the prompt for the next assistant turn; nothing is trained."""
+    """Render the whole conversation and the prompt for the next assistant turn, training nothing."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _assistant_turns(messages)}
     spans = [_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
-    # A turn that the template shortens is not trained here, so it needs no token boundaries of its own.
+    # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
     segments = _segments(processor, rendered, [span for span in spans if span is not None])
     return [Segment(segment.ids) for segment in segments]
 
@@ -74,7 +75,7 @@ def _assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[Segment]:
-    """Tokens of `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
+    """Tokenize `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
     bounds = [0, *(bound for span in spans for bound in span), len(rendered)]
     texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -86,7 +87,7 @@ def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, i
 
 
 def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
-    """Characters of `rendered` that the model writes after `prompt`; None when `content` does not follow it."""
+    """Return the range of characters in `rendered` that the model writes after `prompt`; None if `content` does not follow."""
     if not rendered.startswith(prompt):
         return None
     # Some templates trim the text; some put its beginning ("<think>\n") into the generation prompt.
@@ -101,8 +102,8 @@ def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, conte
     difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
     return (
         f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
-        f"of earlier turns): the assistant's text begins {content[:80]!r}, the template shows {difference}; split the "
-        "conversation so that this is its last turn, or change the template"
+        f"of earlier turns): the assistant's text begins with {content[:80]!r}, but the template shows {difference}; split "
+        "the conversation so that this is its last turn, or change the template"
     )
 
 
@@ -113,7 +114,7 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"sample {sample.id!r}: the chat template rejects the roles {roles}: {error}") from error
-    except Exception as error:  # a program that comes with the model
+    except Exception as error:  # the template is a program that comes with the model
         raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
 
 
@@ -121,36 +122,36 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
 
 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
-    """The messages as chat templates expect them: media parts without paths, assistant text as one string."""
+    """Convert the messages to what chat templates expect: media parts without paths, assistant text as one string."""
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
-    made_by_template = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
-    reserved = made_by_template | {tokens.image, tokens.video, processor.tokenizer.eos_token}
+    template_tokens = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}
+    reserved = template_tokens | {tokens.image, tokens.video, processor.tokenizer.eos_token}
     cleaned = []
     for number, message in enumerate(sample.messages):
-        where = f"sample {sample.id!r}, message {number}"
+        location = f"sample {sample.id!r}, message {number}"
         text = text_of(message)
         try:
             check_characters(text)
         except DataError as error:
-            raise DataError(f"{where}: {error}; correct it") from None
+            raise DataError(f"{location}: {error}; correct it") from None
         for token in reserved:
             if token in text:
-                raise DataError(f"{where}: the text contains the model's special token {token!r}; remove it")
+                raise DataError(f"{location}: the text contains the model's special token {token!r}; remove it")
         content = message["content"]
         if not isinstance(content, str):
             content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         if message["role"] == "assistant":
-            content = _assistant_text(where, content)
+            content = _assistant_text(location, content)
         cleaned.append({**message, "content": content})
     return cleaned
 
 
-def _assistant_text(where: str, content: str | list[dict[str, Any]]) -> str:
+def _assistant_text(location: str, content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
-            raise DataError(f"{where}: an assistant message may hold text only, no image or video")
+            raise DataError(f"{location}: an assistant message may hold text only, no image or video")
         content = "".join(part["text"] for part in content)
     if not content.strip():
-        raise DataError(f"{where}: the assistant's text is empty")
+        raise DataError(f"{location}: the assistant's text is empty")
     return content

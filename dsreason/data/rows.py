@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from dsreason.config.schema_data import SourceConfig
-from dsreason.data.options import option_lines as option_lines  # what adapters import from here
+from dsreason.data.options import option_lines as option_lines  # adapters import these names from here
 from dsreason.data.options import options_field as options_field
 from dsreason.data.options import own_letter as own_letter
 from dsreason.errors import ConfigError, DataError
@@ -32,23 +32,23 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 START_BYTES, BLOCK_BYTES = 4096, 1 << 20
 MAX_LIST_BYTES = 4 * 1024**3
 MAX_LINE_BYTES = 1 << 28
-"""A row of 256 MiB; a line that does not end would fill the memory."""
+"""Maximum length of a row (256 MiB), since a line that does not end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
-"""What parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
+"""Exceptions that parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "videofolder", "webdataset")
-"""Of `datasets`, for a local folder with a README. It knows more, some of which follow a file to others (HDF5, Lance)."""
+"""Builders of `datasets` allowed for a local folder with a README; some others follow links to further files (HDF5, Lance)."""
 
 
 class Rows(Sequence[Any]):
-    """Rows that know where they came from."""
+    """Rows that know their origin."""
 
     name: str
-    """File or data set."""
+    """Name of the file or data set."""
 
     def location(self, index: int) -> str:
-        """Where row `index` stands, for messages: `train.jsonl, row 3`."""
+        """Return the file and row of `index` for messages: `train.jsonl, row 3`."""
         return f"{self.name}, row {index + 1}"
 
     def __getitem__(self, index: Any) -> Any:
@@ -58,11 +58,11 @@ class Rows(Sequence[Any]):
 
     @abstractmethod
     def row(self, index: int) -> Any:
-        """The row at `index`, which is not negative."""
+        """Return the row at `index`, which is not negative."""
 
 
 class ListRows(Rows):
-    """Rows that an adapter's own `rows()` returned."""
+    """Rows returned by an adapter's `rows()`."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self.rows, self.name = rows, name
@@ -77,16 +77,16 @@ class ListRows(Rows):
 def _check_list_size(path: Path, size: int) -> None:
     if size > MAX_LIST_BYTES:
         raise DataError(
-            f"{path}: has {size} bytes; a JSON list is read whole, and may have {MAX_LIST_BYTES}: write one row a line, "
-            "as .jsonl"
+            f"{path}: has {size} bytes, but a JSON list is read at once and may have at most {MAX_LIST_BYTES}; write one row "
+            "per line, as .jsonl"
         )
 
 
 class JsonListRows(Rows):
-    """A file that holds one JSON list.
+    """Rows of a file that holds one JSON list.
 
-    The rows are kept as their JSON text in one block: a list of Python objects takes several times the memory, again in
-    every worker process (reference counts defeat copy-on-write).
+    The rows are kept as JSON text in one block: a list of Python objects takes several times the memory, and again in every
+    worker process, since reference counts defeat copy-on-write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,14 +114,14 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a line holds one row, and large media "
-                "belong in files of their own"
+                f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; write one row per line, and large media to "
+                "separate files"
             )
         yield line
 
 
 class JsonLinesRows(Rows):
-    """A file with one JSON object a line. Only line offsets are held; a line is read and parsed when asked for."""
+    """Rows of a file with one JSON object per line. Only line offsets are kept; a line is read and parsed on access."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
@@ -155,7 +155,7 @@ class JsonLinesRows(Rows):
 
 
 class TableRows(Rows):
-    """A Hugging Face data set. Images and videos inside it stay `{"bytes": …, "path": …}`: nothing is decoded here."""
+    """Rows of a Hugging Face data set. Its images and videos stay `{"bytes": …, "path": …}`: nothing is decoded here."""
 
     def __init__(self, table: datasets.Dataset, name: str) -> None:
         self.features = _undecoded_features(table.features)
@@ -170,7 +170,7 @@ class TableRows(Rows):
 
 
 class SelectedRows(Rows):
-    """Ranges of other rows, one after the other. Locations stay those of the rows selected from."""
+    """Concatenated ranges of other rows, which keep their original locations."""
 
     def __init__(self, parts: Sequence[tuple[Rows, range]]) -> None:
         self.parts = parts
@@ -194,7 +194,7 @@ class SelectedRows(Rows):
 
 
 def read_rows(data: SourceConfig) -> Rows:
-    """The rows at `data.path` (one split, no range): a file or folder, also in S3, or a data set on the hub."""
+    """Read the rows at `data.path` (one split, no range): a file or folder, also in S3, or a data set on the hub."""
     if not data.path:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
     path = _fetched(data.path) if is_s3(data.path) else Path(data.path).expanduser()
@@ -213,7 +213,7 @@ def read_rows(data: SourceConfig) -> Rows:
 
 
 def _fetched(address: str) -> Path:
-    """A local copy of a file, or of the files with rows in a folder: media are fetched when they are used."""
+    """Copy a file, or the data files of a folder, to the local disk; media are fetched when they are used."""
     if is_data_file(address):
         return local_copy(address)
     return local_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
@@ -224,7 +224,7 @@ def is_data_file(name: str) -> bool:
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """The string in a field of a row. KeyError if it is missing, DataError if it is not a string."""
+    """Return the string in a field of a row. Raise KeyError if it is missing, DataError if it is not a string."""
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
@@ -232,7 +232,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
 
 
 def optional_text(row: Mapping[str, Any], field: str) -> str | None:
-    """The string in a field of a row; None if it is missing, null or blank. DataError if it is something else."""
+    """Return the string in a field of a row; None if it is missing, null or blank. Raise DataError for other types."""
     if row.get(field) is None:
         return None
     text = text_field(row, field)
@@ -240,14 +240,14 @@ def optional_text(row: Mapping[str, Any], field: str) -> str | None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Where a field holds one thing or a list of them; [] if it holds nothing."""
+    """Wrap the value of a field that may hold an item or a list of items; [] if it is empty."""
     if not value:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def only_train(data: SourceConfig, what: str) -> None:
-    """Reject a split name where the data has no splits."""
+    """Raise DataError if `data.split` is not "train", for data without splits."""
     if data.split != "train":
         raise DataError(f'{what} has no splits, so data.split must be "train" (it is "{data.split}")')
 
@@ -272,7 +272,7 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    """A list or lines, whatever the suffix is: many `.json` files hold one object a line."""
+    """Read a JSON list or JSON lines, whatever the suffix: many `.json` files hold one object per line."""
     with path.open("rb") as file:
         return JsonListRows(path) if _is_list(file.read(START_BYTES)) else JsonLinesRows(path)
 
@@ -282,7 +282,7 @@ def _is_list(start: bytes) -> bool:
 
 
 def _check_text(path: Path) -> None:
-    """DataError where `datasets`, which unpacks files, would read a list or line into memory that is larger than here."""
+    """Raise DataError if `datasets`, which unpacks files, would read a list or line beyond our limits into memory."""
     budget = Budget(path)
     with unpacked(path) as file:
         start = file.read(START_BYTES)
@@ -309,7 +309,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> Rows:
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> Rows:
-    """Return what `save_to_disk` wrote: one table, or one a split."""
+    """Read the output of `save_to_disk`: one table, or one per split."""
     import datasets
 
     check_saved(folder)
@@ -324,14 +324,14 @@ def _read_saved(folder: Path, data: SourceConfig) -> Rows:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Data files of one kind whose name has the split's name as a word; without such names everything is `train`."""
+    """Find data files of one kind whose name has the split's name as a word; without such names all belong to `train`."""
     words = {path: set(re.split(r"[^a-zA-Z0-9]+", path.stem)) for path in (*folder.glob("*"), *folder.glob("data/*"))}
     for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
         files = sorted(file for file in words if file.suffix.lower() in suffixes)
-        of_split = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
-        of_split = of_split or [f for f in files if split in words[f]]
-        if of_split:
-            return of_split
+        split_files = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
+        split_files = split_files or [f for f in files if split in words[f]]
+        if split_files:
+            return split_files
         split_words = {"train", "test", "val", "validation", "valid", "dev", "eval"}
         if files and split == "train" and not any(split_words & words[f] for f in files):
             return files
@@ -346,12 +346,14 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     try:
         kind = path
         if data_files is None and Path(path).is_dir():
-            # `datasets` keeps what it has read under the README's patterns, and would take the same for the rows of another
-            # folder, or of a file that has changed since. Under the files it looks at their times.
+            # `datasets` caches its tables by the patterns in the README, and would reuse them for another folder with the
+            # same patterns, or after a file has changed. With explicit files it compares their modification times.
             builder = datasets.load_dataset_builder(path, data.subset, revision=data.revision)
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in FOLDER_BUILDERS:
-                raise DataError(f"{name}: files of the kind {kind} are not read; convert them to JSON lines or Parquet")
+                raise DataError(
+                    f"{name}: files of kind {kind} are not supported; convert them to JSON lines or Parquet"
+                )
             data_files = builder.config.data_files
         if data_files is not None and kind in TEXT_BUILDERS:
             for file in dict.fromkeys(file for files in data_files.values() for file in files):
@@ -368,7 +370,7 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
 
 
 def _undecoded_features(features: Any) -> Any:
-    """The same features with media, and all else that `datasets` would open for us, left as bytes or path."""
+    """Return the features with decoding disabled, so that `datasets` leaves media and other files as bytes or path."""
     import datasets
 
     def walk(feature: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Data sets as the trainer sees them: finished samples by number, from one or several sources."""
+"""Data sets for training: complete samples by index, from one or several sources."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from dsreason.problems import MOST_LEVELS, is_nested_deeper, nearest
 from dsreason.secrets import without_credentials
 
 HELD_OUT_SEED = 0
-"""Not `train.seed`: runs that differ in their seed are measured on the same rows."""
+"""Seed of the held-out split; independent of `train.seed`, so that runs with different seeds use the same held-out rows."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One opened data set."""
+    """An opened data set."""
 
     config: SourceConfig
     adapter: Adapter
@@ -45,7 +45,7 @@ class Source:
 
     @property
     def media_root(self) -> Path | S3Address:
-        """What relative media paths are joined to."""
+        """Folder that relative media paths are joined to."""
         if self.config.media_path:
             media_path = self.config.media_path
             return read_address(media_path) if is_s3(media_path) else Path(media_path).expanduser().absolute()
@@ -56,14 +56,14 @@ class Source:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
-        """Row `index`, with all its media there."""
+        """Return the sample of row `index`; raise DataError if one of its media files is missing."""
         sample = self.read(index)
         if missing := missing_medium(sample.messages, self.media_root):
             raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {missing}")
         return sample
 
     def read(self, index: int) -> Sample:
-        """Row `index`, whether or not its media exist."""
+        """Return the sample of row `index` without checking that its media exist."""
         sample = self.adapted(index)
         try:
             return finish_sample(sample, self.config, self.media_root)
@@ -71,7 +71,7 @@ class Source:
             raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {error}") from error
 
     def without_media(self, index: int) -> Sample:
-        """Row `index` with the options that its question lists; its media are not looked at."""
+        """Return row `index` with the options that its question lists; its media are not checked."""
         sample = self.adapted(index)
         try:
             check_messages(sample.messages)
@@ -81,33 +81,35 @@ class Source:
         return with_options(sample)
 
     def adapted(self, index: int) -> Sample:
-        """Row `index` as the adapter returns it."""
-        where = self.rows.location(index)
+        """Return row `index` as the adapter returns it."""
+        location = self.rows.location(index)
         try:
             sample = self.adapter.to_sample(renamed(self.rows[index], self.config.columns), self.config)
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise DataError(f"{location}: {error}") from error
         except KeyError as error:
-            raise DataError(f"{where}: field {error} is missing (adapter {self.adapter.name})") from error
-        except StorageError:  # not the row's fault
+            raise DataError(f"{location}: field {error} is missing (adapter {self.adapter.name})") from error
+        except StorageError:  # the row is not at fault
             raise
-        except Exception as error:  # the cause has its traceback
+        except Exception as error:  # the cause keeps its traceback
             raise DataError(
-                f"{where}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
+                f"{location}: adapter {self.adapter.name} cannot read the row: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(sample, Sample):
-            raise DataError(f"{where}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}")
+            raise DataError(
+                f"{location}: adapter {self.adapter.name} must return a Sample, it returned {sample!r:.100}"
+            )
         if is_nested_deeper(sample.meta):
             raise DataError(
-                f"{where}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
+                f"{location}: its fields are nested deeper than {MOST_LEVELS} levels; leave out what no reward needs"
             )
         return sample
 
 
 class SampleDataset(Sequence[Sample]):
-    """Samples by number. Reading one raises a DataError that names file and row where it cannot be used.
+    """Samples by index. Reading a sample that cannot be used raises a DataError that names its file and row.
 
-    `rows` [N] are those of the samples, ascending, numbered through all sources; None: all rows.
+    `rows` [N] are the ascending row indices of the samples, counted through all sources; None selects all rows.
     """
 
     def __init__(self, sources: Sequence[Source], rows: NDArray[np.int64] | None = None) -> None:
@@ -123,24 +125,24 @@ class SampleDataset(Sequence[Sample]):
         return source.sample(row)
 
     def without_media(self, index: int) -> Sample:
-        """With the options that its question lists; its media are not looked at."""
+        """Return a sample with the options that its question lists; its media are not checked."""
         source, row = self._find(index)
         return source.without_media(row)
 
     def location(self, index: int) -> str:
-        """Where a sample comes from, for messages: `train.jsonl, row 3`."""
+        """Return a sample's file and row for messages: `train.jsonl, row 3`."""
         source, row = self._find(index)
         return source.rows.location(row)
 
     @property
     def weighted_parts(self) -> list[Part]:
-        """The samples of each source that has any, as `StepOrder` takes them."""
+        """Samples of each source that has any, as parts for `StepOrder`."""
         bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
         parts = [Part(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)]
         return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
-        """The samples of these (sorted) numbers."""
+        """Return the samples at these (sorted) indices."""
         return SampleDataset(self.sources, self.rows[indices])
 
     def _find(self, index: int) -> tuple[Source, int]:
@@ -151,28 +153,28 @@ class SampleDataset(Sequence[Sample]):
 
 
 def renamed(row: Any, columns: dict[str, str]) -> Any:
-    """The row with the fields that the adapter reads; what had such a name before is no longer there.
+    """Rename columns of a row to the fields that the adapter reads, dropping other columns of the same names.
 
     Raises:
-        DataError: the row has no such column.
+        DataError: the row does not have one of the columns.
     """
     if not columns:
         return row
     if not isinstance(row, dict):
         raise DataError(
-            f"data.columns names {', '.join(columns.values())}, and the row is {row!r:.100}; give rows with fields"
+            f"data.columns names {', '.join(columns.values())}, but the row is {row!r:.100}; use rows with fields"
         )
     if missing := [column for column in columns.values() if column not in row]:
-        raise DataError(f"data.columns names {missing[0]!r}, and the row has {', '.join(map(str, row))}")
+        raise DataError(f"data.columns names {missing[0]!r}, but the row has {', '.join(map(str, row))}")
     unmapped = {name: value for name, value in row.items() if name not in {*columns, *columns.values()}}
     return unmapped | {field: row[column] for field, column in columns.items()}
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
-    """The training and the held-out samples; the latter may be none.
+    """Open the training and the held-out samples; the held-out ones may be empty.
 
     Raises:
-        ConfigError, DataError: no such adapter or data, or no row in it.
+        ConfigError, DataError: the adapter or the data does not exist, or the data has no rows.
     """
     training = SampleDataset([open_source(source, source.weight) for source in config.all_sources()])
     if isinstance(config.validation, SourceConfig):
@@ -191,8 +193,8 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
     adapter = find_adapter(config.adapter)
     if config.video_pattern is not None and config.adapter in set(shipped_adapters()) - {"local_labels"}:
         raise ConfigError(
-            f"data.video_pattern ({config.video_pattern}) is for the adapter local_labels, data.adapter is {config.adapter}; "
-            "change one of them"
+            f"data.video_pattern ({config.video_pattern}) applies only to the adapter local_labels, but data.adapter is "
+            f"{config.adapter}; change one of them"
         )
     source = Source(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
@@ -203,27 +205,25 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
     """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
 
-    An answer without an assistant message becomes that message; where there is neither, the row can be asked, but not
-    trained on as it stands. A sample without an id gets the path of its first file, and one without options those that its
-    question lists.
+    An answer without an assistant message becomes that message; a row without both can be used as a prompt, but not for
+    supervised training. A sample without an id gets the path of its first file, and a sample without options those that
+    its question lists.
     """
     check_messages(sample.messages)
     check_options(sample.options)
-    messages_given = list(sample.messages)
-    if sample.answer and not any(message["role"] == "assistant" for message in messages_given):
-        messages_given.append({"role": "assistant", "content": sample.answer})
-    messages = finish_messages(messages_given, config, media_root)
+    raw_messages = list(sample.messages)
+    if sample.answer and not any(message["role"] == "assistant" for message in raw_messages):
+        raw_messages.append({"role": "assistant", "content": sample.answer})
+    messages = finish_messages(raw_messages, config, media_root)
     rejected = None
     if sample.rejected is not None:
         check_messages(sample.rejected, "rejected")
         rejected = finish_messages(sample.rejected, config, media_root)
-    return with_options(
-        replace(sample, id=sample.id or first_path(messages_given), messages=messages, rejected=rejected)
-    )
+    return with_options(replace(sample, id=sample.id or first_path(raw_messages), messages=messages, rejected=rejected))
 
 
-def finish_messages(given: Sequence[Message], config: SourceConfig, media_root: Path | S3Address) -> list[Message]:
-    messages = [finish_message(message, config.vision, media_root) for message in given]
+def finish_messages(raw: Sequence[Message], config: SourceConfig, media_root: Path | S3Address) -> list[Message]:
+    messages = [finish_message(message, config.vision, media_root) for message in raw]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
     if not absolute_paths_allowed(config):
@@ -236,11 +236,11 @@ def check_options(options: object) -> None:
         return
     texts = [*options.keys(), *options.values()] if isinstance(options, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"options: must have a string for each letter, is {options!r:.200}")
+        raise DataError(f"options: must have a string for each letter, not {options!r:.200}")
 
 
 def first_path(messages: Sequence[Message]) -> str:
-    """The first file, as its row names it; "" if there is none, or the row holds the file itself."""
+    """Return the path of the first media file as written in the row; "" if it has no media or embeds the file."""
     paths = [part[part["type"]] for part in media_parts(messages)]
     return paths[0] if paths and isinstance(paths[0], str) else ""
 
@@ -268,38 +268,40 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
     return {**vision_settings(part, vision, kind), **part, kind: str(path)}
 
 
-def locate_medium(given: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
-    """Where a medium must be: an absolute path, one below `media_root`, or what a Hugging Face data set holds itself."""
-    if isinstance(given, dict) and given.get("bytes"):
-        return embedded_file(given["bytes"], Path(str(given.get("path") or "")).suffix)
-    from_table = isinstance(given, dict)
+def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
+    """Return the path of a media file: an absolute path, a path below `media_root`, or a cached copy of an embedded file."""
+    if isinstance(raw, dict) and raw.get("bytes"):
+        return embedded_file(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
+    from_table = isinstance(raw, dict)
     if from_table:
-        given = given.get("path")
-    if not isinstance(given, str) or not given:
-        raise DataError(f"{kind}: needs the path of a file, is {given!r:.200}")
-    if is_s3(given):
-        return read_address(given)
-    if "://" in given and not given.startswith("file://"):
+        raw = raw.get("path")
+    if not isinstance(raw, str) or not raw:
+        raise DataError(f"{kind}: needs the path of a file, not {raw!r:.200}")
+    if is_s3(raw):
+        return read_address(raw)
+    if "://" in raw and not raw.startswith("file://"):
         raise DataError(
-            f"{kind}: {without_credentials(given)} is an address; only local files and s3:// addresses are read, "
+            f"{kind}: {without_credentials(raw)} is a URL; only local files and s3:// URIs are supported, "
             "download it first"
         )
-    path = Path(given.removeprefix("file://"))
+    path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))
-    # Old versions of `datasets` join their folder and the `file_name` in an image folder's metadata, whatever it is.
+    # Old versions of `datasets` join their folder with any `file_name` in the metadata of an image folder.
     if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
-            there = (
-                "; it exists from the working folder, which paths are not joined to" if os.path.isfile(given) else ""
+            hint = (
+                "; it exists relative to the working folder, which paths are not joined to"
+                if os.path.isfile(raw)
+                else ""
             )
-            raise DataError(f"{kind}: {given} leads out of {media_root}{there}; use absolute paths")
+            raise DataError(f"{kind}: {raw} leads out of {media_root}{hint}; use absolute paths")
     return path
 
 
 def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
-    """Return which medium is not there. Whether an object in S3 exists is seen when it is read."""
+    """Return a message about the first missing media file, or None. S3 objects are checked only when they are read."""
     for part in media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
@@ -308,20 +310,20 @@ def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) ->
 
 
 def joined_twice(path: str, media_root: Path | S3Address) -> str:
-    """Advice where a relative path exists, but from the working folder: an adapter has joined `data.path` to it already."""
+    """Return advice if the path exists relative to the working folder: an adapter may have joined `data.path` to it."""
     if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
         return ""
-    given = os.path.relpath(path, media_root)
-    if not os.path.isfile(given):
+    relative_path = os.path.relpath(path, media_root)
+    if not os.path.isfile(relative_path):
         return ""
     return (
-        f"; there is a file {given[:300]} in the working folder, but relative paths are joined to {media_root}: "
+        f"; the file {relative_path[:300]} exists in the working folder, but relative paths are joined to {media_root}: "
         'set data.media_path = ".", or let the adapter return absolute paths'
     )
 
 
 def absolute_paths_allowed(config: SourceConfig) -> bool:
-    """Return whether absolute paths may lead out of the media's folder."""
+    """Return whether absolute paths may lead out of the media folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
     if config.media_path:
@@ -330,25 +332,25 @@ def absolute_paths_allowed(config: SourceConfig) -> bool:
 
 
 def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data_path: str) -> None:
-    """DataError for media outside of `media_root`, the folder of the data, and our caches of unpacked or downloaded files."""
+    """Raise DataError for media outside `media_root`, the data folder, and the caches of unpacked or downloaded files."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
     caches: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
     if data_path and folder.is_dir():
         caches.append(folder)
-    places = [root, *(os.path.abspath(place) for place in caches)]
+    allowed_folders = [root, *(os.path.abspath(cache) for cache in caches)]
     for part in media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
-        if not any(Path(path).is_relative_to(place) for place in places):  # links may lead anywhere
+        if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
             raise DataError(
                 f"{kind}: {part[kind]} is outside of {media_root}; set data.media_path, or data.allow_absolute_paths = true "
-                "if you trust who wrote these rows"
+                "if you trust the author of these rows"
             )
 
 
 def vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
-    """The source's settings for this part: its own fps or nframes replaces both of them."""
+    """Return the source's vision settings for a part; an fps or nframes in the part overrides both."""
     settings = vision.model_dump(exclude_none=True)
     if kind == "image":
         return {key: value for key, value in settings.items() if key in ("min_pixels", "max_pixels")}

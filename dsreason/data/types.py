@@ -1,4 +1,4 @@
-"""The types shared by all packages: a dataset row, the same row as tensors, and a batch of them, packed or padded."""
+"""Types shared by all packages: a dataset row, the same row as tensors, and a packed or padded batch of rows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 Message = dict[str, Any]
-"""OpenAI-style: `{"role": "user", "content": str | [part, ...]}`."""
+"""An OpenAI-style message: `{"role": "user", "content": str | [part, ...]}`."""
 MediaKind = Literal["image", "video"]
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""Values of `mm_token_type_ids`; text is 0."""
+"""Media kind → its value in `mm_token_type_ids`; text is 0."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,20 @@ class Sample:
     options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     rejected: list[Message] | None = None
-    """In a row of preferences the whole conversation with a worse end; `messages` is the one with the better end."""
+    """The whole conversation with the rejected ending, in preference rows; `messages` has the preferred ending."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample as the model reads it; `T` tokens.
+    """A sample as tensors for the model, with `T` tokens.
 
     `loss_mask` is True on trained tokens (assistant text and its end-of-turn token). `mm_token_type_ids` is 0 for text,
     1 for image and 2 for video placeholders. `mm_kwargs` has the keys of the Hugging Face forward: `pixel_values`
     `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw`, and, for Qwen2.5-VL video,
     `second_per_grid_ts` `[videos]`.
 
-    A sample may go on where another one ends, its `parent`: it sees the parent's tokens and its own. The completions of
-    one prompt are such samples; the first token of each is predicted by the parent's last. It sees the parent's media, and
-    may have more of its own.
+    A sample may continue another one, its `parent`: it sees the parent's tokens and media besides its own. The completions
+    of one prompt are such samples; the parent's last token predicts the first token of each.
     """
 
     id: str
@@ -60,12 +59,12 @@ class EncodedSample:
     parent: EncodedSample | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
-        """Its own tokens, without the parent's."""
+        """Count the sample's tokens without the parent's."""
         return int(self.input_ids.shape[0])
 
 
 class Segment(NamedTuple):
-    """A sample's place in a packed row. Its tokens see those of the segment `parent` and, causally, each other.
+    """A sample's position in a packed row. Its tokens see those of the segment `parent` and, causally, each other.
 
     Example: a prompt of 5 tokens with completions of 2 and 3:
     `(Segment(0, 5), Segment(5, 2, parent=0), Segment(7, 3, parent=0))`.
@@ -74,7 +73,7 @@ class Segment(NamedTuple):
     start: int
     length: int
     parent: int | None = None
-    """Number of the segment that it continues, which has none itself."""
+    """Index of the segment that this one continues, which itself has no parent."""
 
     @property
     def end(self) -> int:
@@ -83,51 +82,52 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaPart:
-    """The media that one rank encodes of a row that several compute, and which rank shows their features.
+    """One rank's share of encoding the media of a row that several ranks compute, and the exchange of their features.
 
-    Media are cut between frames, which no vision tower lets see each other. Features are counted in tokens.
+    Media are cut between frames, which do not see each other in any vision tower. Features are counted in tokens.
     """
 
-    grids: torch.Tensor  # [pieces, 3] int64, of the pixels that this rank has, on the host
-    sent: torch.Tensor  # [S] int64: numbers of this rank's features, those that the first rank shows before the others'
+    grids: torch.Tensor  # [pieces, 3] int64, for the pixels on this rank; kept on the host
+    sent: torch.Tensor  # [S] int64: indices of this rank's features to send, ordered by receiving rank
     sent_counts: tuple[int, ...]
-    """To each rank."""
+    """Number of features sent to each rank."""
     received_counts: tuple[int, ...]
-    """From each rank."""
+    """Number of features received from each rank."""
     order: torch.Tensor  # [R] int64: puts the received features in the order of `indices`
-    indices: torch.Tensor  # [R] int64: the tokens of this rank's part that show them, counted from its start
+    indices: torch.Tensor  # [R] int64: placeholder tokens of this rank's part, counted from its start
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """What one rank computes of a packed row that the ranks of its group share: the tokens from `start` to `end`."""
+    """One rank's part of a packed row that the ranks of its group share: the tokens from `start` to `end`."""
 
     start: int
     end: int
-    targets: torch.Tensor  # [M] int64: which of the batch's N targets are predicted here
-    predictors: torch.Tensor  # [M] int64: what predicts them, counted from `start`
+    targets: torch.Tensor  # [M] int64: those of the batch's N targets that this rank predicts
+    predictors: torch.Tensor  # [M] int64: the tokens that predict them, counted from `start`
     media: MediaPart | None
-    """None: the row shows no media."""
+    """Media of the part; None if the row shows no media."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch: samples in one packed row (`B` = 1) or in `B` right-padded rows, of `T` tokens.
 
-    A packed row has `segments` and no `attention_mask`: attention takes the samples apart by their places. Padded rows have
+    A packed row has `segments` and no `attention_mask`: attention separates the samples by their segments. Padded rows have
     the mask and no segments.
 
-    `targets` are the numbers of the trained tokens in the batch, counted row by row, and `predictors` those of the tokens
-    whose hidden states predict them: the token before, for a completion's first the last of its prompt. The first token
-    of a sample without a parent is predicted by none, and so not trained.
+    `targets` are the indices of the trained tokens in the flattened rows, and `predictors` the indices of the tokens whose
+    hidden states predict them: the previous token, or the last token of the prompt for a completion's first one. The first
+    token of a sample without a parent has no predictor and is not trained.
 
-    `mm_kwargs` concatenates the rows' in order, but pixels that several rows share are there once. `media_numbers` has,
-    by kind (`image`, `video`), the number of each shown medium among those whose pixels are there.
+    `mm_kwargs` concatenates those of the rows in order, but holds pixels that several rows share only once. `media_numbers`
+    maps each kind (`image`, `video`) to the index of every shown media item among the distinct ones.
 
-    Example: of three rows where the first and the last show one image, the second another:
+    Example: in three rows the first and the last show one image, the second another:
     `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` `[3, 3]`, and `pixel_values` of two images.
 
-    With a `part` the ranks of a group compute the row together: all have the same, but of the pixels only what each encodes.
+    With a `part` the ranks of a group compute the row together: all hold the same batch, except that each rank holds only the
+    pixels that it encodes.
     """
 
     ids: tuple[str, ...]
@@ -144,11 +144,11 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the samples and of the media that keep the ranks in step, without padding."""
+        """Number of tokens of the samples and of the media that keep the ranks in step, without padding."""
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy on the device, but for the grids and token types, from which the host computes the media's layout."""
+        """Copy to the device, except for the grids and token types, from which the host computes the media's layout."""
         move = partial(copy_to_device, device=device)
         return replace(
             self,
@@ -165,7 +165,7 @@ class Batch:
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor; one that goes to a GPU is pinned first, so that the host does not wait for the GPU's work."""
+    """Copy a tensor to the device; pin it first if that is a GPU, so that the host does not wait for the GPU."""
     pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
@@ -179,15 +179,15 @@ def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> R
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """Distinct media in the order in which the tower encodes them: all images, then all videos.
+    """Distinct media in the order in which the vision tower encodes them: all images, then all videos.
 
     Example: two images of 4 tokens, shown as first, second, first, then one video of 8 tokens:
-    `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, of which the last 8 are the video's.
+    `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, whose last 8 belong to the video.
     """
 
     grids: torch.Tensor  # [distinct media, 3] int64, in patches: frames, height, width
     numbers: tuple[int, ...]
-    """For each medium that the rows show, its number among the distinct ones."""
+    """Index of every shown media item among the distinct ones."""
     indices: torch.Tensor  # [tokens] int64: placeholders in the flattened rows, in the order of `numbers`
 
     @property
@@ -197,7 +197,7 @@ class MediaTokens:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each distinct medium."""
+        """Number of tokens of each distinct media item."""
         patches = self.patches_per_token
         return [size // patches for size in self.grids.prod(-1).tolist()]
 

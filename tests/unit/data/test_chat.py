@@ -218,7 +218,7 @@ def test_a_template_without_end_of_turn_is_an_error(encoder):
 
 def test_a_template_that_leaves_out_media_is_an_error(encoder, files):
     changed = with_template(encoder, TURNS.replace("%s", "{{ m.content if m.role == 'assistant' }}") + PROMPT)
-    with pytest.raises(DataError, match="leaves out some of its 1 media"):
+    with pytest.raises(DataError, match="omits some of its 1 media"):
         changed.encode(Sample("1", [user(image(files["small"])), assistant("b")]))
 
 

@@ -147,8 +147,8 @@ def test_the_last_reply_is_the_answer_where_the_sample_has_none():
     [
         (None, "answer", r"^the row has no answer of at most 40 characters"),
         ("It turns left at the crossing, then right again.", "answer", "no answer of at most 40 characters"),
-        ("B", "sight", r"^sample\.meta has no text or number as sight; .*there are site, label\.weather\), or answer"),
-        ("B", "label", r"no text or number as label; .*there are site, label\.weather\), or answer"),
+        ("B", "sight", r"^sample\.meta has no text or number as sight; .*available: site, label\.weather\), or answer"),
+        ("B", "label", r"no text or number as label; .*available: site, label\.weather\), or answer"),
     ],
 )
 def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):
@@ -187,7 +187,7 @@ def test_rows_without_a_label_are_counted_by_what_is_wrong(tmp_path, caplog):
     labels_of(opened(data), data)
     _, *lines = caplog.messages[-1].splitlines()
     assert [re.sub(r"such as \S+/", "", line.split("; ")[0]) for line in lines] == [
-        "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters, which could be a label",
+        "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters that could be a label",
         "  1 rows, rows.jsonl, row 4: field 'answer' is 3",
     ]
 
@@ -204,7 +204,7 @@ def test_a_field_that_no_row_has_stops_the_run(tmp_path):
 def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
     data = config(tmp_path, ["no"] * 29 + ["yes"])
     order_parts(opened(data), data)
-    assert "more of these would teach more: 'yes' (1 rows, each 15 times)" in caplog.text
+    assert "per epoch; add rows of them: 'yes' (1 rows, each 15 times)" in caplog.text
 
 
 @pytest.mark.parametrize("balance", [True, ""])

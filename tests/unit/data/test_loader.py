@@ -118,7 +118,7 @@ def test_ranks_that_compute_rows_together_must_read_the_same():
     skipped = [(), (), (), ("row 7: is empty",)]
     assert of_groups([1, 1, 2, 2], skipped, 2) == [1, 2]
     expected = (
-        r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; look"
+        r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; check"
     )
     with pytest.raises(DataError, match=expected):
         of_groups([1, 1, 2, 3], skipped, 2)

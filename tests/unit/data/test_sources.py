@@ -122,7 +122,7 @@ def test_a_parts_own_settings_win(folder, own, general, expected):
     [
         ({"image": "gone.png"}, r"rows\.jsonl.*2.*gone\.png"),
         ({"image": "../../etc/passwd"}, "leads out"),
-        ({"image": "https://host/a.png"}, "only local files and s3:// addresses are read"),
+        ({"image": "https://host/a.png"}, "only local files and s3:// URIs are supported"),
         ({"question": "see <|image_pad|>"}, r"<\|image_pad\|>"),
         ({"answer": 3}, "answer"),
     ],
@@ -251,7 +251,7 @@ def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(fold
     with pytest.raises(DataError) as error:
         open_datasets(DataConfig(**keys))[0][0]
     given = f"{folder.name}/a.png"
-    assert f"image: no file {folder / given}; there is a file {given} in the working folder" in str(error.value)
+    assert f"image: no file {folder / given}; the file {given} exists in the working folder" in str(error.value)
     assert 'set data.media_path = "."' in str(error.value)
     sample = open_datasets(DataConfig(**keys, media_path="."))[0][0]  # as advised
     assert sample.messages[0]["content"][0]["image"] == str(folder / "a.png")
@@ -267,14 +267,14 @@ def test_a_joined_path_out_of_the_working_folder_is_told_with_what_helps(folder,
         with pytest.raises(DataError) as error:
             open_datasets(DataConfig(**keys, media_path=media_path))[0][0]
         assert f"image: ../../{folder.name}/a.png leads out of" in str(error.value)
-        assert "it exists from the working folder" in str(error.value)
+        assert "it exists relative to the working folder" in str(error.value)
         assert str(error.value).endswith("; use absolute paths")
     assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"  # as advised
 
 
 def test_a_pattern_of_videos_is_refused_by_shipped_adapters_that_do_not_read_it(folder):
     with pytest.raises(
-        ConfigError, match=r"data\.video_pattern \(\*\.mp4\) is for .*local_labels, data\.adapter is jsonl"
+        ConfigError, match=r"data\.video_pattern \(\*\.mp4\) applies only to .*local_labels, but data\.adapter is jsonl"
     ):
         open_datasets(config(folder, video_pattern="*.mp4"))
     (folder / "own.py").write_text("from data_adapters.jsonl import to_sample")
@@ -296,7 +296,7 @@ def test_columns_of_the_rows_may_have_other_names(folder):
 
 
 def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(folder):
-    with pytest.raises(DataError, match="data.columns names 'problem', and the row has id, "):
+    with pytest.raises(DataError, match="data.columns names 'problem', but the row has id, "):
         open_datasets(config(folder, columns={"question": "problem"}))[0][0]
 
 
@@ -304,8 +304,8 @@ def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(fo
     ("rows", "words"),
     [
         ("raise OSError(5, 'broken')", r"rows\(data\) of .*rows.jsonl failed: "),
-        ("yield {}", r"rows\(data\) must return a list, or another sequence with a length, it returned generator"),
-        ("return None", r"rows\(data\) must return a list, or another sequence with a length, it returned NoneType"),
+        ("yield {}", r"rows\(data\) must return a list or another sequence with a length, but returned generator"),
+        ("return None", r"rows\(data\) must return a list or another sequence with a length, but returned NoneType"),
     ],
 )
 def test_rows_of_own_code_that_are_none_are_told(folder, rows, words):

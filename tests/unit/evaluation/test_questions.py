@@ -498,7 +498,7 @@ def test_a_clip_that_an_adapter_looks_for_and_does_not_find_is_a_problem_too(fol
         ({"options": "AB"}, "row 2: field 'options' is 'AB'; it must have a string for each letter"),
         ({"video": 3}, "row 2"),
         ({"video": "../../x.mp4"}, "row 2 (sample 'x'): video: ../../x.mp4 leads out of"),
-        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is an address"),
+        ({"video": "https://h/x.mp4"}, "row 2 (sample 'x'): video: https://h/x.mp4 is a URL"),
         ({"video": "clips/9.mp4", "question": 3}, "row 2: field 'question' is 3; it must be a string"),
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],

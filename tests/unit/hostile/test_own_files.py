@@ -162,7 +162,7 @@ def test_files_that_may_lead_to_others_are_not_read(folder: Path, kind: str) -> 
     (folder / "README.md").write_text(
         f"---\nlicense: mit\nconfigs: [{{config_name: default, data_files: {name}}}]\n---\n"
     )
-    refused(lambda: ids(folder), DataError, f"files of the kind {kind} are not read; convert them to JSON lines")
+    refused(lambda: ids(folder), DataError, f"files of kind {kind} are not supported; convert them to JSON lines")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_what_a_table_says_of_itself_opens_nothing(folder: Path, here: Path, kin
     schema = pa.schema({**dict.fromkeys(texts, pa.string()), "image": file})
     table = pa.Table.from_pylist([ROW | {"image": {"bytes": None, "path": given}}], schema)
     pq.write_table(table.replace_schema_metadata({"huggingface": described}), folder / "train.parquet")
-    refused(lambda: ids(folder), DataError, f"image: {given} ", "is an address" if "://" in given else "leads out of")
+    refused(lambda: ids(folder), DataError, f"image: {given} ", "is a URL" if "://" in given else "leads out of")
 
 
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
