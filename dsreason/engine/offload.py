@@ -88,7 +88,7 @@ class StateOffload:
         self.away, self.dropped = {}, []
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of this rank that can leave the GPU from the second rollout on: AdamW creates its moments in step 1."""
+        """Return the bytes of this rank that can leave the GPU from the second rollout on, when AdamW has its moments."""
         moments, masters = self._tensor_sizes()
         return {
             "master weights": sum(masters),

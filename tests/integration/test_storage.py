@@ -417,8 +417,8 @@ def failing_third_get(proxy: Proxy) -> Any:
         ("s3://nowhere/a.png", "no bucket nowhere"),
         ("s3://bucket", "names a bucket, not a file"),
         ("s3://key:sentinel@bucket/a.png", "an address must not contain keys"),
-        ("http://host/a.png", "media must be local files or s3:// addresses"),
-        ("https://host/a.png", "media must be local files or s3:// addresses"),
+        ("http://host/a.png", "media must be local files or s3:// URIs"),
+        ("https://host/a.png", "media must be local files or s3:// URIs"),
     ],
 )
 def test_what_cannot_be_read_names_itself_as_a_fault_of_the_data(proxy: Proxy, address: str, message: str) -> None:
