@@ -521,7 +521,7 @@ def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_p
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
         "s3://bucket/none": "there is nothing below this address",
-        "s3://bucket/models/other": "no config.json there",
+        "s3://bucket/models/other": "has no config.json",
         "https://me:sentinel@host/model": "https://…@host/model: is an address",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:
