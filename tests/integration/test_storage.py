@@ -522,7 +522,7 @@ def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_p
     for path, message in {
         "s3://bucket/none": "there is nothing below this address",
         "s3://bucket/models/other": "has no config.json",
-        "https://me:sentinel@host/model": "https://…@host/model: is an address",
+        "https://me:sentinel@host/model": "https://…@host/model: URLs are not supported",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:
             resolve_model(ModelConfig(path=path), tmp_path)
