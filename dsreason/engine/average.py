@@ -1,4 +1,4 @@
-"""Weights that follow the trained ones, such as their moving average: each rank keeps its share in host memory."""
+"""Averages of the trained weights, such as a moving one. Each rank keeps its share in host memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from dsreason.errors import CheckpointError
 
 
 class WeightAverage:
-    """Float32 copies of this rank's share of the trained weights. They begin as what the engine holds.
+    """An average of the trained weights: float32 copies of this rank's share, which start as the engine's values.
 
-    Every rank calls the methods together. Float32, whatever the training type: in bfloat16 a small change is lost.
+    All ranks must call the methods together. The copies are float32 whatever the training type, because bfloat16 would lose
+    small changes.
 
     Args:
-        room: of `room_for_shares`, for the policy while the average is in its place; others may use it, too, at other times.
+        room: a buffer from `room_for_shares` for the policy while the average takes its place; others may use the same buffer
+            at other times.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
@@ -39,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """average ← decay · average + (1 − decay) · trained weights; with 0 it becomes them exactly."""
+        """Set average ← decay · average + (1 − decay) · trained weights; a decay of 0 copies the weights exactly."""
         for name, master in master_shares(self.engine):
             if decay == 0:
                 self.shares[name].copy_(master)
@@ -48,15 +50,15 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the engine's forward uses these weights. Nothing may be trained there."""
+        """Make the engine's forward use these weights inside the block, which must not train anything."""
         with policy_away(self.engine, self._policy):
-            for own, share in zip(own_shares(self.engine), self.shares.values(), strict=True):
-                own.copy_(share)
+            for engine_share, share in zip(own_shares(self.engine), self.shares.values(), strict=True):
+                engine_share.copy_(share)
             yield
 
     @torch.no_grad()
     def full(self) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter by its name, whole and in float32. All ranks must go through all of it together."""
+        """Yield every trained parameter by its name, whole and in float32. All ranks must iterate to the end together."""
         for name, parameter in trained_parameters(self.engine).items():
             shape, share = full_shape(parameter), self.shares[name].to(self.engine.device)
             if is_partitioned(parameter):
@@ -66,34 +68,34 @@ class WeightAverage:
             yield name, share
 
     def copies(self) -> dict[str, Tensor]:
-        """This rank's shares as they are now, for a checkpoint."""
+        """Copy this rank's current shares for a checkpoint."""
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Continue from a checkpoint that `saved_ranks` ranks wrote. CheckpointError if it has no such weights."""
+        """Load the average from a checkpoint that `saved_ranks` ranks wrote. Raise CheckpointError if it has none."""
         rank = dist.get_rank()
-        same = saved_ranks == dist.get_world_size()
-        ranks = [rank] if same else range(saved_ranks)
+        same_ranks = saved_ranks == dist.get_world_size()
+        ranks = [rank] if same_ranks else range(saved_ranks)
         files = [checkpoint / average_file(label, saved_rank) for saved_rank in ranks]
         if missing := [file for file in files if not file.is_file()]:
             raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
         for name, parameter in trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
-            self.shares[name].copy_(parts[0] if same else recut(parameter, parts, rank))
+            self.shares[name].copy_(parts[0] if same_ranks else recut(parameter, parts, rank))
 
 
 def recut(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
-    """This rank's share of a parameter that was cut for another number of ranks."""
+    """Return this rank's share of a parameter that was partitioned over another number of ranks."""
     if not is_partitioned(parameter):
         return parts[0]
-    whole = torch.cat([part.flatten() for part in parts])[: full_shape(parameter).numel()]
-    return share_of(parameter, whole, rank)
+    values = torch.cat([part.flatten() for part in parts])[: full_shape(parameter).numel()]
+    return share_of(parameter, values, rank)
 
 
 def saved_average(
     checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole, in float32."""
+    """Yield the average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole and in float32."""
     for name, shape in shapes.items():
         parts = [read_tensor(checkpoint / average_file(label, rank), name) for rank in range(ranks)]
         yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
@@ -104,17 +106,17 @@ def read_tensor(file: Path, name: str) -> Tensor:
         with safe_open(file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
-    except Exception as error:  # noqa: BLE001 (safetensors' own errors and those of the disk)
+    except Exception as error:  # noqa: BLE001 (safetensors and the disk raise various errors)
         raise CheckpointError(f"{file}: {name} cannot be read ({error}); choose another checkpoint") from error
 
 
 def average_file(label: str, rank: int) -> str:
-    """Its name in a checkpoint: `average_ema_rank_0.safetensors`."""
+    """Return the name of a rank's file in a checkpoint: `average_ema_rank_0.safetensors`."""
     return f"average_{label}_rank_{rank}.safetensors"
 
 
 def master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """This rank's float32 share of each trained weight, flat; with the stages 1 and 2 the whole of it."""
+    """Yield this rank's flat float32 share of each trained weight; at stages 1 and 2 the whole weight."""
     for name, parameter in trained_parameters(engine).items():
         partitioned = is_partitioned(parameter)
         yield name, safe_get_local_fp32_param(parameter) if partitioned else safe_get_full_fp32_param(parameter)

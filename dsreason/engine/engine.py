@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around the policy: building it, its learning rate, its full gradients and parameters."""
+"""The DeepSpeed engine around the policy: its construction, learning rate, gradients and whole parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsreason.phases import record_phase
 
 T = TypeVar("T")
 ZeroParameter: TypeAlias = Any
-"""An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods of its own."""
+"""An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods."""
 
 
 def build_engine(
@@ -29,16 +29,15 @@ def build_engine(
 
     `blocks`: class names of the modules that ZeRO-3 gathers as a whole, such as decoder layers.
 
-    The caller marks the boundary of each step itself, see `add_gradient`, so the number of micro-batches may change from step
-    to step.
+    The caller marks the end of each step (see `add_gradient`), so the number of micro-batches may change from step to step.
     """
     groups = parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     if partitioned:
         gather_whole_blocks(model, blocks)
-    nvtx.enable_nvtx = False  # thousands of ranges per step, which only Nsight shows, for 3 % of the host's time
-    # DeepSpeed looks whether the optimizer is its Muon, and the import of that would compile it: seconds for nothing.
+    nvtx.enable_nvtx = False  # its ranges take 3 % of the host's time, and only Nsight shows them
+    # DeepSpeed imports its Muon to check the type of the optimizer. Compiling Muon would take seconds for nothing.
     with environment({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
@@ -48,14 +47,14 @@ def build_engine(
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to `device`, in their own types: DeepSpeed moves nothing of a model whose parameters are cut."""
+    """Move all buffers to `device` and keep their types. DeepSpeed does not move those of a partitioned model."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices decay, norms and biases do not. Empty groups are left out."""
+    """Return the trainable parameters in two groups: matrices with weight decay, norms and biases without. Omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
@@ -69,23 +68,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
-    """Return whether ZeRO-3 has cut this parameter over the ranks."""
+    """Return whether ZeRO-3 has partitioned this parameter over the ranks."""
     return hasattr(parameter, "ds_id")
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Shape of the whole parameter: under ZeRO-3 `parameter.shape` is (0,)."""
+    """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` is (0,)."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
 
 def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
     """Run the backward pass of a share of the step's loss.
 
-    The shares of all micro-batches and ranks add up to that loss, however it was cut; ranks that compute a row together each
-    have the gradient of their own tokens. DeepSpeed averages gradients over ranks, which is undone here.
+    The shares of all micro-batches and ranks add up to the loss, however it was divided; of ranks that compute a row together,
+    each has the gradient of its tokens. DeepSpeed averages gradients over ranks, and the factor `num_ranks` undoes that.
 
     Args:
-        last: whether it is the step's last one on this rank, which the optimizer step follows.
+        last: whether this is the last backward pass of the step on this rank; the optimizer step follows it.
     """
     engine.set_gradient_accumulation_boundary(last)
     with record_phase("backward"):
@@ -100,7 +99,7 @@ def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
 
 
 def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
-    """Run the optimizer step at this learning rate. Return the rate and the gradient norm, as metrics."""
+    """Run the optimizer step at this learning rate. Return the rate and the gradient norm as metrics."""
     set_learning_rate(engine, lr)
     with record_phase("optimizer"):
         engine.step()
@@ -108,29 +107,29 @@ def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
 
 
 def engine_grad_norm(engine: DeepSpeedEngine) -> float:
-    """Norm of the whole gradient of the last step, before clipping; `inf` where DeepSpeed refused the step."""
+    """Return the norm of the whole gradient of the last step, before clipping; `inf` if DeepSpeed skipped the step."""
     if engine.optimizer.overflow:
         return float("inf")
     return float(engine.get_global_grad_norm())
 
 
 def frozen_names(engine: DeepSpeedEngine) -> list[str]:
-    """Hugging Face names of the parameters that are not trained."""
+    """Return the Hugging Face names of the parameters that are not trained."""
     return [hf_name(name) for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
 
 
 def hf_name(name: str) -> str:
-    """Name in the Hugging Face model of a parameter of the policy, whose attribute `model` it is."""
+    """Return the name in the Hugging Face model (the policy's attribute `model`) of one of the policy's parameters."""
     return name.removeprefix("model.")
 
 
 def full_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter but those named in `without`, whole, under its Hugging Face name; tied ones once.
+    """Yield every parameter except those in `without`, whole, with its Hugging Face name; tied ones once.
 
-    All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of the
-    trained ones) and hold until the next one is asked for: copy what is kept. At most about `bucket_mb` MiB are whole
+    All ranks must iterate to the end together. The tensors are the model's (with `master`, float32 copies of the trained
+    ones) and are valid only until the next one is yielded, so copy what you keep. At most about `bucket_mb` MiB are whole
     at a time.
     """
     named_parameters = [
@@ -141,17 +140,17 @@ def full_parameters(
 
 
 def while_whole(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
-    """Each item while the parameters beside it are whole, about `bucket_mb` MiB of them at a time. Collective."""
+    """Yield each item while its parameters are whole, about `bucket_mb` MiB of them at a time. Collective."""
     for bucket in plan_buckets(items, bucket_mb * 2**20):
-        cut = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
-        with deepspeed.zero.GatheredParameters(cut, enabled=bool(cut)):
+        partitioned = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
+        with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             yield from (item for item, _ in bucket)
 
 
 def plan_buckets(
     items: Sequence[tuple[T, Sequence[nn.Parameter]]], max_bytes: float
 ) -> list[list[tuple[T, Sequence[nn.Parameter]]]]:
-    """Cut them, in order, into runs with parameters of at most `max_bytes`; an item of more is alone in its own."""
+    """Split the items, in order, into buckets of at most `max_bytes` of parameters; a larger item gets a bucket to itself."""
     buckets: list[list[tuple[T, Sequence[nn.Parameter]]]] = []
     room = 0.0
     for item in items:
@@ -165,7 +164,7 @@ def plan_buckets(
 
 
 def values_of(parameter: nn.Parameter, *, master: bool) -> Tensor:
-    """Of a whole parameter; with `master` a float32 copy where it is trained. Collective."""
+    """Return the values of a whole parameter; with `master`, a float32 copy if it is trained. Collective."""
     if master and parameter.requires_grad:
         copy: Tensor = safe_get_full_fp32_param(parameter)
         return copy

@@ -1,4 +1,4 @@
-"""Host memory that tensors of a GPU are copied to, and from, as fast as the bus can: pinned, in pieces."""
+"""Host memory for tensors of a GPU: pinned and in pieces, so that copies both ways run at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Bytes. torch rounds pinned memory up to a power of two: one block for everything could take twice its size."""
+"""Bytes of a piece. torch rounds pinned memory up to a power of two, so one large block could take twice its size."""
 STAGE = 2**24
-"""Bytes of one of the two buffers that a copy into ordinary memory goes through."""
+"""Bytes of each of the two buffers that a copy into ordinary memory goes through."""
 
 
 class HostBuffer:
-    """Host memory for the bytes of some tensors, one behind the other."""
+    """Host memory for the bytes of some tensors, one after the other."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         sizes = [min(PIECE, nbytes - start) for start in range(0, nbytes, PIECE)]
         self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.taken = False
-        """Whether somebody still needs what was stored; for those who share it."""
+        """True while the stored bytes are still needed; the users of a shared buffer set and check it."""
 
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
     def store(self, tensors: Iterable[Tensor]) -> None:
-        """Take the values of `tensors`, which fill it."""
+        """Copy the values of `tensors`, which fill the buffer."""
         for piece, part in self._pairs(tensors):
             piece.copy_(part, non_blocking=True)
         synchronize()
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors of the same types and sizes, in the same order, the values that were stored last."""
+        """Copy the values that were stored last into tensors of the same types and sizes, in the same order."""
         for piece, part in self._pairs(tensors):
             part.copy_(piece, non_blocking=True)
         synchronize()
 
     def _pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Equally long parts, `[bytes]`: here, and of a tensor."""
+        """Yield pairs of equally long parts, `[bytes]`: of the buffer and of a tensor."""
         begin = 0
         for tensor in tensors:
             remaining = as_bytes(tensor)
@@ -53,9 +53,9 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """Copies tensors of a GPU into ordinary memory through two pinned buffers: one is filled while the other is emptied.
+    """A copier of GPU tensors into ordinary memory through two pinned buffers: one is filled while the other is emptied.
 
-    Straight into ordinary memory a GPU copies several times more slowly.
+    A direct copy into ordinary memory is several times slower.
     """
 
     @cached_property
@@ -63,33 +63,33 @@ class StagedCopy:
         return [torch.empty(STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Both have the same type and shape."""
-        on_the_way: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+        """Copy `source` into `target`, which has the same type and shape."""
+        pending: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 
-        def land() -> None:
-            arrived, buffer, part = on_the_way.popleft()
-            arrived.synchronize()
+        def finish_oldest() -> None:
+            event, buffer, part = pending.popleft()
+            event.synchronize()
             part.copy_(buffer)
 
         parts = zip(as_bytes(target).split(STAGE), as_bytes(source.contiguous()).split(STAGE), strict=True)
-        for number, (to, part) in enumerate(parts):
-            if len(on_the_way) == len(self.buffers):
-                land()
+        for number, (target_part, part) in enumerate(parts):
+            if len(pending) == len(self.buffers):
+                finish_oldest()
             buffer = self.buffers[number % len(self.buffers)][: len(part)]
             buffer.copy_(part, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-            on_the_way.append((arrived, buffer, to))
-        while on_the_way:
-            land()
+            event = torch.cuda.Event()
+            event.record()
+            pending.append((event, buffer, target_part))
+        while pending:
+            finish_oldest()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, `[bytes]`."""
+    """Return the memory of a contiguous tensor, `[bytes]`."""
     return tensor.data.view(-1).view(torch.uint8)
 
 
 def synchronize() -> None:
-    """Wait until copies from and to the GPU are done, where one is used."""
+    """Wait until all copies from and to the GPU are done, if the process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

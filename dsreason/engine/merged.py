@@ -1,4 +1,4 @@
-"""The weights of a policy under the names of the model that it was loaded as, and what its adapters add to them."""
+"""The weights of a policy under the names of the model it was loaded from, and the deltas of its adapters."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from dsreason.models.nf4.layers import NF4Linear
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model, with the matrices A and B and the scale of its adapter where it has one."""
+    """A parameter of the model, with the matrices A and B and the scale of its adapter if it has one."""
 
     name: str
-    """In the Hugging Face model."""
+    """Name in the Hugging Face model."""
     parameter: nn.Parameter
     adapter: tuple[nn.Parameter, ...] = ()
     scale: float = 0.0
     quantized: NF4Linear | None = None
-    """The layer, where the parameter holds it in 4 bits."""
+    """The layer, if the parameter holds its weight in 4 bits."""
 
     @property
     def is_constant(self) -> bool:
-        """Whether training leaves it as it is."""
+        """Return whether training leaves the weight unchanged."""
         return not (self.adapter or self.parameter.requires_grad)
 
     def values(self, *, master: bool) -> Tensor:
-        """What the forward multiplies with, or a float32 copy where it is trained and `master`. Collective, while it is whole."""
+        """Return the weight that the forward uses; with `master`, a float32 copy if it is trained. Collective.
+
+        The parameter must be whole.
+        """
         return values_of(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
 
 
 def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
-    """In the model's order; tied ones once."""
+    """Return the weights in the model's order; tied ones once."""
     parameters = {hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
     scales = {hf_name(name): scale for name, scale in adapter_scales(engine.module).items()}
     quantized = {
@@ -58,16 +61,16 @@ def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
 
 
 def constant_names(engine: DeepSpeedEngine) -> list[str]:
-    """Names of the weights that training leaves as they are."""
+    """Return the names of the weights that training leaves unchanged."""
     return [weight.name for weight in weights_of(engine) if weight.is_constant]
 
 
 def merged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight but those named in `without`, with its adapter merged into it: what a model without adapters would have.
+    """Yield every weight except those in `without`, with its adapter merged into it, as a model without adapters has it.
 
-    Always computed from the weight that was loaded, or from what its 4 bits stand for, and these stay as they are. Else as
+    Each is computed from the loaded (or dequantised) weight, which stays unchanged. Otherwise the same as
     `unmerged_parameters`.
     """
     for name, tensor, delta in unmerged_parameters(engine, bucket_mb, without=without):
@@ -77,11 +80,11 @@ def merged_parameters(
 def unmerged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Every weight but those named in `without`, whole, under its Hugging Face name, and what its adapter adds to it.
+    """Yield every weight except those in `without`, whole, with its Hugging Face name and the delta of its adapter.
 
-    All ranks must go through all of it together. The tensors are the model's own (`master`: float32 copies of what is
-    trained) or what its 4 bits stand for in the type of the forward, and hold until the next one is asked for. A weight and its
-    adapter are whole together, and at most about `bucket_mb` MiB at a time.
+    All ranks must iterate to the end together. The tensors are the model's (with `master`, float32 copies of the trained
+    ones) or the dequantised weight in the type of the forward, and are valid only until the next one is yielded. A weight and
+    its adapter are whole together, at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in weights_of(engine) if weight.name not in without]
     for weight in while_whole([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):

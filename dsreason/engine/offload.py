@@ -1,10 +1,10 @@
-"""What only training needs leaves the GPU while completions are sampled, and comes back as it was.
+"""Offload of the training state during rollouts: it leaves the GPU while completions are sampled, and comes back unchanged.
 
-What DeepSpeed 0.19.8 has for this, `offload_states`, moves master weights and moments at stage 3 for its own FusedAdam
-alone, at stage 1 in bf16 not at all, and at stages 1 and 2 `safe_get_full_optimizer_state` fails ever after; gradients it
-copies, though nobody reads them again. So all is moved here, and underneath: a tensor's memory is given back to the
-allocator (a copy of what is needed kept on the host), and later it gets memory again. Tensors and storages stay the same
-objects, so all that DeepSpeed and the optimizer keep of them, views included, stays right.
+DeepSpeed 0.19.8 has `offload_states` for this, but at stage 3 it moves master weights and moments only with its FusedAdam, at
+stage 1 in bf16 it moves nothing, and at stages 1 and 2 `safe_get_full_optimizer_state` fails from then on. It also copies
+gradients that nobody reads again. So this module moves the state below the tensors: it gives the memory of a tensor back to
+the allocator (and keeps a copy of the needed values on the host), and allocates it again later. Tensors and storages stay the
+same objects, so every reference that DeepSpeed and the optimizer hold, views included, stays valid.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MASTER_WEIGHTS = {
     BF16_Optimizer: "fp32_groups_flat_partition",  # stage 1 in bf16
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's step count is a scalar and stays."""
+"""Tensors of AdamW that move; its step count is a scalar and stays."""
 
 
 class StateOffload:
-    """Takes this rank's master weights, moments and gradient buffers off the GPU and brings them back, between two steps.
+    """Offload of this rank's master weights, moments and gradient buffers between two steps.
 
-    Weights and moments wait in pinned host memory, which is allocated once and kept. Of gradients nothing is needed
-    between steps: they come back as zeros. Both methods may be called twice in a row. An engine on a CPU keeps everything
-    where it is; tests ask for its tensors to be moved with `device_type="cpu"`.
+    Weights and moments wait in pinned host memory, which is allocated once and kept. Gradients are not needed between steps
+    and come back as zeros. `offload` and `reload` may each be called twice in a row. Nothing moves if the engine is on a
+    CPU, except with `device_type="cpu"`, which tests use.
 
     Args:
-        amount: how much leaves the GPU; moments first, then master weights, in whole tensors.
+        amount: the state that leaves the GPU; moments first, then master weights, in whole tensors.
     """
 
     def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", amount: OffloadAmount = EVERYTHING) -> None:
@@ -49,17 +49,17 @@ class StateOffload:
         self.device_type = device_type
         self.amount = amount
         self.host: dict[str, HostBuffer] = {}
-        """By the name of the tensor whose bytes it takes."""
+        """Host buffers: name of the offloaded tensor → memory for its bytes."""
         self.away: dict[str, Tensor] = {}
         self.dropped: list[tuple[Tensor, int]] = []
-        """Gradient buffers that have no memory now, and the bytes that they had."""
+        """Gradient buffers without memory, and the bytes that they had."""
 
     @property
     def is_active(self) -> bool:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Afterwards these tensors have no memory at all: only weights may be read until `reload`."""
+        """Free the GPU memory of the training state. Until `reload` only the weights may be read."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
@@ -88,7 +88,7 @@ class StateOffload:
         self.away, self.dropped = {}, []
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of this rank that can leave the GPU from the second rollout on; AdamW makes its moments in the first step."""
+        """Return the bytes of this rank that can leave the GPU from the second rollout on, when AdamW has its moments."""
         moments, masters = self._tensor_sizes()
         return {
             "master weights": sum(masters),
@@ -97,11 +97,11 @@ class StateOffload:
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
-        """Measure this rank's GPU, before vLLM has started. The optimizer's moments count even if they do not exist yet.
+        """Measure this rank's GPU before vLLM starts. The optimizer's moments count even if they do not exist yet.
 
         Args:
             utilization: vLLM's share of the GPU.
-            bucket_bytes: most bytes of weights that a weight sync gathers at a time, unless a single one is larger.
+            bucket_bytes: maximum bytes of weights that a weight sync gathers at a time, unless a single weight is larger.
         """
         release_gathered(self.engine)
         device, sizes = self.engine.device, self.sizes()
@@ -119,7 +119,7 @@ class StateOffload:
         )
 
     def describe(self) -> str:
-        """One line for the log: what moves, what is on the host anyway, and what stays."""
+        """Describe in one log line what moves, what is on the host anyway, and what stays."""
         if not self.is_active:
             return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
         sizes = self.sizes()
@@ -138,10 +138,10 @@ class StateOffload:
         stays = [f"{name} {size / GIB:.2f} GiB" for name, size in staying.items() if size]
         return f"{text}; stays on the GPU: {', '.join(stays) or 'nothing'}"
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ the tensors
 
     def moving(self) -> dict[str, Tensor]:
-        """Return what waits on the host, by names that stay the same from rollout to rollout."""
+        """Return the tensors that wait on the host, by names that stay the same from rollout to rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
             "moments": self._on_device(self.moments())[:num_moments],
@@ -172,7 +172,7 @@ class StateOffload:
         return [state[name] for state in states for name in MOMENTS if name in state]
 
     def gradients(self) -> list[Tensor]:
-        """Buffers that outlive a step. At stages 1 and 2 DeepSpeed otherwise makes them anew in each one."""
+        """Return the gradient buffers that outlive a step. At stages 1 and 2 DeepSpeed creates the others anew in each step."""
         optimizer = self.engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]
@@ -193,7 +193,7 @@ class StateOffload:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The whole memory behind a tensor, `[bytes]`."""
+    """Return the whole memory behind a tensor, `[bytes]`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

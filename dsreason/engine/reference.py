@@ -20,14 +20,14 @@ from dsreason.models.weights import find_weights
 
 
 class Reference(Protocol):
-    """What the KL is measured against."""
+    """The policy that the KL is measured against."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Inside, the engine's forward is the reference's. Nothing may be trained there. Every rank enters it together."""
+        """Make the engine's forward the reference's inside the block, which must not train anything. Collective."""
 
 
 class BaseReference:
-    """The reference of a policy with adapters: the model without them. It takes no memory, and is never another one."""
+    """The reference of a policy with adapters: the model without them. It takes no memory and never changes."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -37,13 +37,14 @@ class BaseReference:
 
 
 class ReferencePolicy:
-    """Keeps this rank's share of the trained weights in host memory, and puts it into the engine where it is needed.
+    """A reference whose trained weights wait in host memory, this rank's share of them, and are put into the engine on demand.
 
-    It begins as the policy that the engine holds when this is constructed. Frozen parameters are the policy's own. Every
-    rank calls the methods together.
+    It starts as the policy that the engine holds at construction, and shares the frozen parameters with the policy. All
+    ranks must call the methods together.
 
     Args:
-        room: of `room_for_shares`, for the policy while the reference is in its place; others may use it, too, at other times.
+        room: a buffer from `room_for_shares` for the policy while the reference takes its place; others may use the same
+            buffer at other times.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
@@ -52,26 +53,26 @@ class ReferencePolicy:
         self.become_policy()
 
     def become_policy(self) -> None:
-        """The policy as it is now is the reference from here on."""
+        """Make the current policy the reference."""
         self._reference.store(own_shares(self.engine))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the engine's forward is the reference's. Nothing may be trained there."""
+        """Make the engine's forward the reference's inside the block, which must not train anything."""
         with policy_away(self.engine, self._policy):
             self._reference.restore(own_shares(self.engine))
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
-        """Take the weights of a Hugging Face folder, whose names `rename` knows. CheckpointError if one is missing."""
+        """Load the weights of a Hugging Face folder, whose names `rename` translates. Raise CheckpointError if one is missing."""
         weights = find_weights(folder, rename)
         trained = trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
-        whole: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads its own part only
-        weights.read(list(trained), whole.__setitem__)
+        tensors: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads only its part
+        weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
-        self._reference.store(share_of(p, whole[name], rank).to(p.dtype) for name, p in trained.items())
+        self._reference.store(share_of(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
 
 
 def trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
@@ -79,13 +80,13 @@ def trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
 
 
 def own_shares(engine: DeepSpeedEngine) -> list[Tensor]:
-    """This rank's share of each trained weight, as the forward uses it; written to between forwards, it changes them."""
+    """Return this rank's share of each trained weight, as the forward uses it: writing to a share changes the weight."""
     parameters: Iterable[nn.Parameter] = trained_parameters(engine).values()
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
 def share_of(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
-    """A rank's part of a whole tensor, as ZeRO-3 cuts it: flat, equal parts, the last one padded."""
+    """Return a rank's part of a whole tensor, partitioned as by ZeRO-3: flat, equal parts, the last one padded."""
     if not is_partitioned(parameter):
         return whole
     size = parameter.ds_tensor.numel()
@@ -100,7 +101,7 @@ def room_for_shares(engine: DeepSpeedEngine) -> HostBuffer:
 
 @contextmanager
 def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
-    """Inside, the engine's trained weights may be overwritten; afterwards they are the policy's again."""
+    """Save the policy's trained weights, so that the block may overwrite them in the engine, and restore them at its end."""
     assert not room.taken, "the policy is away already; it would be lost"
     drop_gathered(engine)
     room.store(own_shares(engine))
@@ -114,8 +115,8 @@ def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
-    """The next forward gathers every trained weight from the ranks' shares again."""
+    """Make the next forward gather every trained weight from the ranks' shares again."""
     release_gathered(engine)  # small parameters stay whole in between, and would be used as they are
     for parameter in trained_parameters(engine).values():
         if is_partitioned(parameter):
-            parameter.ds_secondary_tensor = None  # of this host's own copy, with zero_hpz_partition_size
+            parameter.ds_secondary_tensor = None  # the copy within a host that zero_hpz_partition_size keeps

@@ -1,4 +1,4 @@
-"""The GPU memory of a rollout, and the training state that has to make room for vLLM. Runs and plans both decide here."""
+"""The GPU memory of a rollout, and the training state that must make room for vLLM. Runs and plans both use this module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.errors import ConfigError
 
 GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
-"""Allowances on a GPU: CUDA's context and libraries; communication between several GPUs."""
+"""Bytes allowed on a GPU for CUDA's context and libraries, and for communication between several GPUs."""
 FRAGMENTS = 0.05
 """Share of torch's memory that its allocator cannot use. vLLM's own memory has no such loss."""
 
@@ -31,7 +31,7 @@ NOTHING = OffloadAmount(False, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """Bytes on one GPU during a rollout if no training state moved."""
+    """Bytes on one GPU during a rollout if no training state moves."""
 
     total: int
     """Memory of the GPU."""
@@ -43,7 +43,7 @@ class RolloutMemory:
     moments: int
     masters: int
     sync: int
-    """Buckets of whole weights that a weight sync gathers."""
+    """Whole weights that a weight sync gathers at a time."""
     outside: int
     """CUDA context, NCCL and other processes."""
 
@@ -72,10 +72,10 @@ class RolloutMemory:
 
 
 def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
-    """Decide what leaves the GPU. Gradient buffers go first.
+    """Choose what leaves the GPU. Gradient buffers go first.
 
     Raises:
-        ConfigError: the mode is "never", and vLLM's share does not fit beside the training state.
+        ConfigError: the mode is "never" and vLLM's share does not fit beside the training state.
     """
     state, to_move = memory.moments + memory.masters, max(0, memory.excess - memory.gradients)
     if mode == "always":
@@ -92,7 +92,7 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
 
 
 def count_moving(sizes: list[int], num_bytes: int) -> int:
-    """Return how many of the first tensors hold at least `num_bytes`; all if they hold less."""
+    """Return the number of leading tensors that together hold at least `num_bytes`; all if they hold less."""
     for count in range(len(sizes)):
         if sum(sizes[:count]) >= num_bytes:
             return count

@@ -7,16 +7,16 @@ import math
 from dsreason.config.schema import OptimConfig
 
 WSD_SHARE = 0.2
-"""Share of all steps that decays in the schedule wsd, unless `optim.decay_share` says otherwise."""
+"""Share of all steps in which the schedule wsd decays, unless `optim.decay_share` is set."""
 
 
 def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
-    """`optim.warmup` in steps, at most `total_steps`; below 1 it is a share of them."""
+    """Return `optim.warmup` in steps, at most `total_steps`; a value below 1 is a share of them."""
     return round(optim.warmup * total_steps) if optim.warmup < 1 else min(int(optim.warmup), total_steps)
 
 
 def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
-    """Return what a person should know of a warmup that takes the whole run; None for a shorter one."""
+    """Return a warning for a warmup that takes the whole run; None for a shorter one."""
     if warmup_steps(total_steps, optim) < total_steps:
         return None
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
@@ -30,11 +30,11 @@ def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return what the peak learning rate is multiplied with in 0-based `step`.
+    """Return the factor of the peak learning rate in 0-based `step`.
 
-    Rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches
-    `optim.min_lr_share` at `total_steps` (one step after the last). With `optim.decay_share` it stays at 1 until the last
-    steps of that share.
+    It rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches `optim.min_lr_share` at
+    `total_steps` (one step after the last). With `optim.decay_share` it stays at 1 until the decay, which takes that share
+    of all steps at the end.
     """
     warmup = warmup_steps(total_steps, optim)
     if step < warmup:
@@ -54,4 +54,4 @@ def _decay(schedule: str, progress: float) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
     if schedule in ("sqrt", "wsd"):
         return 1 - math.sqrt(progress)
-    raise ValueError(f"schedule {schedule!r}: has no decay")
+    raise ValueError(f"optim.schedule {schedule!r}: unknown schedule")

@@ -1,7 +1,7 @@
-"""ZeRO-3 by whole blocks: one gather for a decoder layer instead of one for each of its modules.
+"""ZeRO-3 by whole blocks: one gather per decoder layer instead of one per module in it.
 
-DeepSpeed records the order in which modules run, and gathers the parameters of the next ones ahead. Its hooks cost the host
-time for each module, and a new order costs a step without prefetching.
+DeepSpeed records the order in which modules run and prefetches the parameters of the next ones. Its hooks cost host time
+per module, and a new order costs a step without prefetching.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
-    """Make the modules whose class is named in `blocks` leaf modules of ZeRO-3, before the engine is built.
+    """Make the modules whose class name is in `blocks` leaf modules of ZeRO-3. Call it before the engine is built.
 
-    The gradients of a leaf are reduced once the gradient of its input is computed. So a leaf with trained parameters gets an
-    input that requires one, even if everything before it is frozen; else DeepSpeed would reduce zeros.
+    DeepSpeed reduces the gradients of a leaf once the gradient of its input is computed. So the input of a leaf with trained
+    parameters must require a gradient even if everything before it is frozen; otherwise DeepSpeed would reduce zeros.
     """
     for module in model.modules():
         if type(module).__name__ in blocks:
@@ -30,7 +30,7 @@ def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
 
 
 def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hook for a block whose first argument is its hidden states."""
+    """Make the hidden states, a block's first argument, require a gradient (a forward pre-hook)."""
     hidden: Tensor = args[0]
     if hidden.requires_grad or not torch.is_grad_enabled():
         return args
@@ -38,26 +38,26 @@ def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any
 
 
 def release_gathered(engine: DeepSpeedEngine) -> None:
-    """Cut parameters that are whole on this rank again; at stages 1 and 2 there are none.
+    """Partition the parameters again that are whole on this rank. Stages 1 and 2 do not partition parameters.
 
-    DeepSpeed's `engine.empty_partition_cache` does this too, but also collects garbage and empties the GPU's cache, which takes
-    half a second.
+    DeepSpeed's `engine.empty_partition_cache` does this as well, but it also collects garbage and empties the GPU's cache, which
+    takes half a second.
     """
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.empty_partition_cache()
 
 
 def record_training_only(engine: DeepSpeedEngine) -> None:
-    """Let DeepSpeed record the order of modules in forwards that a backward pass follows.
+    """Let DeepSpeed record the order of modules only in forwards that are followed by a backward pass.
 
-    The order of a forward alone, of old log-probabilities or validation, ends before the backward pass: training would run
-    past it, and the next forward would be recorded again. The order of a whole step begins with that of a forward, which
-    it serves as well.
+    The recorded order of a forward without one (for old log-probabilities or validation) would end too early: training would
+    run past it, and the next forward would be recorded again. The order of a whole step starts with that of its forward, so
+    it also serves forwards without a backward pass.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
 
-    def forget_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def discard_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if coordinator.is_record_trace() and not torch.is_grad_enabled():
             coordinator._invalidate_trace()
 
-    engine.register_forward_hook(forget_forward)
+    engine.register_forward_hook(discard_forward)

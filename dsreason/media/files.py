@@ -1,4 +1,4 @@
-"""Which files are opened as media: local ones and local copies, in formats that lead to no other file or program."""
+"""The files that are opened as media: local ones and local copies, in formats that never open another file or program."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from dsreason.files.address import is_s3
 from dsreason.files.remote import local_copy
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
-"""Formats that are opened, whatever the suffix is. Pillow knows more, and runs Ghostscript for one of them (EPS)."""
+"""Image formats that are opened, whatever the suffix. Pillow supports more, and runs Ghostscript for one of them (EPS)."""
 VIDEO_FORMATS = (
     *("mp4", "mov", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "asf", "ogg", "mxf", "dv", "gif", "apng"),
     *("h264", "hevc", "m4v", "mpegvideo", "mjpeg", "ivf", "obu"),
 )
-"""FFmpeg knows more, among them playlists, which would make it open other files."""
+"""Video containers that are opened. FFmpeg supports more, including playlists, which would make it open other files."""
 OTHER_FORMATS = (
     *("image2", "png_pipe", "jpeg_pipe", "webp_pipe", "bmp_pipe", "tiff_pipe", "gif_pipe", "j2k_pipe"),
     *("wav", "mp3", "aac", "flac"),
 )
-"""Not videos, but opened for a better message."""
+"""Containers that hold no video but are opened for a better message."""
 
 
 def local_path(path: str | Path) -> Path:
-    """The file behind a path, `file://` or `s3://` address (then a local copy).
+    """Return the local file of a path, `file://` or `s3://` URI; for S3 that is a local copy.
 
     Raises:
-        DataError: it is not a readable, non-empty file.
-        StorageError: S3 cannot be reached or refuses.
+        DataError: the path is not a readable, non-empty file.
+        StorageError: S3 cannot be reached or refuses the request.
     """
     text = str(path)
     if is_s3(text):
         text = str(local_copy(text))
     elif "://" in text:
         if not text.startswith(("file:///", "file://localhost/")):
-            raise DataError(f"{text}: media must be local files or s3:// addresses; download it and give the path")
+            raise DataError(f"{text}: media must be local files or s3:// URIs; download the file and use its path")
         text = unquote(text.removeprefix("file://").removeprefix("localhost"))
     file = Path(text)
-    if not os.path.exists(file):  # unlike Path.exists, False for a path that is too long
+    if not os.path.exists(file):  # Path.exists would raise if the path is too long
         raise DataError(f"{text:.300}: no such file")
     if not file.is_file():
         raise DataError(f"{file}: is not a file")

@@ -1,4 +1,4 @@
-"""Image files: sizes from their headers, pixels as 8-bit RGB. A file that cannot be used is a `DataError`."""
+"""Image files: sizes from their headers, pixels as 8-bit RGB. Unusable files raise a `DataError`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
 MAX_SCANNED_PIXELS = 5_000_000_000
-"""Pixels of a JPEG times its scans, each of which may pass over all of them: 33 scans of the largest image; usual are ten.
-A scan of a few bytes costs as much, so neither the file's size nor the picture's says how long it takes."""
+"""Maximum pixels of a JPEG times its scans, each of which may pass over all pixels: 33 scans of the largest image; 10 are usual.
+A scan of a few bytes costs as much, so neither the size of the file nor that of the image bounds the time."""
 JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])")
-"""Begins a segment; compressed pixels hold none but those left out here."""
+"""A marker that begins a segment. Compressed pixels contain only the markers that this expression excludes."""
 JPEG_SCAN, JPEG_END = b"\xda", b"\xd9"
 EXIF_ORIENTATION = 0x0112
 
 
 def probe_image(path: str | Path) -> tuple[int, int]:
-    """(height, width) after EXIF rotation, from the header alone."""
+    """Return (height, width) after EXIF rotation; reads only the header."""
     with _opened_image(local_path(path)) as image:
         width, height = image.size
         return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
 
 
 def load_image(path: str | Path) -> Image.Image:
-    """The image as 8-bit RGB, EXIF rotation applied, transparency laid over white."""
+    """Load an image as 8-bit RGB, with EXIF rotation applied and transparency over white."""
     file = local_path(path)
     with _opened_image(file) as image:
         rotated = _orientation(image) != 1
@@ -44,13 +44,15 @@ def load_image(path: str | Path) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return what is left to rotate; Pillow does it by itself for TIFF. Asked of the base class, because
-    `PngImageFile.getexif` would decode the picture, to look for more behind the pixels."""
+    """Return the EXIF orientation that is still to be applied; Pillow applies it to TIFF itself.
+
+    The base class reads it, because `PngImageFile.getexif` would decode the image to look for data behind the pixels.
+    """
     return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
 
 
 class TimedFile(io.BufferedReader):
-    """Pillow comes here for every chunk of a header or of pixels, so that this is where it can be ended."""
+    """A file that checks the time limit as Pillow reads it, chunk by chunk of the header and the pixels."""
 
     reads = 0
 
@@ -58,7 +60,7 @@ class TimedFile(io.BufferedReader):
         super().__init__(io.FileIO(file))
         self.file = file
 
-    def __repr__(self) -> str:  # in Pillow's errors
+    def __repr__(self) -> str:  # Pillow quotes this in its errors
         return repr(str(self.file))
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -76,13 +78,13 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
             TimedFile(file) as opened,
             Image.open(opened, formats=IMAGE_FORMATS) as image,
         ):
-            image.filename = str(file)  # so that raw pixels are mapped
+            image.filename = str(file)  # lets Pillow map raw pixels
             if (pixels := image.width * image.height) > MAX_IMAGE_PIXELS:
                 raise DataError(f"{file}: {image.width}x{image.height} = {pixels} pixels, more than {MAX_IMAGE_PIXELS}")
             yield image
     except DsReasonError:
         raise
-    except Exception as error:  # damaged bytes lead Pillow's decoders to any of them
+    except Exception as error:  # Pillow's decoders may raise anything for damaged bytes
         raise DataError(f"{file}: not a usable image: {str(error) or type(error).__name__}") from error
 
 
@@ -91,24 +93,24 @@ def _check_scans(file: Path, image: Image.Image) -> None:
         for scans in _scans(file):
             if scans * image.width * image.height > MAX_SCANNED_PIXELS:
                 raise DataError(
-                    f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels, which make the "
-                    f"{MAX_SCANNED_PIXELS:.1e} that are read; save it as an ordinary JPEG"
+                    f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels exceed the limit of "
+                    f"{MAX_SCANNED_PIXELS:.1e} pixels in total; save it as an ordinary JPEG"
                 )
 
 
 def _scans(file: Path) -> Iterator[int]:
-    """Counts the scans of a JPEG up to its end, behind which phones put a video; what its segments hold is no scan."""
-    scans, place = 0, 0
+    """Yield the running number of scans of a JPEG up to its end marker; phones append a video. Skips the content of segments."""
+    scans, position = 0, 0
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:
-        while (marker := JPEG_MARKER.search(content, place)) and marker[1] != JPEG_END:
+        while (marker := JPEG_MARKER.search(content, position)) and marker[1] != JPEG_END:
             check_time()
-            place = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2], "big")
+            position = marker.end() + int.from_bytes(content[marker.end() : marker.end() + 2], "big")
             if marker[1] == JPEG_SCAN:
                 yield (scans := scans + 1)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a sample: Pillow's own conversion would clip at 255
+    if image.mode.startswith("I"):  # 16 bits per sample: Pillow's conversion would clip at 255
         return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")

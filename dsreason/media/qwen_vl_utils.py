@@ -1,8 +1,8 @@
-"""What qwen-vl-utils makes of a medium, and with it cosmos-rl: to say where we differ, and in which numbers.
+"""Sizes and frames that qwen-vl-utils, and with it cosmos-rl, chooses for images and videos, to report how ours differ.
 
-The arithmetic of version 0.0.14 (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_image` and
-`fetch_video` in its `vision_process.py`), which knows no processor. Where `max_pixels` is below the smallest frame by
-default, 0.0.14 refuses; then it is that of 0.0.11, which does not.
+The arithmetic is that of version 0.0.14 (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_image` and
+`fetch_video` in its `vision_process.py`), which ignores the processor. If `max_pixels` is below the default smallest frame,
+0.0.14 refuses the video; this module then follows 0.0.11, which does not.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FRAME_TOKENS = 128, 768
 VIDEO_TOKENS = 128_000 * 0.9
 FPS, MIN_FRAMES, MAX_FRAMES = 2.0, 4, 768
 PAIR = 2
-"""Frames that the models take together."""
+"""Frames that the models process together."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A medium as the model sees it, in pixels. `indices` are the frames of a video."""
+    """An image or video as the model sees it, in pixels. `indices` are the frames of a video."""
 
     height: int
     width: int
@@ -34,10 +34,10 @@ class Shown:
 
 
 def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
-    """An image of this size. `part` has the settings of a message's part, `factor` is patch size x merge size.
+    """Resize an image of this size. `part` has the settings of a message part, `factor` is patch size x merge size.
 
     Raises:
-        DataError: qwen-vl-utils refuses it.
+        DataError: qwen-vl-utils refuses the image.
     """
     settings = {key: value for key, value in part.items() if value is not None}
     low = settings.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
@@ -47,7 +47,7 @@ def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Show
 
 
 def video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
-    """As `image`, for a video."""
+    """Choose the frames of a video and resize them; arguments and errors as for `image`."""
     settings = {key: value for key, value in part.items() if value is not None}
     start, end = frame_range(info, settings)
     indices = evenly_spaced(start, end, smart_nframes(settings, end - start + 1, info.fps))
@@ -58,26 +58,26 @@ def video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
     return Shown(height, width, len(indices) // PAIR * height * width // factor**2, indices)
 
 
-def frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
-    """The first and the last frame from `video_start` to `video_end`."""
+def frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the first and the last frame from `video_start` to `video_end`."""
     seconds, last = info.num_frames / info.fps, info.num_frames - 1
-    start = math.ceil(min(given.get("video_start", 0.0), seconds) * info.fps)
+    start = math.ceil(min(settings.get("video_start", 0.0), seconds) * info.fps)
     end = last
-    if "video_end" in given:
-        end = min(math.floor(min(given["video_end"], seconds) * info.fps), last)
-    if start >= end and given.keys() & {"video_start", "video_end"}:
+    if "video_end" in settings:
+        end = min(math.floor(min(settings["video_end"], seconds) * info.fps), last)
+    if start >= end and settings.keys() & {"video_start", "video_end"}:
         raise DataError(f"refuses frames {start} to {end}")
     return start, end
 
 
-def smart_nframes(given: Mapping[str, Any], available: int, fps: float) -> int:
-    """Return how many of the `available` frames are shown."""
-    if "nframes" in given:
-        count: int = round(given["nframes"] / PAIR) * PAIR
+def smart_nframes(settings: Mapping[str, Any], available: int, fps: float) -> int:
+    """Return the number of frames that are shown, out of `available`."""
+    if "nframes" in settings:
+        count: int = round(settings["nframes"] / PAIR) * PAIR
     else:
-        low = math.ceil(given.get("min_frames", MIN_FRAMES) / PAIR) * PAIR
-        high = math.floor(given.get("max_frames", min(MAX_FRAMES, available)) / PAIR) * PAIR
-        count = available / fps * given.get("fps", FPS)
+        low = math.ceil(settings.get("min_frames", MIN_FRAMES) / PAIR) * PAIR
+        high = math.floor(settings.get("max_frames", min(MAX_FRAMES, available)) / PAIR) * PAIR
+        count = available / fps * settings.get("fps", FPS)
         count = math.floor(min(max(count, low), high, available) / PAIR) * PAIR
     if not PAIR <= count <= available:
         raise DataError(f"refuses {count} frames of {available}")
@@ -85,7 +85,7 @@ def smart_nframes(given: Mapping[str, Any], available: int, fps: float) -> int:
 
 
 def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
-    """(height, width), multiples of `factor`, with `low` to `high` pixels."""
+    """Return (height, width), multiples of `factor`, with `low` to `high` pixels."""
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"refuses the aspect ratio {ratio:.0f}")
     sides = [max(factor, round(side / factor) * factor) for side in (height, width)]

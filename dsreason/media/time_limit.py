@@ -1,4 +1,4 @@
-"""How much processor time and memory one image or video may take, whatever its format and the reason."""
+"""Limits on the processor time and memory that reading one image or video may take, whatever its format."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.screen import as_message
 
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
-"""Of every file, and for each megabyte of it: ordinary films take a second or two a megabyte, still scenes several."""
+"""Seconds allowed per file, and per megabyte of it: ordinary films take a second or two per megabyte, still scenes several."""
 MOST_OF_AN_IMAGE = 5_000_000
-"""Bytes that count of an image: the largest of noise in the slowest format (JPEG 2000) takes a minute; padding buys none."""
+"""Maximum bytes of an image that count: the largest noise in JPEG 2000, the slowest format, takes a minute; more is padding."""
 TIME_VARIABLE = "DSREASON_MEDIA_SECONDS"
-"""Takes the place of `SECONDS`. Processor time, not the clock's: a loaded machine makes no good file fail."""
+"""Variable that replaces `SECONDS`. It is processor time, so that good files do not fail on a loaded machine."""
 ENDLESS = 10
-"""Seconds beyond the limit after which a decoder's call is not waited for: it cannot be interrupted, so the process ends."""
+"""Seconds beyond the limit before the process ends because a decoder's call, which cannot be interrupted, has not returned."""
 
 MEMORY = 8 << 30
-"""Bytes that a process may grow by while it reads a file; one that does other things beside, half of the machine's memory."""
+"""Bytes that a worker process may grow by while it reads a file; the main process may grow by half of the machine's memory."""
 TICK = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 LAST_WORDS = mmap(-1, 4096)
-"""Shared with the processes forked from this one: the id of the one that ended itself last, and why."""
+"""Memory shared with the processes forked from this one: the id of the last one that ended itself, and its reason."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What one thread reads, and since when (as `clock` counts)."""
+    """The limit of the file that a thread reads; `started` is in seconds of `clock`."""
 
     file: Path
     size: int
@@ -48,7 +48,7 @@ class Limit:
     clock: int
     started: float
     resident: int
-    """Bytes of this process in memory at that time."""
+    """Bytes of this process in memory when the limit started."""
 
     def left(self) -> float:
         return self.seconds - (time.clock_gettime(self.clock) - self.started)
@@ -67,16 +67,16 @@ class Limit:
 
 
 _limits: dict[int, Limit] = {}
-"""By thread."""
+"""Limits of the files being read: id of the thread → limit."""
 _watch: list[threading.Thread] = []
 
 
 @contextmanager
 def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: float = math.inf) -> Iterator[None]:
-    """Inside and at the end, `check_time` raises once this thread has taken longer than the file may take, `factor` times.
+    """Make `check_time` raise, inside the block and at its end, once reading exceeds `factor` times the file's time limit.
 
-    `own_threads`: the process's time counts, not only this thread's, as decoders have threads of their own. `most`: bytes
-    of the file that give it time.
+    `own_threads`: count the time of the whole process, because the decoder starts threads. `most`: maximum bytes of the file
+    that count for the limit.
     """
     thread = threading.get_ident()
     clock = time.CLOCK_PROCESS_CPUTIME_ID if own_threads else time.pthread_getcpuclockid(thread)
@@ -98,7 +98,7 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
 
 
 def size_on_disk(file: Path) -> int:
-    """In bytes, without holes. Some file systems say 0 blocks for a file that has content."""
+    """Return the bytes of a file without holes. Some file systems report 0 blocks for a file with content."""
     status = file.stat()
     return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 
@@ -111,7 +111,7 @@ def seconds_of(size: float) -> float:
 
 
 def check_time() -> None:
-    """To be called wherever a decoder's work comes back to Python."""
+    """Raise DataError if this thread's file has exceeded its limit. Call it whenever a decoder returns to Python."""
     limit = _limits.get(threading.get_ident())
     if limit and limit.left() < 0:
         raise limit.error()
@@ -126,13 +126,13 @@ def _end_what_is_endless() -> None:
         for limit in limits:
             if now - limit.resident > most:
                 end_process(limit.memory_error(most))
-            with suppress(OSError):  # the thread has ended since
+            with suppress(OSError):  # the thread may have ended
                 if limit.left() < -ENDLESS:
                     end_process(limit.error())
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the bytes of this process in memory."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -141,7 +141,7 @@ def may_grow_by() -> int:
 
 
 def end_process(error: DataError) -> NoReturn:
-    """End this process, another thread of which is in a call that does not come back."""
+    """End this process because a call in another thread does not return."""
     if multiprocessing.parent_process():
         words = f"{os.getpid()} {error}".encode()[: len(LAST_WORDS)]
         LAST_WORDS[:] = words.ljust(len(LAST_WORDS), b"\0")
@@ -151,7 +151,7 @@ def end_process(error: DataError) -> NoReturn:
 
 
 def last_words(dead: str) -> str:
-    """Return why a process forked from this one ended itself, if its id is in `dead`; else ""."""
+    """Return the reason why a process forked from this one ended itself, if its id is in `dead`; otherwise ""."""
     pid, _, words = LAST_WORDS[:].rstrip(b"\0").decode(errors="ignore").partition(" ")
     return words if pid in re.findall(r"\d+", dead) else ""
 
@@ -161,4 +161,4 @@ def _forget() -> None:
     _watch.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # where no other thread is
+os.register_at_fork(after_in_child=_forget)  # only the forking thread exists in the child

@@ -1,4 +1,4 @@
-"""Video files: frame counts, rates and sizes, and frames as uint8 RGB. A file that cannot be used is a `DataError`."""
+"""Video files: frame counts, rates and sizes, and frames as uint8 RGB. Unusable files raise a `DataError`."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from dsreason.media.time_limit import check_time, size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
-"""Longer videos (18 hours at 30 frames per second) are refused; so are headers that claim more than that."""
+"""Maximum frames of a video, 18 hours at 30 per second. Headers that claim more are refused as well."""
 DECODED_PIXELS_PER_BYTE, FEWEST_DECODED_PIXELS = 50_000, 10_000_000_000
-"""Of a video, whose frames between two key frames are all decoded: what a file of its size may cost, and what every file may.
-A still scene is some thousand pixels a byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
+"""Limits on the decoded pixels of a video, in which all frames between two key frames are decoded: per byte, and for any file.
+A still scene has some thousand pixels per byte, a black one 30,000 in H.264; in later codecs a megabyte may take hours."""
 MAX_UNUSABLE_PACKETS = 10_000
-"""At the beginning of a video, of which none can be decoded by itself."""
+"""Maximum packets at the start of a video that cannot be decoded by themselves."""
 SEEK_FROM_FRAME = 128
-"""When the first wanted frame lies beyond this one, jump to the key frame before it; else decode from the start."""
+"""First wanted frame from which on the reader jumps to the key frame before it instead of decoding from the start."""
 MAX_REORDERING = 32
-"""No codec shows a frame more than 16 packets after it was read; twice that, to be safe."""
+"""Packets to read beyond a frame: codecs reorder by at most 16; twice that, to be safe."""
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Number of frames, rate and size of the first video stream; remembered until the file changes.
+    """Return the number of frames, rate and size of the first video stream; cached until the file changes.
 
-    The count is the one that decoding yields. The header is believed where it agrees with its own index; otherwise the
-    packets are counted by reading through the file without decoding. One frame is decoded, because PyAV shows a
-    stream's rotation on frames only.
+    The count is the number of frames that decoding yields. The header is trusted if it agrees with its index; otherwise
+    the packets are counted by reading the file without decoding. One frame is decoded, because PyAV reports a stream's
+    rotation only on frames.
     """
     file = local_path(path)
     status = file.stat()
@@ -83,10 +83,10 @@ def load_video(
     size: tuple[int, int] | None = None,
     decoder: Literal["pyav", "torchcodec"] = "pyav",
 ) -> NDArray[np.uint8]:
-    """The frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
+    """Load the frames at `indices` (presentation order from 0, ascending, repeats allowed) as uint8 [N, H, W, 3].
 
-    `size` (height, width) resizes each frame as it arrives (antialiased bicubic, as the Hugging Face video processors
-    do), so that the full-size frames are never held together.
+    `size` (height, width) resizes each frame as it is decoded (antialiased bicubic, as in the Hugging Face video
+    processors), so that the full-size frames never exist together.
     """
     file = local_path(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
@@ -96,7 +96,7 @@ def load_video(
         with _video_time(file):
             frames = _torchcodec_frames(file, wanted_indices, size)
     else:
-        with _video_time(file), ffmpeg_errors(file):  # also of the conversion to RGB
+        with _video_time(file), ffmpeg_errors(file):  # the conversion to RGB raises them too
             try:
                 frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted_indices)]
             except UnusableTimes:
@@ -107,7 +107,7 @@ def load_video(
 
 
 def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation; unchanged when it has that size."""
+    """Resize uint8 [..., H, W, 3] to (height, width) by antialiased bicubic interpolation, unless it has that size."""
     if frames.shape[-3:-1] == size:
         return frames
     channels_first = torch.from_numpy(frames).movedim(-1, -3)
@@ -118,7 +118,7 @@ def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
 
 
 def codec_threads() -> int:
-    """1 in loader workers, which run side by side, as other threads than the first do."""
+    """Return the number of decoder threads: 1 outside the main thread, because loader workers and threads run in parallel."""
     return torch.get_num_threads() if threading.current_thread() is threading.main_thread() else 1
 
 
@@ -128,12 +128,12 @@ def _video_time(file: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def ffmpeg_errors(file: Path) -> Iterator[None]:
-    """What FFmpeg raises inside, as a DataError that names the file."""
+    """Turn the errors that FFmpeg raises in the block into a DataError that names the file."""
     try:
         yield
     except av.ArgumentError as error:
         raise DataError(
-            f"{file}: not a usable video: damaged, or none of the containers {', '.join(VIDEO_FORMATS)}"
+            f"{file}: not a usable video: damaged, or in none of the containers {', '.join(VIDEO_FORMATS)}"
         ) from error
     except av.FFmpegError as error:
         raise DataError(f"{file}: not a usable video: {error.strerror}") from error
@@ -141,7 +141,7 @@ def ffmpeg_errors(file: Path) -> Iterator[None]:
 
 @contextmanager
 def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """The open file and its first video stream; DataError if it is none, or breaks off while it is read inside."""
+    """Open a file and its first video stream. Raise DataError if it is not a video, or proves damaged inside the block."""
     # A playlist in disguise must not make FFmpeg open or fetch anything else.
     allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
     with (
@@ -166,7 +166,7 @@ def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
-    """The first that can be decoded by itself. The decoder is flushed, as it would read others before it gives this one."""
+    """Return the first frame that can be decoded by itself. Flushing makes the decoder return it before it reads others."""
     for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
         check_time()
         if packet.size and (frames := packet.decode() or stream.codec_context.decode(None)):
@@ -176,7 +176,7 @@ def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | N
 
 
 def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
-    """True when the header's count equals the entries of its index and none of them is cut away by an edit list."""
+    """Return whether the header's count equals the entries of its index, none of which an edit list cuts away."""
     if (
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
     ):  # PyAV < 18 hides the index
@@ -191,9 +191,10 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
 
 
 def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
-    """The header's rate where the packets' `times` agree with it, but for their rounding; else what these give.
+    """Return the header's rate if the packets' `times` agree with it within rounding; otherwise the rate of the times.
 
-    Matroska rounds times to milliseconds: 180 frames at 60 a second would be 2.9997 s, and at 2 a second 4 frames, not 6.
+    Matroska rounds times to milliseconds: by these, 180 frames at 60 per second would take 2.9997 s, which yields 4 frames
+    instead of 6 at 2 per second.
     """
     rate, unit = stream.average_rate, stream.time_base
     if len(times) < 2 or not unit:
@@ -205,9 +206,9 @@ def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
 
 
 def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
-    """Return how many frames decoding shows, and when, in units of the stream's time base and in presentation order.
+    """Return the number of frames that decoding yields, and their sorted times in units of the stream's time base.
 
-    The times are empty if the file does not give a different one to every frame. Reading ends after `most` frames.
+    The times are empty unless every frame has a different one. Reading ends after `most` frames.
     """
     count, times = 0, set()
     for number, packet in enumerate(container.demux(stream)):
@@ -223,15 +224,15 @@ def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX
 
 
 class UnusableTimes(Exception):
-    """A jump into the video did not give the frames whose times are in its packets."""
+    """A jump into the video that did not yield the frames whose times are in its packets."""
 
 
 def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
-    """The frames of these numbers (ascending), by decoding all that are before them."""
-    index, chosen_indices = -1, set(wanted)
+    """Yield the frames at the indices `wanted` (ascending); decodes all frames before them."""
+    index, wanted_indices = -1, set(wanted)
     with opened_video(file) as (container, stream):
         for index, frame in enumerate(_within_work(file, _decoded(container, stream))):
-            if index in chosen_indices:
+            if index in wanted_indices:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
                 yield frame
@@ -243,9 +244,12 @@ def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
 
 
 def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
-    """As `frames_by_count`, from the key frame before the first one on; `times` are those of `packet_times`, if known.
+    """Yield the frames at the indices `wanted`, decoding from the key frame before the first one.
 
-    UnusableTimes: the file's times do not lead to all of these frames.
+    `times`: those of `packet_times`, if known.
+
+    Raises:
+        UnusableTimes: the file's times do not lead to all of these frames.
     """
     with opened_video(file) as (container, stream):
         if not times:
@@ -269,9 +273,10 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
 
 
 def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()) -> Iterator[VideoFrame]:
-    """The frames from here on; of those not `chosen` (none given: all are), the ones that no other is made from are left out.
+    """Yield the frames from here on. If `chosen` (times) is not empty, skip other frames that no frame depends on.
 
-    Only for H.264, where a frame says so without exception (`nal_ref_idc`); of HEVC, higher layers may use it after all.
+    Frames are skipped only in H.264, which marks reference frames reliably (`nal_ref_idc`); in HEVC, higher layers may use
+    unmarked ones.
     """
     can_skip = bool(chosen) and stream.codec_context.name == "h264"
     for packet in container.demux(stream):
@@ -281,7 +286,7 @@ def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[
 
 
 def _within_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The frames, until decoding them costs more than the file is worth."""
+    """Yield the frames; raise DataError once the decoded pixels exceed the limit for a file of this size."""
     size, decoded = size_on_disk(file), 0
     most = max(DECODED_PIXELS_PER_BYTE * size, FEWEST_DECODED_PIXELS)
     for frame in frames:
@@ -302,18 +307,18 @@ def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uin
 
 
 def _quarter_turns(frame: VideoFrame) -> int:
-    """Counter-clockwise quarter turns that show the frame upright (display matrix, rounded to 90 degrees)."""
+    """Return the counter-clockwise quarter turns that make the frame upright (display matrix, rounded to 90 degrees)."""
     return round(frame.rotation / 90) % 4
 
 
 def check_torchcodec() -> None:
     """Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
-    with suppress(RuntimeError, ValueError):  # it is no video
+    with suppress(RuntimeError, ValueError):  # the empty bytes are not a video
         open_with_torchcodec(b"")
 
 
 def open_with_torchcodec(source: str | bytes) -> Any:
-    """Open a video; ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
+    """Open a video. Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
     try:
         decoders = importlib.import_module("torchcodec.decoders")
         return decoders.VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
@@ -326,9 +331,9 @@ def open_with_torchcodec(source: str | bytes) -> Any:
         ) from error
 
 
-def _torchcodec_frames(file: Path, wanted: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+def _torchcodec_frames(file: Path, indices: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     try:
-        frames = open_with_torchcodec(str(file)).get_frames_at(indices=wanted).data.numpy()
+        frames = open_with_torchcodec(str(file)).get_frames_at(indices=indices).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:
         raise DataError(f"{file}: not a usable video: {error}") from error
     return list(frames if size is None else resize_frames(frames, size))

@@ -1,7 +1,7 @@
-"""Which frames of a video are shown and how large: arithmetic only, no pixels and no torch.
+"""The choice of a video's frames and of the size of images and frames: only arithmetic, without pixels or torch.
 
 The rules are those of qwen-vl-utils (`smart_nframes`, `calculate_video_frame_range`, `smart_resize`, `fetch_video` in
-its `vision_process.py`); what each family has of its own is in its `Family.vision`.
+its `vision_process.py`); the differences between families are in `Family.vision`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dsreason.families.family import Vision
 
 MAX_ASPECT_RATIO = 200
 MAX_IMAGE_PIXELS = 150_000_000
-"""Larger images and video frames are refused: a few kilobytes can claim any size (a decompression bomb). Nor are any made."""
+"""Maximum pixels of an image or video frame, read or made: a few kilobytes can claim any size (a decompression bomb)."""
 MAX_SETTING = 10**15
-"""Largest of the other settings: up to here a float represents every whole number, and no product below overflows."""
+"""Largest value of the other settings: up to it a float represents every whole number, and no product below overflows."""
 
 PART_SETTINGS = frozenset(
     (
@@ -39,7 +39,7 @@ PART_SETTINGS = frozenset(
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """`height` and `width` in pixels after rotation, `duration` in seconds, `fps` averaged over the whole stream."""
+    """A video's `height` and `width` in pixels after rotation, `duration` in seconds, and `fps` averaged over the stream."""
 
     num_frames: int
     fps: float
@@ -50,9 +50,9 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """A processor's own bounds. `factor` is patch size x merge size: both sides are multiples of it.
+    """The bounds of a processor. `factor` is patch size x merge size: both sides are multiples of it.
 
-    What they mean for videos is in `Vision.bounds_are_per_video` of the family.
+    `Vision.bounds_are_per_video` of the family says what they mean for videos.
     """
 
     factor: int
@@ -61,24 +61,24 @@ class PixelLimits:
 
     @property
     def token_pixels(self) -> int:
-        """Pixels behind one token."""
+        """Pixels per token."""
         return self.factor**2
 
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """`indices` of the sampled frames in the file; they were drawn from a range of `range_frames` frames."""
+    """The `indices` of the sampled frames in the file, chosen from a range of `range_frames` frames."""
 
     indices: tuple[int, ...]
     range_frames: int
 
 
 def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temporal_patch: int = 2) -> FrameChoice:
-    """Evenly spaced frames, first and last of the range included; their number is a multiple of `temporal_patch`.
+    """Choose evenly spaced frames, including the first and last of the range; their number is a multiple of `temporal_patch`.
 
-    With `nframes`: that many (rounded to the multiple). Otherwise duration x `fps`, within `min_frames` and
-    `max_frames`, and never more than there are; `family` has their defaults. A range with fewer frames than one
-    temporal patch repeats them.
+    The number is `nframes` if set (rounded to the multiple), otherwise duration x `fps`, between `min_frames` and
+    `max_frames` and at most all frames of the range; `family` has the defaults. A range with fewer frames than one temporal
+    patch repeats them.
     """
     settings = _settings(part)
     start, end = _frame_range(info, settings)
@@ -91,10 +91,10 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
 
 
 def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
-    """`count` (2 or more) whole numbers from `start` to `end`: `torch.linspace(start, end, count).round()`.
+    """Return `count` (2 or more) whole numbers from `start` to `end`: `torch.linspace(start, end, count).round()`.
 
-    In float32 and from either end to the middle, as there (each product and sum rounded once, as by CPUs with fused
-    multiply-add). Exact numbers would choose others now and then: 600 of 18,000 frames have one at 17067.499, which is
+    As torch does, this computes in float32 and from either end to the middle (with each product and sum rounded once, as by
+    CPUs with fused multiply-add). Exact numbers would sometimes differ: 600 of 18,000 frames include 17067.499, which is
     17067.5 in float32.
     """
     step = float(np.float32(end - start) / np.float32(count - 1))
@@ -104,7 +104,7 @@ def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
 
 
 def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
-    """(height, width) that an image is resized to; the part's `min_pixels` and `max_pixels` win over `limits`."""
+    """Return the (height, width) to which an image is resized; the part's `min_pixels` and `max_pixels` override `limits`."""
     settings = _settings(part)
     min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
     max_pixels = settings.get("max_pixels", max(limits.max_pixels, min_pixels))
@@ -112,7 +112,7 @@ def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLi
 
 
 def image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
-    """The processor's `own` limits where they allow less than the largest image of the family's `trained_sizes`, else these."""
+    """Return the family's `trained_sizes`, or the processor's `own` limits if they do not allow the largest of these images."""
     trained, cell = family.trained_sizes, own.token_pixels
     if trained is None or own.max_pixels < trained.image[1] * cell:
         return own
@@ -120,7 +120,7 @@ def image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
 
 
 class FrameBounds(NamedTuple):
-    """Pixels of the smallest and the largest frame, and of all frames, where those of one temporal patch count once."""
+    """Pixels of the smallest and the largest frame, and of all frames; the frames of one temporal patch count once."""
 
     smallest: float
     largest: float
@@ -128,10 +128,10 @@ class FrameBounds(NamedTuple):
 
 
 def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
-    """Return what holds for a video of `num_frames` sampled frames where nothing is set.
+    """Return the default bounds for a video of `num_frames` sampled frames.
 
-    The processor's `own` limits where they leave no room for the largest frame of the family's `trained_sizes` (where they
-    are of all frames: for those of one temporal patch), else `trained_sizes`.
+    These are the family's `trained_sizes`, or the processor's `own` limits if they do not allow its largest frame (if the
+    limits are per video: the frames of one temporal patch).
     """
     cell, trained = own.token_pixels, family.trained_sizes
     frames = temporal_patch if family.bounds_are_per_video else 1
@@ -151,12 +151,12 @@ def video_size(
     family: Vision,
     temporal_patch: int = 2,
 ) -> tuple[int, int]:
-    """(height, width) of each of `num_frames` sampled frames.
+    """Return (height, width) of each of `num_frames` sampled frames.
 
     `total_pixels` bounds the vision tokens of the video: the frames of one temporal patch count once, so that
     `total_pixels / factor**2` is the largest number of tokens. Per frame (qwen-vl-utils `fetch_video`):
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
-    With a `max_pixels` below the smallest frame by default, no frame is enlarged.
+    If `max_pixels` is below the default smallest frame, no frame is enlarged.
     """
     settings = _settings(part)
     smallest, largest, total = frame_bounds(num_frames, limits, family, temporal_patch)
@@ -169,9 +169,9 @@ def video_size(
 
 
 def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
-    """Nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`smart_resize`).
+    """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`smart_resize`).
 
-    `max_pixels` wins where both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed it.
+    `max_pixels` wins if both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed `max_pixels`.
     """
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"{width}x{height} pixels: aspect ratio {ratio:.0f} is greater than {MAX_ASPECT_RATIO}")
@@ -189,7 +189,7 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max
 
 
 def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The part's own settings, without those that are None. DataError for values that cannot be used."""
+    """Return the settings of a part, without those that are None. Raise DataError for invalid values."""
     settings = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
     for key, value in settings.items():
         most = MAX_IMAGE_PIXELS if key == "min_pixels" else MAX_SETTING
@@ -205,14 +205,14 @@ def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _frame_range(info: VideoInfo, given: Mapping[str, Any]) -> tuple[int, int]:
-    """First and last frame between `video_start` and `video_end`; an end beyond the video is the video's end."""
-    start_time, end_time = given.get("video_start"), given.get("video_end")
+def _frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the first and last frame between `video_start` and `video_end`, which is clipped to the end of the video."""
+    start_time, end_time = settings.get("video_start"), settings.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
         raise DataError(f"video_start ({start_time} s) is not before video_end ({end_time} s)")
     if start_time is not None and start_time >= info.duration:
         raise DataError(f"video_start ({start_time} s) lies beyond the end of the video ({info.duration:g} s)")
-    # 1e-6 frames of slack: 0.28 s x 25 fps is 7.000000000000001 in binary.
+    # The slack of 1e-6 frames is for rounding: 0.28 s x 25 fps is 7.000000000000001 in floating point.
     start = 0 if start_time is None else math.ceil(start_time * info.fps - 1e-6)
     end = info.num_frames - 1 if end_time is None else min(math.floor(end_time * info.fps + 1e-6), info.num_frames - 1)
     if start > end:
@@ -227,17 +227,17 @@ def _requested_frames(nframes: float, available: int, temporal_patch: int) -> in
     count = max(temporal_patch, round(nframes / temporal_patch) * temporal_patch)
     if nframes > available:
         raise DataError(
-            f"nframes is {nframes}, but the video (or its chosen range) has {available} frames; ask for fewer"
+            f"nframes is {nframes}, but the video (or its chosen range) has {available} frames; request fewer"
         )
     return min(count, max(temporal_patch, available // temporal_patch * temporal_patch))
 
 
 def _frames_at_rate(
-    info: VideoInfo, given: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
+    info: VideoInfo, settings: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
 ) -> int:
-    fps: float = given.get("fps", family.fps)
-    low: float = given.get("min_frames", min(family.min_frames, given.get("max_frames", family.min_frames)))
-    high: float = given.get("max_frames", max(family.max_frames, low))
+    fps: float = settings.get("fps", family.fps)
+    low: float = settings.get("min_frames", min(family.min_frames, settings.get("max_frames", family.min_frames)))
+    high: float = settings.get("max_frames", max(family.max_frames, low))
     low = math.ceil(low / temporal_patch) * temporal_patch
     high = math.floor(high / temporal_patch) * temporal_patch
     count = min(max(available / info.fps * fps, low), high, available)

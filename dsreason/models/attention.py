@@ -1,8 +1,8 @@
-"""Attention that takes the samples of a packed row apart, and the windows and frames of the vision tower.
+"""Attention that separates the samples of a packed row, and the windows and frames of the vision tower.
 
-Registered with transformers under two names, for the text layers and for the vision tower. On a GPU the parts go through
-torch's own variable-length flash attention, a call or two a layer; elsewhere through scaled-dot-product attention, one call
-a part. Neither holds a mask of the whole row.
+It is registered with transformers under two names, for the text layers and for the vision tower. On a GPU the parts go through
+torch's variable-length flash attention, in one or two calls per layer; elsewhere through scaled-dot-product attention, in one
+call per part. Neither needs a mask of the whole row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEXT, VISION = "segments", "flash_segments"
-"""Names for transformers. A vision tower hands over its windows and frames where the name has "flash" in it."""
+"""Names for transformers. A vision tower passes its windows and frames only if the name contains "flash"."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the variable-length kernel: which tokens ask, which are seen, and where the parts of both begin."""
+    """One call of the variable-length kernel: the query and key tokens, and the starts of the parts of both."""
 
     queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
     keys: Tensor | None  # [K] int64
@@ -55,19 +55,19 @@ class Call:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the samples of a packed row are; made once for each forward, and read by every layer."""
+    """The layout of a packed row: the positions of its samples. It is made once per forward and read by every layer."""
 
     segments: tuple[Segment, ...]
     calls: tuple[Call, ...] = ()
-    """For the kernel; empty if there is none."""
+    """Calls of the kernel; empty on devices without it."""
     order: Tensor | None = None
-    """`[T]`: puts the results of several calls, one behind the other, in the order of the row."""
+    """Permutation `[T]` that puts the concatenated results of several calls in the order of the row."""
     group: Group = None
-    """The ranks that compute the row together, each with a part of its tokens; None: this one has all of them."""
+    """The ranks that compute the row together, each with a part of its tokens; None if this rank has all of them."""
 
 
 def row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
-    """The layout of a row whose tensors are on `device`."""
+    """Build the layout of a row whose tensors are on `device`."""
     if device.type != "cuda":
         return RowLayout(tuple(segments), group=group)
     calls = kernel_calls(segments)
@@ -79,7 +79,7 @@ def row_layout(segments: Sequence[Segment], device: torch.device, group: Group =
 
 
 def kernel_calls(segments: Sequence[Segment]) -> list[Call]:
-    """One call for the samples without a parent, and one for those with one, whose keys begin with the parent's."""
+    """Build one call for the samples without a parent, and one for the others, whose keys begin with the parent's."""
     roots = [segment for segment in segments if segment.parent is None]
     children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
@@ -107,7 +107,7 @@ def places(segment: Segment) -> Tensor:
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:
-    """`[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
+    """Return the cumulative starts `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -122,16 +122,16 @@ def text_attention(
     layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a packed row by its `layout`; without one, of padded rows by the mask, as transformers does it.
+    """Compute causal attention of a packed row by its `layout`; without one, of padded rows by the mask, like transformers.
 
-    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`. Where several ranks compute the row, `T`
-    counts this one's tokens.
+    `query` `[1, H, T, d]`, `key` and `value` `[1, K, T, d]`; returns `[1, T, H, d]`. If several ranks compute the row, `T`
+    counts the tokens of this rank.
     """
     if layout is None:
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return found
+        return output
     if layout.group is not None:
         query, key, value = to_heads(query, key, value, layout.group)
     if layout.calls and has_kernel(query):
@@ -142,7 +142,7 @@ def text_attention(
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None) -> Tensor:
-    """One call of scaled-dot-product attention for each segment."""
+    """Attend with one call of scaled-dot-product attention per segment."""
     grouped = query.shape[1] != key.shape[1]
     attended = []
     for segment in segments:
@@ -166,7 +166,7 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Seg
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
-    """Torch's variable-length flash attention, causal from the lower right of each part."""
+    """Attend with torch's variable-length flash attention, causal from the lower right of each part."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
     attended = []
     for call in layout.calls:
@@ -188,7 +188,7 @@ def vision_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of patches `[1, H, N, d]` within the frames or windows that begin at `cu_seq_lens_q`; `[1, N, H, d]`."""
+    """Compute attention of patches `[1, H, N, d]` within the frames or windows that start at `cu_seq_lens_q`; `[1, N, H, d]`."""
     assert cu_seq_lens_q is not None
     if has_kernel(query):
         assert max_length_q is not None
@@ -198,7 +198,7 @@ def vision_attention(
         return varlen(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     attended, start = [], 0
-    for length, run in groupby(lengths):  # most windows and frames are alike: those of one run are a batch
+    for length, run in groupby(lengths):  # neighbours of equal length are a batch
         end = start + length * len(list(run))
         q, k, v = (t[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
         attended.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
@@ -207,7 +207,7 @@ def vision_attention(
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether torch's flash attention takes such tensors: half precision, on a GPU of the Ampere generation or newer."""
+    """Return whether torch's flash attention supports such tensors: half precision, on an Ampere GPU or newer."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -216,18 +216,18 @@ def has_kernel(query: Tensor) -> bool:
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, call: Call, scaling: float | None, *, causal: bool) -> Tensor:
-    """`query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]`; returns `[Q, H, d]`."""
+    """Call the kernel. `query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]`; returns `[Q, H, d]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0) if causal else (-1, -1)}
-    times = query.shape[1] // key.shape[1]
+    repeats = query.shape[1] // key.shape[1]
     if "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = times > 1
+        options["enable_gqa"] = repeats > 1
     else:  # torch 2.11
-        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     starts, longest = (call.query_starts, call.key_starts), (call.longest_query, call.longest_key)
     attended = varlen_attn(query, key, value, *starts, *longest, **options)
-    assert isinstance(attended, Tensor)  # more only where it is asked for
+    assert isinstance(attended, Tensor)  # it returns more only on request
     return attended
 
 
@@ -235,23 +235,23 @@ def use_segments(model: PreTrainedModel) -> None:
     """Let the text layers and the vision tower of a built model attend by segments.
 
     Raises:
-        CheckpointError: some of its layers see only a window of the text, which segments do not know.
+        CheckpointError: some layers see only a window of the text, which attention by segments does not support.
     """
     text = model.config.get_text_config()
     sliding = [number for number, kind in enumerate(layer_types(text)) if kind != "full_attention"]
     if sliding:
         raise CheckpointError(
             f'{model.name_or_path}: {len(sliding)} text layers attend within a sliding window, which model.attention = "auto" '
-            'does not know; set model.attention = "sdpa" and train.packing = false'
+            'does not support; set model.attention = "sdpa" and train.packing = false'
         )
-    # After building: as an argument the second name would make transformers look for a flash-attention package.
+    # Set after building, because as an argument the second name would make transformers look for a flash-attention package.
     text._attn_implementation = TEXT
     if family_of(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
 
 
 def layer_types(text: Any) -> list[str]:
-    """Configurations of models without windows may leave them out."""
+    """Return the types of the text layers; empty if the configuration of a model without windows omits them."""
     return text.to_dict().get("layer_types") or []
 
 
@@ -260,29 +260,28 @@ def knows_segments(model: PreTrainedModel) -> bool:
 
 
 def model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
-    """Positions `[3, B, T]` as the model takes them: `[B, T]` where it reads text alone, and the axes are alike."""
+    """Return the positions `[3, B, T]` in the form the model expects: `[B, T]` for text models, whose axes are equal."""
     return position_ids if family_of(model.config.model_type).vision is not None else position_ids[0]
 
 
 def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
-    """Return what a model's forward takes to keep the samples of a batch apart: mask, positions, and the layout of a packed row.
+    """Return the forward's arguments that separate the samples of a batch: mask, positions, and the layout of a packed row.
 
-    Without our attention transformers finds the samples of a packed row where the first of four rows of positions starts
-    again, and only if there is no mask.
+    Without our attention, transformers separates the samples where the first of four rows of positions restarts, and only if
+    it gets no mask.
 
     Args:
-        group: the ranks that compute a row together, where the batch has a part for each.
+        group: the ranks that compute a row together, if the batch has a part for each.
 
     Raises:
-        ValueError: transformers would let the samples see each other without a word, or could not show a completion its
-            prompt.
+        ValueError: transformers would silently let the samples see each other, or could not show a completion its prompt.
     """
     if not batch.segments:
         return {"attention_mask": batch.attention_mask, "position_ids": model_positions(model, batch.position_ids)}
     if batch.attention_mask is not None:
         raise ValueError(
-            "a packed row with an attention mask: transformers would ignore where its samples begin, and let them see "
-            "each other; a packed row has none"
+            "a packed row with an attention mask: transformers would ignore the boundaries of the samples and let them see "
+            "each other; remove the mask"
         )
     if batch.position_ids.shape[0] != 3:
         raise ValueError(
@@ -299,7 +298,7 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
         raise ValueError(
             'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
         )
-    if family_of(model.config.model_type).vision is None:  # its only row starts again with each sample
+    if family_of(model.config.model_type).vision is None:  # its only row of positions restarts with each sample
         return {"attention_mask": None, "position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
     four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])

@@ -1,4 +1,4 @@
-"""From `model.path` to a local folder: that itself, a tiny model, a copy of one in S3, or a download from the hub."""
+"""The local folder of `model.path`: the folder itself, a tiny model, a copy of one in S3, or a download from the hub."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dsreason.secrets import without_credentials
 
 TINY = "tiny:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""What a model folder needs; pickled weights are left where they are."""
+"""Patterns of the files that a model needs; pickled weights are not among them."""
 OPENED = re.compile(
     r"model.*\.safetensors|"
     r"(.*config|.*token.*|.*processor.*|vocab.*|merges.*|chat_template.*|.*\.index|.*sentencepiece.*)\.(json|jinja|txt|model)"
 )
-"""Of these, those that transformers opens; others may be somebody's notes or rows."""
+"""Names of the files that transformers opens; others that match may be notes or rows."""
 CHUNK = 65536
 SIZES = {
     *(
@@ -40,18 +40,18 @@ SIZES = {
     *("vocab_size", "max_position_embeddings", "depth", "num_heads", "out_hidden_size", "num_position_embeddings"),
     *("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels", "in_chans", "window_size"),
 }
-"""Of config.json and its sections; one that is null has transformers' own value."""
+"""Sizes in config.json and its sections; transformers replaces null by its default."""
 LARGEST_SIZE = 100_000_000
 MOST_BYTES = 256 * 1024**2
-"""Of a file of a model that holds no weights; the largest tokenizers have a tenth of it."""
+"""Maximum bytes of a model file without weights; the largest tokenizers have a tenth of it."""
 
 
 def find_folder(
     path: str, *, tiny: Callable[[str], Path], fetch: Callable[[], Path], download: Callable[[], Path]
 ) -> Path:
-    """Return what `path` stands for: `tiny:<name>`, an address in S3, a folder, or a name on the hub.
+    """Return the folder of `path`: `tiny:<name>`, an s3:// URI, a folder, or a name on the hub.
 
-    CheckpointError says what was looked for and where.
+    CheckpointError names what was searched for and where.
     """
     if path.startswith(TINY):
         return tiny(path.removeprefix(TINY))
@@ -59,8 +59,8 @@ def find_folder(
         return fetch()
     if "://" in path:
         raise CheckpointError(
-            f"model.path {without_credentials(path)}: is an address; only folders, s3:// addresses and models on the hub are "
-            "read"
+            f"model.path {without_credentials(path)}: URLs are not supported; set a folder, an s3:// URI or a model "
+            "on the hub"
         )
     if (local := Path(path).expanduser()).exists():
         check_files(local)
@@ -71,11 +71,11 @@ def find_folder(
 
 
 def check_files(folder: Path) -> None:
-    """CheckpointError for what transformers would open and never come back from: a FIFO, a device, a file without an end."""
+    """Raise CheckpointError for files that transformers would never finish reading: a FIFO, a device, a file without an end."""
     for file in sorted(file for pattern in MODEL_FILES for file in folder.glob(pattern)):
         opened = OPENED.fullmatch(file.name)
         if not opened and (file.is_dir() or not file.exists()):
-            continue  # such as a link to what somebody has removed from the hub's cache
+            continue  # for example a link to a file that was removed from the hub's cache
         try:
             check_regular(file, file)
             size = file.stat().st_size
@@ -85,22 +85,22 @@ def check_files(folder: Path) -> None:
             ) from None
         if opened and size > MOST_BYTES and file.suffix != ".safetensors":
             raise CheckpointError(
-                f"{file}: has {size} bytes, a file of a model that holds no weights at most {MOST_BYTES}; download it again"
+                f"{file}: has {size} bytes, but a model file without weights has at most {MOST_BYTES}; download it again"
             )
 
 
 def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
-    """The tiny model of that name, built where it is not there yet. `version` is in the folder's name."""
+    """Return the folder of a tiny model, which is built if it is missing. `version` is part of the folder's name."""
     if name not in builders:
-        known = ", ".join(TINY + model_name for model_name in builders)
-        raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; there are {known}")
+        choices = ", ".join(TINY + model_name for model_name in builders)
+        raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; choose one of {choices}")
     folder = cache / f"tiny-{name}-{version}"
     with cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, builders[name])
 
 
 def fetch_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
-    """A local copy of the `wanted` files of a folder in S3; `kind` says in messages what it must be."""
+    """Return a local copy of the `wanted` files of a folder in S3; `kind` names the expected kind of folder in messages."""
     try:
         return local_folder(path, wanted)
     except DataError as error:
@@ -116,7 +116,7 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Tells model folders apart: small files whole, of each weights file its size and a part of every 256th of it."""
+    """Return a hash of a model folder: of its small files, and of the size and up to 256 chunks of each weights file."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):
         digest.update(f"{file.name} ".encode() + file.read_bytes())
@@ -131,12 +131,10 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """Raise CheckpointError if config.json has a size that no model can have: 0 would divide by it, 10^9 take all the memory."""
+    """Raise CheckpointError if config.json has an impossible size: 0 would cause divisions by zero, 10^9 exhaust the memory."""
     for name, value in config.items():
         if name == "mrope_section" and not (
-            isinstance(value, list)
-            and len(value) == 3
-            and all(type(value_part) is int and value_part > 0 for value_part in value)
+            isinstance(value, list) and len(value) == 3 and all(type(length) is int and length > 0 for length in value)
         ):
             raise CheckpointError(
                 f"{path}: config.json has {within}{name} = {value!r:.40}, which must be three whole numbers above 0; take the "

@@ -1,4 +1,4 @@
-"""Freezing parameters by regular expression."""
+"""Freezing of parameters by regular expression."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dsreason.errors import ConfigError
 
 
 def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """The names that are to be frozen: those that match any pattern (`re.search`, so `visual` matches `model.visual.…`).
+    """Return the names to freeze: those that match any pattern (`re.search`, so `visual` matches `model.visual.…`).
 
     Raises:
-        ConfigError: every pattern that is empty or matches no name, with names to choose from; or nothing is left to train.
+        ConfigError: a pattern is empty or matches no name (lists all such patterns, with similar names); or nothing is left
+            to train.
     """
     names = list(names)
     matched: set[str] = set()
@@ -40,7 +41,7 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Switch off gradients of the parameters that match; returns how many tensors that are. Errors: as `check_freeze`.
+    """Switch off the gradients of the matching parameters and return their number. Errors: as `check_freeze`.
 
     A tied embedding has one name (`….embed_tokens.weight`).
     """
@@ -52,7 +53,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def near_names(pattern: str, names: Sequence[str]) -> list[str]:
-    """Names close to a mistyped pattern; where none is, one of each part of the model."""
+    """Return names similar to a mistyped pattern, or else one name from each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}
     words = {word: None for prefix in prefixes for word in prefix.split(".") if not word.isdigit()}

@@ -1,7 +1,7 @@
 """Fewer and larger GPU kernels for elementwise work: RMSNorm by torch, rotary positions and SwiGLU by Liger-Kernel.
 
-transformers computes each as a chain of small kernels that write their results to memory, partly in float32. Modules of one
-model object get another class; their parameters stay, and so do transformers' own classes.
+transformers computes each as a chain of small kernels that write their results to memory, partly in float32. This module
+changes the class of the modules of one model object; their parameters and transformers' classes stay unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedRMSNorm(nn.Module):
-    """Scales by the weight before the only rounding; transformers rounds before and after."""
+    """RMSNorm that multiplies by the weight before the only rounding; transformers rounds before and after."""
 
     weight: Tensor
     variance_epsilon: float
@@ -32,7 +32,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedSwiGLU(nn.Module):
-    """Feed-forward layer of a decoder layer."""
+    """The feed-forward part of a decoder layer."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -47,7 +47,7 @@ class FusedSwiGLU(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Self-attention of a decoder layer, with or without norms of queries and keys."""
+    """The self-attention of a decoder layer, with or without norms of queries and keys."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -68,7 +68,7 @@ class FusedAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """`hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
+        """Attend: `hidden_states` `[B, T, D]` → `[B, T, D]`; cosines and sines are `[B, T, head size]`."""
         from liger_kernel.ops.rope import LigerRopeFunction
 
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -89,7 +89,7 @@ class FusedAttention(nn.Module):
 
 
 def use_fused_kernels(model: PreTrainedModel) -> None:
-    """Let the norms of a built model, and the layers of its decoder, compute with fused kernels. They run on GPUs only."""
+    """Make the norms of a built model and the layers of its decoder use fused kernels, which run only on GPUs."""
     names = ["RMSNorm"]
     fuse_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
@@ -107,7 +107,7 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace transformers' RMSNorm, which every family has under its own name, in text layers and vision tower."""
+    """Replace transformers' RMSNorm, which has another name in every family, in text layers and vision tower."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
             module.__class__ = FusedRMSNorm

@@ -1,4 +1,4 @@
-"""From `model.path` to a model: folder, configuration, and weights that no rank ever holds as a whole under ZeRO-3."""
+"""Loading of `model.path`: folder, configuration, and weights, which under ZeRO-3 no rank ever holds as a whole."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TINY_VERSION = 2
-"""In the name of the cached folder: one more whenever `build_tiny` makes other models."""
+"""Number in the name of the cached folder; increment it whenever `build_tiny` changes its models."""
 MAX_BUFFER = 10_000_000
-"""Values in one buffer; rotary frequencies are half a head's size."""
+"""Maximum values in one buffer; rotary frequencies have half the size of a head."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 
 
 def resolve_model(config: ModelConfig, cache: Path) -> Path:
-    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or
-    a hub download.
+    """Return the local folder of `model.path`.
 
-    Safe to call from several ranks at once. CheckpointError says what was looked for and where.
+    This is the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a download from the hub. Several
+    ranks may call it at once. CheckpointError names what was searched for and where.
     """
     folder = find_folder(
         config.path,
@@ -47,18 +47,18 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
         download=lambda: download_folder(config.path, config.revision, model_files(config)),
     )
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"model.path {config.path}: no config.json there; it must be a Hugging Face model folder")
+        raise CheckpointError(f"model.path {config.path}: has no config.json; it must be a Hugging Face model folder")
     return folder
 
 
 def tiny_model(family: str, cache: Path) -> Path:
-    from dsreason.models.tiny import build_tiny  # built only on demand: it trains a tokenizer
+    from dsreason.models.tiny import build_tiny  # imported only on demand, because it trains a tokenizer
 
     return tiny_folder(family, {name: partial(build_tiny, name) for name in FAMILIES}, TINY_VERSION, cache)
 
 
 def fetch(config: ModelConfig) -> Path:
-    """A local copy of a model folder in S3, without pickled weights and folders inside it."""
+    """Return a local copy of a model folder in S3, without its pickled weights and subfolders."""
     patterns = model_files(config)
     return fetch_folder(
         config.path,
@@ -72,13 +72,13 @@ def model_files(config: ModelConfig) -> list[str]:
 
 
 def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model folder; CheckpointError if it is unreadable or of an unsupported model.
+    """Read the transformers config of a model folder. Raise CheckpointError if it is unreadable or its model unsupported.
 
-    `dtype`: what the model will be loaded in, where that is not what the folder says; positions depend on it.
+    `dtype`: the type the model will be loaded in, if it differs from the one in the folder; positions depend on it.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # what transformers raises for a wrong value has no common class
+    except Exception as error:  # the errors of transformers for wrong values have no common class
         raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
     try:
         family_of(config.model_type)
@@ -89,7 +89,7 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     check_sizes(path, config.to_dict())
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(
-            f"{path}: config.json has dtype {config.dtype!r:.100}, which is none; take the original model's"
+            f"{path}: config.json has dtype {config.dtype!r:.100}, which torch does not have; take the original model's"
         )
     if dtype is not None:
         config.dtype = dtype
@@ -97,7 +97,7 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
 
 
 def parameter_names(path: Path) -> list[str]:
-    """Parameter names as they are in memory, from the file headers; a tied `lm_head` is not a parameter of its own."""
+    """Return the names that the parameters have in memory, from the file headers; without a tied `lm_head`."""
     config = model_config(path)
     family = family_of(config.model_type)
     names = find_weights(path, family.rename, inside=family.weight_folders).places
@@ -115,14 +115,14 @@ def load_model(
     fused_kernels: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
+    """Load a model with all its weights on `device`, or in ZeRO-3 partitions if `deepspeed` (a complete config) has stage 3.
 
-    Under ZeRO-3 every rank maps the files and copies its own part of each parameter out of them, one parameter at a
-    time: no rank holds the model, and nothing goes over the network. All ranks call it together, after
-    `init_distributed`. CheckpointError lists tensors that are missing, unexpected or of another shape.
+    Under ZeRO-3 every rank maps the files and copies its part of each parameter out of them, one parameter at a time: no rank
+    holds the whole model, and nothing goes over the network. All ranks must call it together, after `init_distributed`.
+    CheckpointError lists the tensors that are missing, unexpected or of another shape.
 
-    `fused_kernels`: those of `dsreason.models.fused_kernels`, for a GPU.
-    `quantize`: hold the matrices of the language model in 4 bits; they cannot be trained then. All else stays as it is.
+    `fused_kernels`: use those of `dsreason.models.fused_kernels`, for a GPU.
+    `quantize`: hold the matrices of the language model in 4 bits, frozen. Everything else stays unchanged.
     """
     model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = family_of(model.config.model_type)
@@ -145,7 +145,7 @@ def load_model(
 def checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Weights]:
-    """The empty model of a folder, and its files, which hold all of its weights. For the errors see `load_model`."""
+    """Build the empty model of a folder and check that its files hold all weights. Errors: as `load_model`."""
     config = model_config(path, trust_remote_code=trust_remote_code)
     family = family_of(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
@@ -162,7 +162,7 @@ def load_weights(
     device: torch.device | str,
     quantized: Sequence[NF4Linear] = (),
 ) -> None:
-    """Put all weights of an empty model on one device, those of the layers `quantized` in 4 bits."""
+    """Load all weights of an empty model onto one device; those of the layers `quantized` in 4 bits."""
     map_parameters(model, weights)
     fill_buffers(model, device)
     for layer in quantized:
@@ -173,17 +173,17 @@ def load_weights(
 
 
 def read_generation_config(path: Path) -> GenerationConfig | None:
-    """That of a model's folder, if it has one; CheckpointError if it cannot be read."""
+    """Read the generation config of a model folder, if it has one. Raise CheckpointError if it is unreadable."""
     if not (path / "generation_config.json").is_file():
         return None
     try:
         return GenerationConfig.from_pretrained(path)
-    except Exception as error:  # as in `model_config`
+    except Exception as error:  # the errors have no common class, see `model_config`
         raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
 def check_depth(config: Any, weights: Weights) -> None:
-    """Raise CheckpointError if config.json claims more layers than there are tensors: building them might never end."""
+    """Raise CheckpointError if config.json claims more layers than the files have tensors: building them might never end."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
     if family_of(config.model_type).vision is not None:
         depths = {
@@ -193,23 +193,23 @@ def check_depth(config: Any, weights: Weights) -> None:
     for key, layers in depths.items():
         if layers > len(weights.places):
             raise CheckpointError(
-                f"{weights.folder}: config.json says {key} = {layers}, the files hold {len(weights.places)} tensors; "
+                f"{weights.folder}: config.json says {key} = {layers}, but the files hold only {len(weights.places)} tensors; "
                 "download the model again"
             )
 
 
 def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The modules without memory behind their tensors; tied embeddings are one parameter already."""
+    """Build the modules without memory behind their tensors. Tied embeddings are one parameter."""
     implementation = "sdpa" if attention == "auto" else attention
-    sees = family_of(config.model_type).vision is not None
+    has_vision = family_of(config.model_type).vision is not None
     try:
         with init_empty_weights(include_buffers=True):
-            model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(
+            model = (AutoModelForImageTextToText if has_vision else AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
             )
     except (ImportError, ValueError) as error:
         raise CheckpointError(f"the model cannot be built with model.attention = {attention!r}: {error}") from error
-    except Exception as error:  # a size that is negative, zero or too large, a name that torch does not know
+    except Exception as error:  # for example a negative or too large size, or a name that torch does not have
         raise CheckpointError(
             f"{config.name_or_path}: no model can be built from config.json: {type(error).__name__}: {error}"
         ) from error
@@ -221,7 +221,7 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:
-    """Raise CheckpointError unless the files hold each parameter in its shape and nothing else (a tied lm_head apart)."""
+    """Raise CheckpointError unless the files hold each parameter in its shape and nothing else (except a tied lm_head)."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name not in expected}
@@ -246,9 +246,9 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
 
 
 def check_tied(weights: Weights, stored: dict[str, str]) -> None:
-    """A checkpoint may store a tied lm_head too, but not with values of its own: they would be lost.
+    """Raise CheckpointError if a stored tied lm_head differs from the embedding: its values would be lost.
 
-    `stored`: its name → the embedding's.
+    `stored`: name of the lm_head → name of the embedding.
     """
     for name, embedding in stored.items():
         tensors: dict[str, Tensor] = {}
@@ -261,7 +261,7 @@ def check_tied(weights: Weights, stored: dict[str, str]) -> None:
 
 
 def map_parameters(model: nn.Module, weights: Weights, names: list[str] | None = None) -> None:
-    """Put the files' tensors in place of the empty parameters (of both modules where two share one): all, or those named."""
+    """Replace empty parameters (all, or `names`) by the tensors of the files, in every module that shares them."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -277,7 +277,7 @@ def map_parameters(model: nn.Module, weights: Weights, names: list[str] | None =
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device | str = "cpu") -> None:
-    """Compute the buffers, which no file holds (rotary frequencies), by transformers' own initialisation."""
+    """Compute the buffers, such as rotary frequencies, which no file holds, by transformers' initialisation."""
     for module in model.modules():
         names = [name for name, _ in module.named_buffers(recurse=False)]
         for name in names:

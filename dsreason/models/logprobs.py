@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, without ever holding the float32 logits of the whole batch."""
+"""Log-probabilities of given tokens, computed without holding the float32 logits of the whole batch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**27, 2**28
-"""Float32 logits held at once (512 MiB, 1 GiB): the chunk of tokens is this over the vocabulary size.
+"""Float32 logits held at once (512 MiB, 1 GiB); a chunk has this many tokens divided by the size of the vocabulary.
 
-Each chunk reads the whole weight, and reads and writes its gradient: on a GPU that is what small chunks would wait for. The
-last chunk's probabilities stay for the backward pass, which begins with them: one product in four is spared for that chunk,
-and nothing more is held than each chunk takes anyway.
+Each chunk reads the whole weight, and reads and writes its gradient, which limits the speed of small chunks on a GPU. The
+backward pass starts with the last chunk, whose probabilities are kept: this saves one product in four for that chunk and
+holds no more memory than each chunk needs.
 """
 PART = 32
-"""Tokens whose entropy is computed together, which takes further tensors of their logits' size."""
+"""Tokens whose entropy is computed together, which needs another tensor of the size of their logits."""
 
 
 def token_logprobs(
@@ -29,18 +29,18 @@ def token_logprobs(
     banned_ids: Tensor | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution, in float32.
+    """Compute log softmax(hidden @ weight.T / temperature) at `targets` and the entropy of that distribution, in float32.
 
     Args:
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; by default `default_chunk` of them.
-        banned_ids: `[K]` token ids of probability 0, which the rollout engine never draws.
+        chunk_size: tokens whose logits exist at the same time; by default those of `default_chunk`.
+        banned_ids: `[K]` token ids with probability 0, which the rollout engine never samples.
 
     Returns:
-        `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` where it is not asked for. The backward pass
-        computes the logits of each chunk but one again (d logp_t / d logits = onehot_t - softmax, d H / d logits =
+        `[N]` float32, and H = -Σ p log p (nats) `[N]` float32, or `[0]` without `with_entropy`. The backward pass
+        recomputes the logits of each chunk except the last (d logp_t / d logits = onehot_t - softmax, d H / d logits =
         -p (log p + H)) and accumulates the gradient of `weight` in float32.
     """
     chunk = chunk_size or default_chunk(weight)
@@ -49,7 +49,7 @@ def token_logprobs(
 
 
 def default_chunk(weight: Tensor) -> int:
-    """Tokens whose logits are to exist at the same time, where the weight `[V, H]` lies."""
+    """Return the number of tokens per chunk on the device of the weight `[V, H]`."""
     return max(1, (MAX_LOGITS_ON_GPU if weight.is_cuda else MAX_LOGITS) // weight.shape[0])
 
 
@@ -70,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
         probs = None
         for part in chunks(hidden.shape[0], chunk):
-            probs = None  # freed before there are further logits
+            probs = None  # freed before the next logits are allocated
             probs = _logits(hidden[part], weight, temperature, banned_ids)
             target_logits = probs.gather(1, targets[part, None]).squeeze(1)
             largest = probs.amax(dim=1)
@@ -99,60 +99,60 @@ class _TokenLogprobs(torch.autograd.Function):
             if probs is None:
                 probs = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
                 probs.sub_(log_norm[part, None]).exp_()
-            own_grad = grad[part] / ctx.temperature
+            logprob_grad = grad[part] / ctx.temperature
             if entropy_grad is None:
-                grad_logits = probs.mul_(-own_grad[:, None])
+                grad_logits = probs.mul_(-logprob_grad[:, None])
             else:
-                of_entropy = entropy_grad[part] / ctx.temperature
-                grad_logits = _with_entropy_gradient(probs, own_grad, of_entropy, entropy[part])
-            grad_logits.scatter_add_(1, targets[part, None], own_grad[:, None])
+                part_entropy_grad = entropy_grad[part] / ctx.temperature
+                grad_logits = _with_entropy_gradient(probs, logprob_grad, part_entropy_grad, entropy[part])
+            grad_logits.scatter_add_(1, targets[part, None], logprob_grad[:, None])
             scaled = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = scaled @ weight
             if need_weight:
                 grad_weight = _add_product(grad_weight, scaled.t(), hidden[part])
-            probs = grad_logits = scaled = None  # freed before there are further logits
+            probs = grad_logits = scaled = None  # freed before the next logits are allocated
         if need_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, *[None] * 5
 
 
 def chunks(count: int, size: int) -> list[slice]:
-    """Slices of `size` tokens, of which the first may be shorter: the last one's probabilities are what is kept."""
+    """Return slices of `size` tokens. The first may be shorter, because the probabilities of the last one are kept."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in float32, in place; the product alone if there is no total yet, as zeros of its size take time."""
+    """Add the product of a and b to `total` in float32, in place; without a total return the product, which saves zeros."""
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
 
 
 def _entropy(probs: Tensor) -> Tensor:
-    """`[n, V]` to `[n]`."""
+    """Compute the entropies `[n]` of the probabilities `[n, V]`."""
     entropies = probs.new_empty(probs.shape[0])
-    terms = torch.empty_like(probs[:PART])  # the same for all parts
+    terms = torch.empty_like(probs[:PART])  # reused by all parts
     for part_probs, part_entropies in zip(probs.split(PART), entropies.split(PART), strict=True):
         torch.sum(torch.special.entr(part_probs, out=terms[: len(part_probs)]), dim=1, out=part_entropies)
     return entropies
 
 
 def _with_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
-    """-grad p - entropy_grad p (log p + H) in place of the probabilities `[n, V]`; the others are `[n]`."""
-    terms = torch.empty_like(probs[:PART])  # the same for all parts
+    """Overwrite the probabilities `[n, V]` by -grad p - entropy_grad p (log p + H); the other arguments are `[n]`."""
+    terms = torch.empty_like(probs[:PART])  # reused by all parts
     for part_probs, *factors in zip(
         *(tensor.split(PART) for tensor in (probs, grad, entropy_grad, entropy)), strict=True
     ):
-        own_grad, own_entropy_grad, own_entropy = (factor[:, None] for factor in factors)
-        own_terms = torch.special.entr(part_probs, out=terms[: len(part_probs)])  # -p log p
-        part_probs.mul_(-(own_grad + own_entropy_grad * own_entropy)).addcmul_(own_terms, own_entropy_grad)
+        part_grad, part_entropy_grad, part_entropy = (factor[:, None] for factor in factors)
+        part_terms = torch.special.entr(part_probs, out=terms[: len(part_probs)])  # -p log p
+        part_probs.mul_(-(part_grad + part_entropy_grad * part_entropy)).addcmul_(part_terms, part_entropy_grad)
     return probs
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
-    """`[n, V]` float32, freshly allocated so that the caller may overwrite it; -inf where banned."""
+    """Compute the logits `[n, V]` in float32, -inf at banned ids. The caller may overwrite them."""
     logits = (hidden @ weight.t()).float()
     if temperature != 1.0:
         logits.div_(temperature)
@@ -160,12 +160,12 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tens
 
 
 class LogprobHead(nn.Linear):
-    """The language model's output layer, extended: with `targets` it returns log-probabilities instead of logits.
+    """The language model's output layer, which with `targets` returns log-probabilities instead of logits.
 
-    It stays the module that owns the weight, so ZeRO-3 gathers the weight around this call as around any layer's.
+    It remains the module that owns the weight, so ZeRO-3 gathers the weight around its call as for any layer.
     """
 
-    def forward(  # type: ignore[override]  # a Linear that can do more
+    def forward(  # type: ignore[override]  # it extends Linear
         self,
         hidden: Tensor,
         targets: Tensor | None = None,

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a Hugging Face model, by peft's own modules: put in place, and what they add to the weights."""
+"""Low-rank adapters on a Hugging Face model, made of peft's modules, and the deltas that they add to the weights."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the only adapter."""
 BASE = ".base_layer"
-"""In the names of a layer's own parameters, once it has an adapter."""
+"""Part of the names of a layer's parameters once the layer has an adapter."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-"""What the names of an adapter's two matrices end with."""
+"""Endings of the names of an adapter's two matrices."""
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
-    """Names of the linear layers that get an adapter, in the model's order.
+    """Return the names of the linear layers that get an adapter, in the model's order.
 
     Raises:
-        ConfigError: every pattern that is empty, finds no linear layer, with names to choose from, or finds the output layer.
+        ConfigError: a pattern is empty, matches no linear layer or matches the output layer (lists all such patterns, with
+            similar names).
     """
     family = family_of(model.config.model_type)
     modules = family.modules
     if lora.vision and family.vision is None:
-        raise ConfigError(f"lora.vision is true, and {family.name} has no vision tower; set it to false")
+        raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set it to false")
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     targets: set[str] = set()
@@ -70,24 +71,24 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
 
 
 def nothing_found(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
-    """Return why a pattern finds no linear layer. `kinds`: the type of every module by its name."""
-    of_another_kind = [
+    """Describe why a pattern matches no linear layer. `kinds`: name of every module → its type."""
+    other_modules = [
         f"{name} ({kind})" for name, kind in kinds.items() if re.search(pattern, name) and name not in linear
     ]
-    if of_another_kind:
-        return f"matches no linear layer, which alone can have an adapter, but {', '.join(of_another_kind[:3])}"
+    if other_modules:
+        return f"matches {', '.join(other_modules[:3])}, but only linear layers can have an adapter"
     return f"matches none of {len(linear)} linear layers; near: {', '.join(near_names(pattern, linear))}"
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None:
-    """Give layers of `model` adapters, which alone are trained; its output does not change yet.
+    """Add adapters to layers of `model`; only they are trained. The output of the model does not change yet.
 
-    Their first values depend on `seed` only, whatever the number of ranks. Under ZeRO-3 they are whole on every rank until
-    the engine is built, and each rank then keeps its part of what it has drawn: `check_alike` comes before.
+    Their initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3 they are whole on every rank until
+    the engine is built, and each rank then keeps its part of its values; call `check_alike` before that.
 
-    ConfigError: of `adapted_layers`.
+    Raises ConfigError as `adapted_layers` does.
     """
-    from peft import LoraConfig as PeftConfig  # only where it is used: it takes seconds
+    from peft import LoraConfig as PeftConfig  # imported only if it is used, because it takes seconds
     from peft import inject_adapter_in_model
 
     settings = PeftConfig(
@@ -106,76 +107,76 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
 
 
 def adapter_settings(model: Any) -> dict[str, Any]:
-    """peft's settings of a model's adapters as JSON values, as they stand in an adapter_config.json."""
+    """Return peft's settings of a model's adapters as the JSON values of an adapter_config.json."""
     settings = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def plain(number: float) -> float:
-    """16.0 as 16, as people write it in peft's files, and some readers expect it."""
+    """Convert 16.0 to 16, the usual form in peft's files, which some readers expect."""
     return int(number) if float(number).is_integer() else number
 
 
 def found_by_peft(pattern: str) -> str:
-    """For peft, which looks whether a name ends with a pattern, one that is searched in the name."""
+    """Convert a pattern for `re.search` to one for peft, which matches patterns at the end of a name."""
     return f".*(?:{pattern}).*"
 
 
 def check_alike(model: nn.Module) -> None:
-    """DsReasonError on every rank unless all have the same trained parameters, which must be whole yet. Collective."""
+    """Raise DsReasonError on every rank unless all have equal trained parameters, which must still be whole. Collective."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
             digest.update(f"{name} ".encode() + values.numpy().tobytes())
     digests = gather_objects(digest.hexdigest())
-    if other := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
+    if other_ranks := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
         raise DsReasonError(
-            f"the adapters of rank {', '.join(map(str, other))} began with other values than those of rank 0: the ranks have "
-            "other versions of torch or peft, or another configuration; start all from the same environment"
+            f"the adapters of rank {', '.join(map(str, other_ranks))} started with values that differ from those of rank 0: the "
+            "ranks differ in their versions of torch or peft or in their configuration; start all in the same environment"
         )
 
 
 def trained_share(model: nn.Module) -> str:
-    """For the log: how many layers have an adapter, and how much is trained. Parameters may be cut."""
+    """Describe, for the log, the number of adapted layers and the share of trained parameters, which may be partitioned."""
     layers = len(adapters(model))
     sizes = [
         (num_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
     ]
     trained, base = (
-        sum(size for size, is_trained in sizes if is_trained is counts_trained) for counts_trained in (True, False)
+        sum(size for size, is_trained in sizes if is_trained is wants_trained) for wants_trained in (True, False)
     )
     return (
         f"adapters on {layers} linear layers: {trained:,} parameters are trained, {trained / base:.2%} of the model's "
-        f"{base:,}, which stay as they are"
+        f"{base:,}, which stay unchanged"
     )
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
+    """The term that an adapter adds to a weight `[out, in]`: `scale · b @ a`."""
 
     a: Tensor
-    """`[rank, in]`."""
+    """Matrix `[rank, in]`."""
     b: Tensor
-    """`[out, rank]`."""
+    """Matrix `[out, rank]`."""
     scale: float
 
     def added_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The merged weight in `dtype`, rounded once; `weight` stays as it is. With a zero `b` it has the very same bits."""
+        """Return the merged weight in `dtype`, rounded once; `weight` itself stays unchanged. A zero `b` leaves the same bits."""
         if not self.b.any():
             return weight.to(dtype)
         return torch.addmm(weight.float(), self.b.float(), self.a.float(), alpha=self.scale).to(dtype)
 
     def relative_to(self, weight: Tensor) -> float:
-        """‖delta‖ / ‖weight‖, from products of rank x rank values alone."""
+        """Return ‖delta‖ / ‖weight‖, computed only from products of rank x rank values."""
         a, b = self.a.double(), self.b.double()
         squared = float(((b.T @ b) * (a @ a.T)).sum())
         return abs(self.scale) * math.sqrt(max(squared, 0.0)) / max(float(weight.double().norm()), 1e-30)
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
+    """Return a parameter's name in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
     return name.replace(f"{BASE}.", ".")
 
 
@@ -184,25 +185,25 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_names(name: str) -> tuple[str, ...]:
-    """Names of the matrices A and B that belong to a layer's own weight; none of a parameter without an adapter."""
+    """Return the names of the matrices A and B of a layer's weight; empty for a parameter without an adapter."""
     layer = name.removesuffix(f"{BASE}.weight")
     return () if layer == name else (layer + A, layer + B)
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
-    """The factor of each adapter, by the name of its layer."""
+    """Return the scale of each adapter: name of its layer → factor."""
     return {name: module.scaling[ADAPTER] for name, module in adapters(model).items()}
 
 
 def adapters(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by name; they hold the layer itself (`base_layer`), and beside it the adapter."""
-    endings = tuple(name.removesuffix(A) for name, _ in model.named_parameters() if name.endswith(A))
-    return {name: model.get_submodule(name) for name in endings}
+    """Return peft's layers by name; each holds the original layer (`base_layer`) and the adapter."""
+    names = tuple(name.removesuffix(A) for name, _ in model.named_parameters() if name.endswith(A))
+    return {name: model.get_submodule(name) for name in names}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the forward is the base model's. Nothing may be trained there."""
+    """Make the forward the base model's inside the block, which must not train anything."""
     layers = adapters(model).values()
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,7 +1,7 @@
-"""All media of a batch, images and videos together, go through the vision tower in one call; each distinct one once.
+"""Features of media: one call of the vision tower for all images and videos of a batch, each distinct one once.
 
-So the modules of a model run in the same order whatever a batch shows, which ZeRO-3 records and prefetches by. Nothing here
-waits for a GPU: the layout of the media is computed on the host and copied to it.
+Thus the modules of a model run in the same order whatever a batch shows; ZeRO-3 records this order and prefetches by it. Nothing
+here waits for a GPU: the layout of the media is computed on the host and copied to the GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """Return the features `[tokens, D]` of the media that follow each other in `pixels` `[patches, dim]`.
+    """Return the features `[tokens, D]` of the media that are concatenated in `pixels` `[patches, dim]`.
 
-    The first features replace the embeddings of placeholders; further ones (DeepStack) are added after the first decoder
+    The first features replace the embeddings of placeholders; additional ones (DeepStack) are added after the first decoder
     layers. `grids` `[media, 3]` is on the host.
     """
     family = family_of(model.config.model_type)
@@ -38,7 +38,7 @@ def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[
 
 
 def embed_batch(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
-    """Return the inputs of the language model that stand for a batch's tokens and media."""
+    """Return the inputs of the language model for the tokens and media of a batch."""
     media = find_media_tokens(batch)
     if media is None:
         return {"input_ids": batch.input_ids}
@@ -58,17 +58,17 @@ def embed_tokens(model: PreTrainedModel, input_ids: Tensor, indices: Tensor, fea
 
 
 class PatchProduct(nn.Conv3d):
-    """A convolution whose kernel is its stride, computed as the matrix product that it is: cuDNN has no fast one in bf16."""
+    """A convolution with equal kernel and stride, computed as a matrix product, because cuDNN is slow at it in bf16."""
 
     def forward(self, patches: Tensor) -> Tensor:
-        """`[N, channels, frames, height, width]`, each the size of the kernel → `[N, D, 1, 1, 1]`."""
+        """Embed patches of the size of the kernel: `[N, channels, frames, height, width]` → `[N, D, 1, 1, 1]`."""
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 def adapt_vision(model: PreTrainedModel) -> None:
-    """Let this one model object embed patches by a matrix product, and add DeepStack's features at indices.
+    """Make this model object embed patches by a matrix product and add DeepStack's features at indices.
 
-    transformers looks up a mask for them, and waits for the GPU.
+    transformers adds them by a mask, which waits for the GPU.
     """
     name = family_of(model.config.model_type).modules.vision_tower
     if name is None:

@@ -1,8 +1,8 @@
 """Multimodal rotary positions (mRoPE): each token has a temporal, a height and a width index.
 
-Ours and not transformers', because a model must be trained with the positions it is served with: transformers 5.19 lets
-the text after a Qwen2.5-VL video continue from the spatial extent alone. The rule here is that of the model's original
-code and of vLLM: text after a medium continues from the largest index of all three axes + 1.
+They replace those of transformers, because a model must be trained with the positions it is served with: in transformers
+5.19 the text after a Qwen2.5-VL video continues from the spatial extent only. This module follows the model's original code
+and vLLM: text after an image or video continues from the largest index of all three axes + 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 
 def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config: Any) -> Tensor:
-    """Positions `[3, T]` of one sample: text counts on all axes alike, a grid adds its own to where the text stopped, and
-    the text after it continues from the largest index of all three axes + 1.
+    """Compute the positions `[3, T]` of a sample.
+
+    Text has equal indices on all axes; the indices of a grid start after the preceding text, and the next text continues
+    from the largest index of all three axes + 1.
 
     Source: `get_mrope_input_positions` of vLLM's qwen2_5_vl.py and qwen3_vl.py, which keep the rule of the models'
     original code. `mm_token_type_ids` `[T]` (0 text, 1 image, 2 video) and `mm_kwargs` are those of this sample; `config`
@@ -39,20 +41,20 @@ def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict
     if any(unused.values()):
         raise DataError(
             f"{unused[IMAGE]} image and {unused[VIDEO]} video grids have no placeholder tokens in the sample; "
-            "give the text one placeholder per medium"
+            "give the text one placeholder per image or video"
         )
     return positions.to(mm_token_type_ids.device)
 
 
 def grid_positions(grid: Grid) -> Tensor:
-    """`[3, frames * height * width]`, from 0. Times are cut, not rounded, in float64 as vLLM does."""
+    """Compute the positions `[3, frames * height * width]` of a grid, from 0. Times are truncated in float64, as in vLLM."""
     time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
     axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
 def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
-    """Positions `[3, T]` of one sample without padding; takes the grids it uses from `runs`."""
+    """Compute the positions `[3, T]` of a sample without padding; consumes grids from `runs`."""
     parts, start, index = [torch.empty(3, 0, dtype=torch.int64)], 0, 0
     while index < len(types):
         kind = types[index]
@@ -73,8 +75,8 @@ def next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> 
     grid = next(runs[kind], None)
     if grid is None:
         raise DataError(
-            f"token {index} is an {name} placeholder without an {name}; a text may not hold the model's own "
-            "placeholder tokens, only media parts make them"
+            f"token {index} is a placeholder without its {name}; a text must not contain the model's placeholder "
+            "tokens, which only media parts may add"
         )
     length = grid.frames * grid.height * grid.width
     num_placeholders = sum(1 for t in types[index : index + length] if t == kind)

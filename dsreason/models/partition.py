@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions straight from memory-mapped files."""
+"""ZeRO-3 partitions made directly from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from dsreason.models.nf4.layers import NF4Linear
 def partition(
     model: nn.Module, dtype: torch.dtype, config: dict[str, Any], quantized: Sequence[NF4Linear] = ()
 ) -> None:
-    """Leave every rank its part of each parameter of `model`, in `dtype`; all ranks call it with the same values.
+    """Partition each parameter of `model` over the ranks, in `dtype`; all ranks must call it with the same values.
 
-    The weights of the layers `quantized` are whole, and become 4-bit blocks, of which a rank computes those that it keeps.
+    The weights of the layers `quantized` are whole and become 4-bit blocks; a rank computes only the blocks that it keeps.
     """
     # DeepSpeed takes the type from its config; its own `dtype` argument turns float32 into bfloat16 on a CPU.
-    configured = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
-    if dtype != configured:
-        raise ValueError(f"load_model: dtype is {dtype}, the DeepSpeed config trains in {configured}")
+    config_dtype = torch.bfloat16 if config.get("bf16", {}).get("enabled") else torch.float32
+    if dtype != config_dtype:
+        raise ValueError(f"load_model: dtype is {dtype}, but the DeepSpeed config trains in {config_dtype}")
     InitWithoutBroadcast(model, config, frozenset(id(layer.weight) for layer in quantized))
 
 
 class InitWithoutBroadcast(Init):
     """`deepspeed.zero.Init` without its broadcast from rank 0: every rank has the values, mapped from the files.
 
-    The broadcast would make each rank hold every parameter once, and write into the mapped pages. Nor does a GPU get
-    every parameter whole: what goes there is the part that this rank keeps.
+    The broadcast would make each rank hold every whole parameter once and write into the mapped pages. The GPU gets no
+    whole parameters either, only the part that this rank keeps.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], quantized: frozenset[int]) -> None:
         self.quantized = quantized
-        """`id` of the parameters that become 4-bit blocks."""
+        """The `id` of each parameter that becomes 4-bit blocks."""
         super().__init__(module=model, config_dict_or_path=config)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[Any]) -> None:
@@ -50,14 +50,16 @@ class InitWithoutBroadcast(Init):
                     param.data = self._converted(param.data)
                 self._convert_to_deepspeed_param(param)
                 param.partition()
-                param.data = param.data.to(self.local_device)  # empty now; it is gathered where it lies
+                param.data = param.data.to(self.local_device)  # empty now, but gathered on this device
 
     def _converted(self, values: Tensor) -> Tensor:
-        """`values` in the training type; what is not this rank's part may be anything.
+        """Convert `values` to the training type; everything but this rank's part is undefined.
 
-        Memory that is never written to takes no room, so a rank pays for its part alone, however large an embedding is.
+        Memory that is never written to takes no space, so a rank pays only for its part, however large an embedding is.
         """
-        if values.dtype == self.dtype or self.num_param_groups > 1:  # hpZ: a second way to cut, where all must be right
+        if (
+            values.dtype == self.dtype or self.num_param_groups > 1
+        ):  # hpZ partitions in a second way, which needs all values
             return values.to(self.dtype)
         size = math.ceil(values.numel() / self.dp_world_size)
         part = slice(self.rank * size, (self.rank + 1) * size)
@@ -66,7 +68,7 @@ class InitWithoutBroadcast(Init):
         return converted
 
     def _quantized(self, values: Tensor) -> Tensor:
-        """The blocks of `values`, and in the same way those alone that are in this rank's part."""
+        """Quantise `values`; likewise, everything but the blocks of this rank's part is undefined."""
         if self.num_param_groups > 1:
             return quantize(values)
         blocks = num_blocks(values.shape)

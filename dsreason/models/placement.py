@@ -1,6 +1,6 @@
-"""Where the weights of a model go that only answers: on one device, over several GPUs, or left in their files.
+"""Placement of the weights of a model for inference: on one device, over several GPUs, or left in their files.
 
-The devices are planned and the inputs moved between them by accelerate.
+accelerate plans the devices and moves the inputs between them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS_SHARE = 0.9
-"""Of a device's free memory; the rest is for activations and the key-value cache."""
+"""Share of a device's free memory for weights; the rest is for activations and the key-value cache."""
 FILES = "disk"
-"""accelerate's name for weights that stay in their files, and are read whenever their module is called."""
+"""accelerate's name for weights that stay in their files and are read at every call of their module."""
 DeviceMap = dict[str, int | str]
-"""Name of a module → number of a GPU, "cpu" or `FILES`; the modules in it are not named."""
+"""Name of a module → index of a GPU, "cpu" or `FILES`; its submodules are not listed."""
 
 
 def load_where_it_fits(
@@ -42,10 +42,11 @@ def load_where_it_fits(
     attention: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder for answering, without gradients: on `device` where it fits there.
+    """Load a model for inference, without gradients: on `device` if it fits there.
 
-    A larger one has its layers on all the devices of this rank, see `devices_of`. What fits on none of them stays in its
-    files: every token reads it again, from the page cache at best. Inputs go to `device`, and outputs may come from another.
+    The layers of a larger model are distributed over all devices of this rank, see `devices_of`. Weights that fit on none of
+    them stay in their files, and every token reads them again, at best from the page cache. Inputs go to `device`; outputs
+    may be on another.
     """
     model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
     family = family_of(model.config.model_type)
@@ -63,25 +64,25 @@ def load_where_it_fits(
 
 
 def devices_of(device: torch.device) -> list[torch.device]:
-    """`device`, and the GPUs of this host that fall to the same rank: the first of 2 ranks on 4 GPUs has 0 and 2."""
+    """Return `device` and the other GPUs of the same rank on this host: the first of 2 ranks on 4 GPUs has 0 and 2."""
     if device.type != "cuda":
         return [device]
     return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), local_size())]
 
 
 def name_of(device: torch.device) -> int | str:
-    """As accelerate calls it."""
+    """Return accelerate's name of a device."""
     return "cpu" if device.type == "cpu" else device.index or 0
 
 
 def budget(device: torch.device) -> int:
-    """Bytes for weights on a device. The ranks of a host share its memory."""
+    """Return the bytes for weights on a device. The ranks of a host share its memory."""
     free = available_bytes() // local_size() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     return int(WEIGHTS_SHARE * free)
 
 
 def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
-    """Return which module goes where: decoder layers and the vision tower are never cut, GPUs get about the same."""
+    """Plan the device of each module: decoder layers and the vision tower are never split, GPUs get about equal shares."""
     block_classes = [*model._no_split_modules, *vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
@@ -91,7 +92,7 @@ def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) 
 
 
 def vision_class(model: PreTrainedModel, family: Family) -> list[str]:
-    """The name of the vision tower's class, where the model has one."""
+    """Return the name of the vision tower's class, if the model has one."""
     tower = family.modules.vision_tower
     return [] if tower is None else [type(model.get_submodule(tower)).__name__]
 
@@ -99,7 +100,7 @@ def vision_class(model: PreTrainedModel, family: Family) -> list[str]:
 def spread(
     model: PreTrainedModel, weights: Weights, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Load the weights of an empty model to where the map says, and have its inputs follow them."""
+    """Load the weights of an empty model onto the devices of the map, and make its inputs follow them."""
     family = family_of(model.config.model_type)
     homes = {name: home_of(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -113,21 +114,21 @@ def spread(
     for name, parameter in model.named_parameters():
         if homes[name] != FILES:
             parameter.data = parameter.data.to(homes[name], dtype, copy=True)
-    adapt_vision(model)  # before accelerate wraps the forwards
-    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would say once more what has been said
+    adapt_vision(model)  # must precede dispatch_model, which wraps the forwards
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would repeat our warning
     dispatch_model(
         model,
         device_map,
         main_device=name_of(device),
         offload_index=index,
-        skip_keys="past_key_values",  # each layer's part lies where the layer does
+        skip_keys="past_key_values",  # each layer's part is on the device of the layer
         preload_module_classes=vision_class(model, family),
-        force_hooks=True,  # all of the model may be on another GPU than its inputs
+        force_hooks=True,  # the whole model may be on another GPU than its inputs
     )
 
 
 def home_of(name: str, device_map: DeviceMap) -> int | str:
-    """Where a parameter goes: to where the module goes that it is in."""
+    """Return the device of the module that owns the parameter."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map[name]
@@ -139,7 +140,7 @@ def index_entry(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, st
 
 
 def explained(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
-    """Return what a person should know of a model that does not fit on the first of these devices."""
+    """Return the warning about a model that does not fit on the first of these devices."""
     sizes: dict[int | str, int] = {}
     for name, parameter in model.named_parameters():
         home = home_of(name, device_map)

@@ -1,4 +1,4 @@
-"""The model as training sees it: a batch in, the log-probabilities of its trained tokens out, with or without recomputation."""
+"""The policy: a model that maps a batch to the log-probabilities of its trained tokens, with or without recomputation."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
-    """Run the model without its output layer on a batch, whose repeated media are encoded once."""
+    """Run the model without its output layer on a batch; repeated media are encoded once."""
     inputs = embed_batch(model, batch) | attention_inputs(model, batch)
     output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
     return output
 
 
 def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
-    """Run it on this rank's part of a row, which it computes together with the others of `group`."""
+    """Run the model without its output layer on this rank's part of a row, which the ranks of `group` compute together."""
     part = batch.part
     assert part is not None
     local = slice(part.start, part.end)
@@ -47,10 +47,10 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
 
 
 class Policy(nn.Module):
-    """Wraps a Hugging Face vision-language model (`.model`).
+    """A wrapper of a Hugging Face vision-language model (`.model`).
 
     Args:
-        group: the ranks that compute rows with a `part` together.
+        group: the ranks that together compute rows with a `part`.
     """
 
     def __init__(self, model: PreTrainedModel, group: Group = None) -> None:
@@ -66,14 +66,14 @@ class Policy(nn.Module):
     def forward(
         self, batch: Batch, temperature: float = 1.0, banned_ids: Tensor | None = None, with_entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Float32 log-probabilities `[N]` of the tokens `batch.targets`.
+        """Compute the float32 log-probabilities `[N]` of the tokens `batch.targets`.
 
-        `with_entropy` gives the entropy `[N]` of the distribution at each of them as well. `banned_ids` have
-        probability 0: those that the rollout engine never draws, so that both mean one distribution.
-        A batch without trained tokens gives an empty tensor that still hangs on the graph: under ZeRO-3 every rank
-        must run the same layers forward and backward, whatever its data holds.
+        `with_entropy` also returns the entropy `[N]` of the distribution at each of them. `banned_ids` have probability 0:
+        the rollout engine never samples them, and both must use the same distribution.
+        A batch without trained tokens returns an empty tensor that is still part of the graph: under ZeRO-3 every rank must
+        run the same layers forward and backward, whatever its data.
 
-        Of a row that several ranks compute, each has all values, and the gradient of those that it computed.
+        If several ranks compute a row, each returns all values, with gradients only for those that it computed.
         """
         part, predictors, places = batch.part, batch.predictors, batch.targets
         if part is None:
@@ -94,12 +94,12 @@ class Policy(nn.Module):
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = False) -> None:
-    """Recompute each decoder layer and vision block in the backward pass.
+    """Make the backward pass recompute each decoder layer and vision block.
 
-    `offload`: what is kept of each, its input, waits in the host's memory until then.
+    `offload`: keep the saved inputs of the layers in host memory until then.
 
-    transformers also makes the embeddings' outputs require gradients, which only reentrant checkpointing needs; with a
-    frozen vision tower it would run a backward pass through it for nothing.
+    transformers also makes the outputs of the embeddings require gradients. Only reentrant checkpointing needs that, and it
+    would cause a useless backward pass through a frozen vision tower, so it is switched off.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()
@@ -110,7 +110,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
 
 
 def checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
-    """`torch.utils.checkpoint`, whose saved inputs are copies on the CPU, unless a frozen part made them."""
+    """Call `torch.utils.checkpoint` with its saved inputs on the CPU, unless they come from a frozen part."""
     trained_args = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if not trained_args:
         return checkpoint(function, *args, use_reentrant=False)

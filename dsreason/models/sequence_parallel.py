@@ -1,10 +1,10 @@
 """Sequence parallelism: the ranks of a group compute one packed row together (Ulysses, arXiv 2309.14509).
 
 Each rank has a part of the row's tokens, from the embedding to the log-probabilities of the targets that its tokens predict.
-For attention the ranks exchange tokens for heads, and back: each attends over the whole row with its share of the heads. Of
-the media each rank encodes a part; the features go to the ranks whose tokens show them. Log-probabilities are gathered, so
-that every rank has those of the whole row and computes the same loss, but keeps only the gradient of its own. The gradients
-of the ranks are shares: their **sum** is that of the row.
+For attention the ranks exchange tokens for heads and back, so each attends over the whole row with its share of the heads. Each
+rank encodes a part of the media and sends the features to the ranks whose tokens show them. Log-probabilities are gathered, so
+every rank has those of the whole row and computes the same loss, but keeps only the gradient of its part. The gradients of the
+ranks are shares: their **sum** is the gradient of the row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from dsreason.data.types import MediaPart
 
 Group = Any
-"""A process group of torch; mypy knows none if torch is built without them."""
+"""A process group of torch. It is Any because mypy finds no such class if torch is built without distributed support."""
 
 
 class _Exchange(torch.autograd.Function):
@@ -37,21 +37,21 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Rows for each rank, one rank's behind the other's, in; those from each rank out. The gradient goes back the same way."""
+    """All-to-all of rows, sorted by receiving rank → sorted by sending rank. The gradient takes the way back."""
     exchanged: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's tokens all heads in, of all tokens this rank's share of the heads out.
+    """All-to-all: `[local tokens, all heads]` → `[all tokens, local heads]`.
 
-    `query` `[1, H, T / n, d]` → `[1, H / n, T, d]`; keys and values alike, repeated where they have too few heads.
+    `query` `[1, H, T / n, d]` → `[1, H / n, T, d]`; likewise keys and values, which are repeated if they have too few heads.
     """
     size = dist.get_world_size(group)
     times = size // gcd(size, key.shape[1])
     key, value = (heads if times == 1 else heads.repeat_interleave(times, dim=1) for heads in (key, value))
     tokens = query.shape[2]
-    # [n, T / n, heads / n, d] of each; one exchange for all three
+    # Each part is [n, T / n, heads / n, d], and one exchange serves all three.
     parts = [heads[0].unflatten(0, (size, -1)).transpose(1, 2) for heads in (query, key, value)]
     counts = [part.shape[2] for part in parts]
     exchanged = exchange(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
@@ -60,7 +60,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[T
 
 
 def to_tokens(attended: Tensor, group: Group) -> Tensor:
-    """Of all tokens this rank's heads in, `[1, T, H / n, d]`; of its own tokens all heads out, `[1, T / n, H, d]`."""
+    """All-to-all: `[all tokens, local heads]` → `[local tokens, all heads]`: `[1, T, H / n, d]` → `[1, T / n, H, d]`."""
     size = dist.get_world_size(group)
     tokens = attended.shape[1] // size
     exchanged = exchange(attended[0], [tokens] * size, [tokens] * size, group)
@@ -68,7 +68,7 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
 
 
 def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> list[Tensor]:
-    """Features `[encoded here, D]` of several layers in, `[shown here, D]` of each out."""
+    """Exchange the features of several layers: `[tokens encoded here, D]` → `[tokens shown here, D]`."""
     widths = [feature.shape[1] for feature in features]
     sent = torch.cat(features, dim=1).index_select(0, part.sent)
     received = exchange(sent, part.sent_counts, part.received_counts, group)
@@ -76,11 +76,11 @@ def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> 
 
 
 def gather_values(values: Sequence[Tensor], places: Tensor, count: int, group: Group) -> list[Tensor]:
-    """Of each of `values` `[M]`, this rank's, the `[count]` of all ranks; `places` `[M]` says where this rank's are.
+    """Gather each of the local `values` `[M]` from all ranks → `[count]`.
 
-    The gradient of the others' is left to them.
+    `places` `[M]` are the indices of the local values. Only these get a gradient; the other ranks compute theirs.
     """
-    own_values = torch.stack([value.detach() for value in values])
-    everyone = own_values.new_zeros(len(own_values), count).index_copy(1, places, own_values)
-    dist.all_reduce(everyone, group=group)
-    return [all_values.index_copy(0, places, value) for all_values, value in zip(everyone, values, strict=True)]
+    local_values = torch.stack([value.detach() for value in values])
+    gathered = local_values.new_zeros(len(local_values), count).index_copy(1, places, local_values)
+    dist.all_reduce(gathered, group=group)
+    return [all_values.index_copy(0, places, value) for all_values, value in zip(gathered, values, strict=True)]

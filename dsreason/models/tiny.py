@@ -1,8 +1,8 @@
-"""Tiny random checkpoints of each family, complete folders that transformers and vLLM load like the real ones.
+"""Tiny random checkpoints of each family: complete folders that transformers and vLLM load like the real ones.
 
-They make every command runnable with nothing downloaded: the same classes, tensor names, special tokens, chat format
-and processors as the real models, with a vocabulary of 512. With larger sizes they stand in for a big model in memory
-tests: weights are drawn and written shard by shard, so writing needs the memory of one shard.
+They make every command runnable without downloads: they have the classes, tensor names, special tokens, chat format and
+processors of the real models, with a vocabulary of 512. With larger sizes they stand in for a big model in memory tests:
+weights are drawn and written shard by shard, so writing needs the memory of one shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsreason.families.family import Modules, Tokens
 VOCABULARY_SIZE = 512
 HEAD_SIZE = 32
 
-# What the byte pairs are learned from: words of the chat format and answers, one token each, and sentences.
+# The byte pairs are learned from words of the chat format and of answers, which become one token each, and from sentences.
 WORDS = (
     "system user assistant yes no left right up down red green blue yellow white purple one two three four five six "
     "circle square triangle The There Is Does Will Which What How Answer"
@@ -54,7 +54,7 @@ CORPUS = (
     "Think step by step, and answer the question: <think> </think> <answer> </answer> 0.5 seconds",
 )
 
-# In the templates `$name` is a token of the family.
+# `$name` in the templates stands for a token of the family.
 PART_TEMPLATE = """\
 {%- macro render(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}
@@ -95,11 +95,11 @@ def build_tiny(
     max_shard_bytes: int = 1 << 28,
     device: str = "cpu",
 ) -> Path:
-    """Writes a random checkpoint with tokenizer, processor and chat template into `folder`, and returns it.
+    """Write a random checkpoint with tokenizer, processor and chat template into `folder`, and return the folder.
 
-    `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`, `head_size` and `vision_hidden_size` of 32. A larger
-    `vocabulary_size` than 512 has rows that the tokenizer has no token for. The weights are drawn on `device`. The same
-    arguments give the same files. config.json is written last, so a folder with it is complete.
+    `hidden_size` must be a multiple of `num_key_value_heads` x `head_size`, `head_size` and `vision_hidden_size` of 32. A
+    `vocabulary_size` above 512 adds rows without a token in the tokenizer. The weights are drawn on `device`. The same
+    arguments produce the same files. config.json is written last, so a folder that contains it is complete.
     """
     if hidden_size % (num_key_value_heads * head_size) or vision_hidden_size % HEAD_SIZE or head_size % HEAD_SIZE:
         raise ValueError(
@@ -154,7 +154,7 @@ def build_tiny(
         common |= {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in media.items()}
     config = family.tiny.config(text, vision, head_size, common)
     with init_empty_weights(include_buffers=True):
-        model = auto_class.from_config(deepcopy(config))  # which it changes
+        model = auto_class.from_config(deepcopy(config))  # from_config mutates the config
     config.architectures = [type(model).__name__]
     _write_weights(family, model, folder, torch.Generator(device).manual_seed(seed), dtype, max_shard_bytes)
     GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding).save_pretrained(folder)
@@ -163,13 +163,13 @@ def build_tiny(
 
 
 def special_tokens(tokens: Tokens) -> tuple[str, ...]:
-    """All of a family, in the order in which they are numbered."""
+    """Return all special tokens of a family in the order of their ids."""
     media = (tokens.media_start, tokens.media_end, *tokens.unused_media, tokens.image, tokens.video)
     return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *media)
 
 
 def build_tokenizer(family: Family) -> Qwen2Tokenizer:
-    """Byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
+    """Build a byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
     special = special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
     splits = Qwen2Tokenizer().backend_tokenizer
@@ -180,11 +180,11 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
         show_progress=False,
     )
     learner.train_from_iterator([*CORPUS, *WORDS.split() * 9], trainer)
-    learned = json.loads(learner.to_str())["model"]
-    first = len(learned["vocab"])
+    bpe = json.loads(learner.to_str())["model"]
+    first = len(bpe["vocab"])
     tokenizer = Qwen2Tokenizer(
-        vocab=learned["vocab"] | {token: first + i for i, token in enumerate(special)},
-        merges=[tuple(pair) for pair in learned["merges"]],
+        vocab=bpe["vocab"] | {token: first + i for i, token in enumerate(special)},
+        merges=[tuple(pair) for pair in bpe["merges"]],
         unk_token=None,
         eos_token=family.tokens.turn_end,
         pad_token=family.tokens.padding,
@@ -196,7 +196,7 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
 
 
 def chat_template(family: Family) -> str:
-    """Turns as Qwen's templates write them, with the family's tokens and its default system message, if it has one."""
+    """Build a template that formats turns like Qwen's, with the tokens and the default system message (if any) of the family."""
     system = family.tiny.default_system
     template = PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if system is not None else "") + TURNS_TEMPLATE
     return Template(template).substitute(vars(family.tokens), default_system=system)
@@ -205,7 +205,7 @@ def chat_template(family: Family) -> str:
 def _draw(
     name: str, shape: torch.Size, modules: Modules, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2), norm weights 1, biases 0."""
+    """Draw matrices from N(0, 1 / inputs), embeddings and positions from N(0, 0.02^2); set norm weights to 1, biases to 0."""
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=dtype)
     if len(shape) == 1:

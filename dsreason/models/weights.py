@@ -18,12 +18,12 @@ from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 
 STEM = "model"
-"""Weights are in `model.safetensors`, or in several files that `model.safetensors.index.json` names."""
+"""Stem of the files of weights: `model.safetensors`, or several files that `model.safetensors.index.json` lists."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where each tensor is: name in memory → (file, name in that file)."""
+    """The tensors of a folder. `places`: name in memory → (file, name in that file)."""
 
     folder: Path
     places: dict[str, tuple[Path, str]]
@@ -31,24 +31,24 @@ class Weights:
     def read(self, names: list[str], take: Callable[[str, Tensor], None]) -> None:
         """Call `take(name, tensor)` for each name, file by file.
 
-        The tensors are views of the mapped files: their pages are the file's (shared, no anonymous memory) until
-        somebody writes to them.
+        The tensors are views of the mapped files: their pages are those of the file (shared, not anonymous memory) until they
+        are written to.
         """
-        by_file: dict[Path, list[str]] = {}
+        file_names: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.places[name][0], []).append(name)
-        for file, members in by_file.items():
+            file_names.setdefault(self.places[name][0], []).append(name)
+        for file, members in file_names.items():
             with open_file(file) as tensors:
                 for name in members:
                     take(name, tensors.get_tensor(self.places[name][1]))
 
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each tensor, as the file calls it: `((512, 64), "BF16")`."""
+        """Return the shape and dtype of each tensor by its name in memory, in the form `((512, 64), "BF16")`."""
         headers = {}
         for file in {place[0] for place in self.places.values()}:
             with open_file(file) as tensors:
-                for name, (home, key) in self.places.items():
-                    if home == file:
+                for name, (tensor_file, key) in self.places.items():
+                    if tensor_file == file:
                         tensor = tensors.get_slice(key)
                         headers[name] = (tuple(tensor.get_shape()), tensor.get_dtype())
         return headers
@@ -57,12 +57,12 @@ class Weights:
 def find_weights(
     folder: Path, rename: Callable[[str], str | None], stem: str = STEM, *, inside: Sequence[str] = ()
 ) -> Weights:
-    """Reads the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
+    """Read the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
 
-    Where neither is there, those of all such files in the folders `inside`. Tensors for which `rename` gives no name are left
-    out.
+    If `folder` has no such files, those in its subfolders `inside` are read. Tensors for which `rename` returns None are
+    omitted.
 
-    CheckpointError names the file that is missing, damaged or of a kind that is not read.
+    CheckpointError names the file that is missing, damaged or of an unsupported kind.
     """
     places: dict[str, tuple[Path, str]] = {}
     for file in files_inside(folder, inside) or tensor_files(folder, stem):
@@ -82,7 +82,7 @@ def find_weights(
 
 
 def files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
-    """Of a folder without weights of its own."""
+    """Return the files of weights in the subfolders `inside`, if the folder itself has none."""
     weights_file = next(folder.glob("*.safetensors*"), None)
     return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
@@ -111,8 +111,8 @@ def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
 
 
 def open_file(file: Path) -> safe_open:
-    if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
-        raise CheckpointError(f"{file} is missing, though the index beside it names it; download the model again")
+    if not os.path.isfile(file):  # Path.is_file would raise if the name is too long
+        raise CheckpointError(f"{file} is missing, although the index beside it names it; download the model again")
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -242,7 +242,7 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
     named = ["--set", "server.model=m"]
     return {
         "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: no such folder"]),
-        "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: no config.json there"]),
+        "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: has no config.json"]),
         "config.json is no JSON": Mistake(["--model", "no_json", *rows], ["no_json: config.json cannot be read"]),
         "truncated weights": Mistake(
             ["--model", "truncated", *rows], ["truncated/model.safetensors is truncated or damaged"]

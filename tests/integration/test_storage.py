@@ -417,8 +417,8 @@ def failing_third_get(proxy: Proxy) -> Any:
         ("s3://nowhere/a.png", "no bucket nowhere"),
         ("s3://bucket", "names a bucket, not a file"),
         ("s3://key:sentinel@bucket/a.png", "an address must not contain keys"),
-        ("http://host/a.png", "media must be local files or s3:// addresses"),
-        ("https://host/a.png", "media must be local files or s3:// addresses"),
+        ("http://host/a.png", "media must be local files or s3:// URIs"),
+        ("https://host/a.png", "media must be local files or s3:// URIs"),
     ],
 )
 def test_what_cannot_be_read_names_itself_as_a_fault_of_the_data(proxy: Proxy, address: str, message: str) -> None:
@@ -521,8 +521,8 @@ def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_p
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
         "s3://bucket/none": "there is nothing below this address",
-        "s3://bucket/models/other": "no config.json there",
-        "https://me:sentinel@host/model": "https://…@host/model: is an address",
+        "s3://bucket/models/other": "has no config.json",
+        "https://me:sentinel@host/model": "https://…@host/model: URLs are not supported",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:
             resolve_model(ModelConfig(path=path), tmp_path)

@@ -1,7 +1,7 @@
-"""NF4 (QLoRA, 2305.14314, appendix E): blocks of 64 values, each a 4-bit code and all of them one float32 scale.
+"""NF4 (QLoRA, arXiv 2305.14314, appendix E): blocks of 64 values with one 4-bit code per value and one float32 scale.
 
-A block is a row of 36 bytes: 32 with two codes each, the first in the high half, and the 4 of its scale. Codes and scale lie
-together in bytes: whoever cuts, gathers or moves weights has one tensor, and casts no scale to the training type.
+A block is a row of 36 bytes: 32 with two codes each, the first in the high half, and the 4 of its scale. Because codes and scale
+are bytes of one tensor, code that partitions, gathers or moves weights handles one tensor and does not cast the scale.
 Values and codes are those of bitsandbytes' `nf4` with `blocksize=64` and scales that are not quantised again.
 """
 
@@ -18,42 +18,42 @@ TABLE = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What a code stands for, in units of the block's scale."""
+"""Value of each code, in units of the block's scale."""
 BLOCK = 64
-"""Values."""
+"""Values in a block."""
 CODE_BYTES = BLOCK // 2
 ROW_BYTES = CODE_BYTES + 4
 AT_ONCE = 2**18
-"""Blocks that are computed together: what is float32 or an index meanwhile stays below 200 MB."""
+"""Blocks that are computed together, so that the float32 and index tensors stay below 200 MB."""
 
 
 def num_blocks(shape: torch.Size) -> int:
-    """The last one may be filled up."""
+    """Return the number of blocks of a weight; the last one may be padded."""
     return -(-shape.numel() // BLOCK)
 
 
 def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
-    """`[blocks, 36]` uint8 of a whole weight, where it lies. Of others than `blocks` (all unless given) the row may be anything.
+    """Quantise a whole weight to `[blocks, 36]` uint8 on its device. Rows outside `blocks` (default: all) are undefined.
 
-    Memory that is never written to takes no room, so that who needs some of the blocks pays for these.
+    Memory that is never written to takes no space, so some of the blocks cost only their own memory.
     """
     rows = torch.empty(num_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
     blocks = range(len(rows)) if blocks is None else blocks
-    between = torch.tensor(TABLE, device=weight.device)
-    between = (between[1:] + between[:-1]) / 2
+    table = torch.tensor(TABLE, device=weight.device)
+    midpoints = (table[1:] + table[:-1]) / 2
     for start in range(blocks.start, blocks.stop, AT_ONCE):
         stop = min(start + AT_ONCE, blocks.stop)
         values = weight.reshape(-1)[start * BLOCK : stop * BLOCK].float()
         values = torch.nn.functional.pad(values, (0, (stop - start) * BLOCK - values.numel())).view(-1, BLOCK)
         scales = values.abs().amax(1, keepdim=True)
-        codes = torch.bucketize(values / torch.where(scales > 0, scales, 1), between, out_int32=True).to(torch.uint8)
+        codes = torch.bucketize(values / torch.where(scales > 0, scales, 1), midpoints, out_int32=True).to(torch.uint8)
         rows[start:stop, :CODE_BYTES] = codes[:, ::2] << 4 | codes[:, 1::2]
         rows[start:stop, CODE_BYTES:] = scales.view(torch.uint8)
     return rows
 
 
 def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The weight of `shape` that the rows of `quantize` stand for: code times scale in float32, rounded once to `dtype`."""
+    """Restore the weight of `shape` from the rows of `quantize`: code times scale in float32, rounded once to `dtype`."""
     values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
     for part, part_values in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
@@ -64,7 +64,7 @@ def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 @cache
 def pairs_on(device: torch.device) -> Tensor:
-    """The two values of each byte of codes: `[256, 2]` float32."""
+    """Return the two values of each byte of codes: `[256, 2]` float32."""
     table = torch.tensor(TABLE)
     byte = torch.arange(256)
     return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).to(device)

@@ -1,4 +1,4 @@
-"""Linear layers whose weight is held in 4 bits, and which are linear layers in everything else."""
+"""Linear layers that hold their weight in 4 bits, and otherwise behave as any linear layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dsreason.models.nf4.blocks import dequantize, quantize
 
 
 class NF4Linear(nn.Linear):
-    """Its `weight` is frozen, and `[blocks, 36]` bytes of `quantize`; multiplied as the matrix in `dtype` that they stand for.
+    """A linear layer whose frozen `weight` is the `[blocks, 36]` bytes of `quantize`; it multiplies by their matrix in `dtype`.
 
-    It is an `nn.Linear` with another class, as `quantized_linears` makes it, and its weight is set by who loads it.
+    `quantized_linears` makes it from an `nn.Linear` by changing the class; the loading code sets its weight.
     """
 
     dtype: torch.dtype
@@ -28,12 +28,12 @@ class NF4Linear(nn.Linear):
         return torch.Size((self.out_features, self.in_features))
 
     def whole(self) -> Tensor:
-        """The weight `[out, in]` in `dtype`. Under ZeRO-3 the bytes must have been gathered."""
+        """Return the weight `[out, in]` in `dtype`. Under ZeRO-3 the bytes must have been gathered."""
         return dequantize(self.weight.detach(), self.shape, self.dtype)
 
 
 class NF4Product(torch.autograd.Function):
-    """A linear layer without gradients of its own; between forward and backward its weight waits as bytes."""
+    """The product of a frozen linear layer, which saves the bytes of its weight for the backward pass."""
 
     @staticmethod
     def forward(
@@ -50,9 +50,9 @@ class NF4Product(torch.autograd.Function):
 
 
 def quantized_linears(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
-    """Make the linear layers whose names match `pattern` ones that compute with 4-bit weights in `dtype`.
+    """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return them.
 
-    Their weights are still whole or empty: `quantize_weight`.
+    Their weights stay whole or empty until `quantize_weight`.
     """
     layers: list[Any] = [
         module

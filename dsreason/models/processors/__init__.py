@@ -1,1 +1,1 @@
-"""The processor of a model folder: loading it, and checking that it fits the model and that its chat template ends."""
+"""The processor of a model folder: loading, and checks that it fits the model and that its chat template terminates."""

@@ -1,4 +1,4 @@
-"""A processor's settings, checked before rows are encoded with them."""
+"""Checks of a processor's settings before rows are encoded with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PATCH = 64
-"""Pixels of a patch's side, patches merged along one, and frames taken together; real models have 2 to 16."""
+"""Maximum for the side of a patch in pixels, the patches merged per side, and the frames per patch; real models have 2 to 16."""
 
 
 def check_length(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -33,7 +33,7 @@ def check_chat_template(path: Path, holder: ProcessorMixin | PreTrainedTokenizer
 
 
 def check_patches(path: Path, processor: Any, vision: Any) -> None:
-    """Raise CheckpointError if the processors cut media in other patches than the model expects, or in impossible ones."""
+    """Raise CheckpointError if the processors cut media into impossible patches or others than the model expects."""
     expected = {
         "patch_size": vision.patch_size,
         "merge_size": vision.spatial_merge_size,
@@ -41,15 +41,15 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
     }
     for media in (processor.image_processor, processor.video_processor):
         for name, value in expected.items():
-            given_value = media.to_dict().get(name)
-            if given_value != value:
+            media_value = media.to_dict().get(name)
+            if media_value != value:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {given_value}, config.json says {value}; "
+                    f"{path}: {type(media).__name__} has {name} {media_value}, config.json says {value}; "
                     "copy the processor files of the same model there"
                 )
-            if type(given_value) is not int or not 1 <= given_value <= MAX_PATCH:
+            if type(media_value) is not int or not 1 <= media_value <= MAX_PATCH:
                 raise CheckpointError(
-                    f"{path}: {type(media).__name__} has {name} {given_value!r:.100}; it must be a whole number from 1 "
+                    f"{path}: {type(media).__name__} has {name} {media_value!r:.100}; it must be a whole number from 1 "
                     f"to {MAX_PATCH}"
                 )
         check_scaling(path, media)
@@ -63,7 +63,7 @@ def check_patches(path: Path, processor: Any, vision: Any) -> None:
 
 
 def check_scaling(path: Path, media: Any) -> None:
-    """Raise CheckpointError if pixels would be scaled by what is no number."""
+    """Raise CheckpointError if pixels would be scaled by something that is not a finite number."""
     for name, least in (("image_mean", -math.inf), ("image_std", 0.0)):
         values = media.to_dict().get(name)
         numbers = values if isinstance(values, list | tuple) else [values] * 3

@@ -1,4 +1,4 @@
-"""From a model folder to its processor, or to the encoder that uses it."""
+"""Loading of the processor of a model folder, and of the encoder that uses it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer, image and video processor, chat template of a model folder; CheckpointError if one is missing.
+    """Load tokenizer, image and video processor and chat template of a model folder. Raise CheckpointError if one is missing.
 
-    Of a model that reads text alone, a processor that is its tokenizer.
+    A model that reads only text gets a processor that wraps its tokenizer.
     """
     config = model_config(path, trust_remote_code=trust_remote_code)
     if family_of(config.model_type).vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # as in `model_config`, and tokenizers raises bare Exceptions
+    except Exception as error:  # no common class, see `model_config`; tokenizers raises bare Exceptions
         raise CheckpointError(f"{path}: the tokenizer or processor cannot be loaded: {error}") from error
     if not isinstance(processor, ProcessorMixin):
         raise CheckpointError(
-            f"{path}: has a tokenizer but no processor of images and videos; copy the processor files of the model there"
+            f"{path}: has a tokenizer but no processor for images and videos; copy the processor files of the model there"
         )
     check_chat_template(path, processor)
     check_length(path, processor.tokenizer)
-    # transformers makes an empty tokenizer where the files are missing
+    # transformers makes an empty tokenizer if the files are missing.
     for kind, token_id, expected in (
         ("image", processor.image_token_id, config.image_token_id),
         ("video", processor.video_token_id, config.video_token_id),
@@ -55,7 +55,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]  # transformers is not typed
-    """A tokenizer in the place of a processor."""
+    """A processor that wraps only a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, chat_template=tokenizer.chat_template)
@@ -76,11 +76,11 @@ def load_text_processor(path: Path, *, trust_remote_code: bool) -> TextProcessor
 def open_encoder(
     model_path: Path, *, dtype: torch.dtype, max_length: int, max_length_key: str, trust_remote_code: bool = False
 ) -> Encoder:
-    """The encoder of a Hugging Face folder.
+    """Open the encoder of a Hugging Face folder.
 
     Args:
-        dtype: of the engine that serves the model: it rounds video times to it.
-        max_length_key: the setting that `max_length` comes from, for messages.
+        dtype: type of the engine that serves the model, which rounds video times to it.
+        max_length_key: key of the setting `max_length`, for messages.
     """
     config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""A model folder's chat template, tried before rows and ranks depend on it."""
+"""A trial of a model folder's chat template before rows and ranks depend on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.errors import CheckpointError, ConfigError
 
 FORK = multiprocessing.get_context("fork")
 CPU_SECONDS, MEMORY_BYTES = 10, 1024**3
-"""What rendering a short conversation may take; it takes a millisecond."""
+"""Limits for rendering a short conversation, which normally takes a millisecond."""
 LEAST_MEMORY_BYTES = 64 << 20
 TEXT = "What is it?"
 CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT}], TEXT)
@@ -26,9 +26,9 @@ CONTENTS = ([{"type": "image"}, {"type": "video"}, {"type": "text", "text": TEXT
 def check_template(path: Path, processor: Any) -> None:
     """Raise CheckpointError if the chat template does not end, takes gigabytes or fails on a short conversation.
 
-    It is a program that comes with the model. Jinja's sandbox keeps it from files and code, not from loops and long
-    texts, so it is tried in a process with limits on both. What it refuses by `raise_exception` may be the roles: that is
-    left to the rows, which name themselves.
+    A template is a program that comes with the model. Jinja's sandbox keeps it from files and code, but not from loops and
+    long texts, so it is tried in a process with limits on time and memory. Refusals by `raise_exception` may depend on the
+    roles, so they pass here: errors in rows name the row.
     """
     memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
@@ -45,10 +45,10 @@ def check_template(path: Path, processor: Any) -> None:
 
 
 def memory_limit() -> int:
-    """Bytes that a template may take: fewer where the shell's own limit (`ulimit -v`) leaves fewer.
+    """Return the bytes that a template may take; fewer than the default if the limit of the shell (`ulimit -v`) leaves fewer.
 
     Raises:
-        ConfigError: that leaves too little for any.
+        ConfigError: that limit leaves too little for any template.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - address_space())
@@ -61,21 +61,21 @@ def memory_limit() -> int:
 
 
 def address_space() -> int:
-    """Bytes of this process."""
+    """Return the bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _try_template(processor: Any, writer: Connection) -> None:
-    """In the child: sends why the template cannot be used, or nothing if it goes beyond the limits."""
-    signal.alarm(6 * CPU_SECONDS)  # should it wait for a lock that a thread of the parent held
-    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    seconds = CPU_SECONDS if most == resource.RLIM_INFINITY else min(CPU_SECONDS, most)
+    """Send, from the child process, the problem of the template, "" for none, or nothing if it exceeds the limits."""
+    signal.alarm(6 * CPU_SECONDS)  # ends the child if it waits for a lock that a thread of the parent held
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    seconds = CPU_SECONDS if hard == resource.RLIM_INFINITY else min(CPU_SECONDS, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     limit = address_space() + memory_limit()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(MemoryError):
         problems = [_problem(processor, content) for content in CONTENTS]
-        writer.send(problems[0] if all(problems) else "")  # some templates take text only
+        writer.send(problems[0] if all(problems) else "")  # some templates support only text
 
 
 def _problem(processor: Any, content: Any) -> str:
@@ -85,7 +85,7 @@ def _problem(processor: Any, content: Any) -> str:
         )
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 (whatever a foreign program raises)
+    except Exception as error:  # noqa: BLE001 (the template may raise anything)
         if isinstance(error, TemplateError) and not isinstance(error, SecurityError | TemplateSyntaxError):
             return ""
         return f"fails ({type(error).__name__}: {error!s:.200})"

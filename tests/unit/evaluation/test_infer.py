@@ -263,7 +263,7 @@ def test_a_run_means_its_final_export(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("empty", r"^--model .*empty: no config\.json there"),
+        ("empty", r"^--model .*empty: has no config\.json"),
         ("tiny:gpt", "^--model tiny:gpt: no such tiny model"),
         ("./no/such/folder", r"^--model \./no/such/folder: no such folder"),
     ],

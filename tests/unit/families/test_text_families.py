@@ -83,7 +83,7 @@ def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, 
 def test_adapters_go_into_its_layers_and_not_into_a_tower_it_has_not(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
     assert len(adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
-    with pytest.raises(ConfigError, match=r"lora\.vision is true, and Qwen.* has no vision tower"):
+    with pytest.raises(ConfigError, match=r"lora\.vision is true, but Qwen.* has no vision tower"):
         adapted_layers(model, LoRAConfig(rank=4, vision=True))
 
 

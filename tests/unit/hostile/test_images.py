@@ -100,7 +100,7 @@ REFUSED_PIXELS: dict[str, tuple[bytes, list[str]]] = {
     "truncated JPEG": (JPEG[:700], ["not a usable image"]),
     "JPEG of 1500 scans": (
         progressive(2000, 2000, 1500),
-        ["more than 1250 scans of 2000x2000 pixels, which make the 5.0e+09 that are read"],
+        ["more than 1250 scans of 2000x2000 pixels exceed the limit of 5.0e+09 pixels in total"],
     ),
     "JPEG of 20000 scans": (progressive(600, 600, 20000), ["more than 13888 scans of 600x600 pixels"]),
     "palette that is missing": (png(4, 4, None, colour=3), ["not a usable image: AssertionError"]),

@@ -186,7 +186,7 @@ PROCESSOR: dict[str, tuple[Spoil, list[str]]] = {
     "processor of rubbish": (text("processor_config.json", "rubbish"), []),
     "processor that is a function": (
         lambda model: change_json(model / "processor_config.json", lambda d: d.update(processor_class="os.system")),
-        ["no processor of images and videos"],
+        ["no processor for images and videos"],
     ),
     "image processor that is a function": (processor_json(image_processor_type="os.system"), []),
     "patches of no size": (processor_json(patch_size=0), ["patch_size 0, config.json says 14"]),

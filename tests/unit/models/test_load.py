@@ -228,7 +228,7 @@ def test_local_folder_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tiny:llama", "no such tiny model; there are tiny:qwen2_5_vl, tiny:qwen3_vl"),
+        ("tiny:llama", "no such tiny model; choose one of tiny:qwen2_5_vl, tiny:qwen3_vl"),
         ("./no/such/folder", "no such folder"),
         ("/no/such/folder", "no such folder"),
         ("a/b/c", "no such folder"),
@@ -241,7 +241,7 @@ def test_path_that_leads_nowhere_is_an_error(tmp_path: Path, path: str, message:
 
 
 def test_folder_without_config_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no config.json there"):
+    with pytest.raises(CheckpointError, match="has no config.json"):
         resolve_model(ModelConfig(path=str(tmp_path)), tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_qwen3_video_is_one_grid_per_group_of_frames() -> None:
 @pytest.mark.parametrize(
     ("types", "media", "message"),
     [
-        ([0, 1], {}, "token 1 is an image placeholder without an image"),
+        ([0, 1], {}, "token 1 is a placeholder without its image"),
         ([0, 0], {"image_grid_thw": [[1, 2, 2]]}, "1 image and 0 video grids have no placeholder"),
         ([0, 1, 0], {"image_grid_thw": [[1, 2, 4]]}, r"image at token 1 has 2 tokens \(1 x 1 x 2\), the text has 1"),
     ],

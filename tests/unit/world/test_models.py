@@ -64,8 +64,8 @@ def test_a_folder_is_itself(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tiny:flux", "no such tiny model; there are tiny:cosmos_predict2_5, tiny:wan"),
-        ("https://me:secret@example.org/model", r"https://\S*example\.org/model: is an address"),
+        ("tiny:flux", "no such tiny model; choose one of tiny:cosmos_predict2_5, tiny:wan"),
+        ("https://me:secret@example.org/model", r"https://\S*example\.org/model: URLs are not supported"),
         ("./nowhere", "no such folder"),
     ],
 )
