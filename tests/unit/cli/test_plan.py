@@ -98,7 +98,9 @@ def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_command_that_is_named_is_told_beside_the_file(config: Path) -> None:
     text = raised("--config", config, "--gpus", 1, "--for", "world")
-    assert text.startswith(f"--for world: {config} is then a configuration of `dsreason world`; only sft, grpo and dpo can be planned")
+    assert text.startswith(
+        f"--for world: {config} is then a configuration of `dsreason world`; only sft, grpo and dpo can be planned"
+    )
 
 
 @pytest.mark.parametrize("memory", ["inf", "1e308", "nan", "0.5"])

@@ -139,7 +139,9 @@ def test_a_job_that_shares_its_gpus_has_no_further_ones_for_rollouts() -> None:
 
 def test_completions_that_are_no_whole_groups_are_refused_with_those_that_are() -> None:
     text = refused(GRPO, train__train_batch_per_replica=30)
-    assert text.startswith("cosmos.toml: train.train_batch_per_replica: 30 completions per step cannot be divided into groups of 8")
+    assert text.startswith(
+        "cosmos.toml: train.train_batch_per_replica: 30 completions per step cannot be divided into groups of 8"
+    )
     assert text.endswith("set 24 or 32")
 
 
