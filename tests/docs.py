@@ -38,19 +38,19 @@ class Block:
 
 def blocks(*languages: str, page: Path | None = None) -> list[Block]:
     """The blocks in these languages, all of them without one."""
-    found = []
-    for one in [page] if page else PAGES:
-        text = one.read_text(encoding="utf-8")
+    result = []
+    for item in [page] if page else PAGES:
+        text = item.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(one, line, match[1], tuple(match[2].split()), match[3]))
-    return [block for block in found if not languages or block.language in languages]
+            result.append(Block(item, line, match[1], tuple(match[2].split()), match[3]))
+    return [block for block in result if not languages or block.language in languages]
 
 
 def write_files(page: Path, folder: Path) -> None:
     """Write the page's named blocks, and those of README.md that it does not have, into `folder`."""
-    for one in (PAGES[0], page):
-        for block in blocks(page=one):
+    for item in (PAGES[0], page):
+        for block in blocks(page=item):
             if block.file is not None:
                 (folder / block.file).write_text(block.text, encoding="utf-8")
 

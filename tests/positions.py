@@ -38,8 +38,8 @@ def batch_positions(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     positions = torch.zeros(3, *input_ids.shape, dtype=torch.int64, device=input_ids.device)
     deltas = []
-    for row, kept in enumerate(mask.bool()):
-        part = row_positions(mm_token_type_ids[row][kept].tolist(), runs)
-        positions[:, row, kept] = part.to(input_ids.device)
+    for row, remaining in enumerate(mask.bool()):
+        part = row_positions(mm_token_type_ids[row][remaining].tolist(), runs)
+        positions[:, row, remaining] = part.to(input_ids.device)
         deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
     return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)

@@ -80,13 +80,13 @@ def changed(draw: st.DrawFn, document: Any, replacements: st.SearchStrategy[Any]
 
 def paths(document: Any) -> list[tuple[Any, ...]]:
     """Of every value in it, itself included."""
-    found: list[tuple[Any, ...]] = [()]
+    result: list[tuple[Any, ...]] = [()]
     inside = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
     )
     for key, value in inside:
-        found += [(key, *rest) for rest in paths(value)]
-    return found
+        result += [(key, *path) for path in paths(value)]
+    return result
 
 
 def with_change(document: Any, path: tuple[Any, ...], how: str, value: Any) -> Any:
@@ -99,11 +99,11 @@ def with_change(document: Any, path: tuple[Any, ...], how: str, value: Any) -> A
     if not isinstance(document, dict | list):
         return value
     copy: Any = document.copy()
-    key, *rest = path
-    if how == "remove" and not rest:
+    key, *remainder = path
+    if how == "remove" and not remainder:
         del copy[key]
     else:
-        copy[key] = with_change(copy[key], tuple(rest), how, value)
+        copy[key] = with_change(copy[key], tuple(remainder), how, value)
     return copy
 
 

@@ -73,10 +73,12 @@ def overrides_of(draw: st.DrawFn, document: dict[str, Any]) -> list[str]:
     keys = st.sampled_from(
         [f"{section}.{key}" for section, inside in document.items() for key in inside] + ["a", "a.0"]
     )
-    shown = st.one_of(odd.map(lambda value: json.dumps(value, default=str)), words, texts)
+    displayed = st.one_of(odd.map(lambda value: json.dumps(value, default=str)), words, texts)
     return draw(
         st.lists(
-            st.builds(lambda key, end, value: f"{key}{end}={value}", keys, st.sampled_from(["", ".0", ".x"]), shown),
+            st.builds(
+                lambda key, end, value: f"{key}{end}={value}", keys, st.sampled_from(["", ".0", ".x"]), displayed
+            ),
             max_size=2,
         )
     )
@@ -133,9 +135,9 @@ def check_deepspeed(document: Any) -> None:
 @st.composite
 def cosmos_file(draw: st.DrawFn) -> Any:
     keys, start = draw(st.sampled_from(COSMOS))
-    given = draw(st.dictionaries(st.sampled_from([*keys]), odd, max_size=4))
+    raw = draw(st.dictionaries(st.sampled_from([*keys]), odd, max_size=4))
     document = json.loads(json.dumps(start))
-    for key, value in given.items():
+    for key, value in raw.items():
         here = document
         *sections, name = key.split(".")
         for section in sections:
@@ -155,7 +157,7 @@ def check_import(document: Any) -> None:
         imported = find_import(Path("run.json"))
         return imported and (imported, read_values(SCHEMAS[imported.trainer], imported.config, "run.json"))
 
-    if found := refused_by_name(read):
-        imported, config = found
+    if result := refused_by_name(read):
+        imported, config = result
         written = tomllib.loads(toml_of(imported, "run.toml"))
         assert dump_config(read_values(SCHEMAS[imported.trainer], written, "run.toml")) == dump_config(config)

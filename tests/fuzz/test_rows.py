@@ -128,8 +128,13 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(folder: Path, adapter: str, name: str) -> list[Any]:
-    given = {"adapter": adapter, "path": str(folder / name), "media_path": str(folder), "allow_absolute_paths": False}
-    training, _ = open_datasets(DataConfig.model_validate({**given, "validation": 0}))
+    settings = {
+        "adapter": adapter,
+        "path": str(folder / name),
+        "media_path": str(folder),
+        "allow_absolute_paths": False,
+    }
+    training, _ = open_datasets(DataConfig.model_validate({**settings, "validation": 0}))
     return list(training)
 
 

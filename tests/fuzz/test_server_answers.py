@@ -64,8 +64,8 @@ def as_text(document: Any) -> bytes:
 
 def ask_eval(url: str) -> None:
     question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
-    given = {"url": url, "model": "m", "max_retries": 0, "time_limit": SECONDS}
-    [(_, reply)] = ServerAnswerer(ServerConfig.model_validate(given)).ask([Request(question, Sampling())])
+    settings = {"url": url, "model": "m", "max_retries": 0, "time_limit": SECONDS}
+    [(_, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask([Request(question, Sampling())])
     assert 0 <= reply.completion_tokens <= 10**9
     if reply.error is not None:
         raise DsReasonError(f"{question.id}: {reply.error}")
@@ -78,7 +78,7 @@ def ask_models(url: str) -> None:
 def ask_remote(url: str) -> None:
     settings = RemoteRewardConfig.model_validate({"url": url, "time_limit": SECONDS, "retries": 0})
     scores = RemoteReward(settings, pause=0.01).score(["A"], [SAMPLE])
-    assert scores and all(len(found) == 1 and math.isfinite(found[0]) for found in scores.values())
+    assert scores and all(len(result) == 1 and math.isfinite(result[0]) for result in scores.values())
 
 
 def ask_judge(url: str) -> None:
@@ -87,21 +87,21 @@ def ask_judge(url: str) -> None:
 
 
 def ask_teacher(url: str) -> None:
-    given = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
+    settings = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
     prompt: Any = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
     rollout = Rollout(prompt, single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
-    [logprob] = teacher_server.Client(DistillConfig.model_validate(given)).ask(rollout)
+    [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
     assert math.isfinite(logprob) and logprob <= 0
 
 
 def ask_world(url: str) -> None:
-    given = {
+    settings = {
         "services": [{"name": "s", "score_key": "k", "weight": 1.0}],
         "time_limit": SECONDS,
         "enqueue_url": f"{url}/enqueue",
         "fetch_url": f"{url}/fetch",
     }
-    service = RewardService(WorldRewardConfig.model_validate(given), pause=0.01, poll=0.01)
+    service = RewardService(WorldRewardConfig.model_validate(settings), pause=0.01, poll=0.01)
     service.score(np.zeros([1, 3, 1, 2, 2], np.uint8), ["p"], 1.0, 'clip of "sample-7"')
 
 
@@ -142,15 +142,15 @@ def test_the_ordinary_answer_is_taken(client: str) -> None:
 
 
 def test_server_answers(fuzz: Fuzz) -> None:
-    said = {client: [b""] for client in CLIENTS}
+    message = {client: [b""] for client in CLIENTS}
     with ExitStack() as stack:
         urls = {
-            client: stack.enter_context(misbehaving(saying(said[client]), at, saying([otherwise]))).url
+            client: stack.enter_context(misbehaving(saying(message[client]), at, saying([otherwise]))).url
             for client, (_, at, otherwise) in CLIENTS.items()
         }
 
         def check(given: tuple[str, bytes]) -> None:
-            client, said[client][0] = given
+            client, message[client][0] = given
             try:
                 CLIENTS[client][0](urls[client])
             except DsReasonError as error:

@@ -58,9 +58,9 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 def with_gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """What it gives in this precision, and the gradients of the inputs, all float32."""
     leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
-    found = attend(*leaves)
-    found.backward(drawn(found.shape, 9).to(dtype))
-    return [tensor.float() for tensor in (found.detach(), *(leaf.grad for leaf in leaves)) if tensor is not None]
+    result = attend(*leaves)
+    result.backward(drawn(result.shape, 9).to(dtype))
+    return [tensor.float() for tensor in (result.detach(), *(leaf.grad for leaf in leaves)) if tensor is not None]
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
@@ -86,9 +86,9 @@ def test_the_kernel_attends_as_each_part_does_by_itself(
     def by_parts(*tensors: Tensor) -> Tensor:
         return by_segment(*tensors, segments, None)
 
-    found = with_gradients(lambda *tensors: by_kernel(*tensors, layout, None), inputs, torch.bfloat16)
+    gradients = with_gradients(lambda *tensors: by_kernel(*tensors, layout, None), inputs, torch.bfloat16)
     assert_as_near(
-        found, with_gradients(by_parts, inputs, torch.bfloat16), with_gradients(by_parts, inputs, torch.float32)
+        gradients, with_gradients(by_parts, inputs, torch.bfloat16), with_gradients(by_parts, inputs, torch.float32)
     )
 
 
@@ -97,8 +97,8 @@ def test_attention_is_causal_from_the_lower_right() -> None:
     query = torch.zeros(3, 2, 64, dtype=torch.bfloat16, device=GPU)
     value = torch.arange(7.0, device=GPU)[:, None, None].expand(7, 2, 64).bfloat16()
     call = Call(None, None, starts_of([3]).to(GPU), starts_of([7]).to(GPU), 3, 7)
-    found = varlen(query, torch.ones_like(value), value, call, None, causal=True)
-    assert found[:, 0, 0].tolist() == [2.0, 2.5, 3.0]
+    result = varlen(query, torch.ones_like(value), value, call, None, causal=True)
+    assert result[:, 0, 0].tolist() == [2.0, 2.5, 3.0]
 
 
 @pytest.mark.parametrize("width", [64, 72, 80])
@@ -115,9 +115,9 @@ def test_windows_and_frames_of_a_tower_see_nothing_outside(width: int) -> None:
         parts = zip(*(tensor.split(sizes, dim=2) for tensor in tensors), strict=True)
         return torch.cat([scaled_dot_product_attention(*part) for part in parts], dim=2).transpose(1, 2)
 
-    found = with_gradients(tower, inputs, torch.bfloat16)
+    gradients = with_gradients(tower, inputs, torch.bfloat16)
     exact = with_gradients(by_parts, inputs, torch.float32)
-    assert_as_near(found, with_gradients(by_parts, inputs, torch.bfloat16), exact)
+    assert_as_near(gradients, with_gradients(by_parts, inputs, torch.bfloat16), exact)
     assert max(errors(with_gradients(tower, inputs, torch.float32), exact)) <= 1e-5  # without the kernel
 
 
@@ -135,17 +135,17 @@ def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
     config = SFTConfig.model_validate({"data": data})
-    encoder, (found, _) = build_encoder(config, model_path), open_datasets(config.data)
-    return [encoder.encode(found[i]) for i in range(len(found))]
+    encoder, (result, _) = build_encoder(config, model_path), open_datasets(config.data)
+    return [encoder.encode(result[i]) for i in range(len(result))]
 
 
 def completions_of(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
     """Of each as a prompt two, of 5 and 8 tokens."""
-    found = []
+    result = []
     for prompt in samples:
         for length in (5, 8):
             ids = torch.arange(5, 5 + length)
-            found.append(
+            result.append(
                 EncodedSample(
                     id=prompt.id,
                     input_ids=ids,
@@ -156,7 +156,7 @@ def completions_of(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
                     parent=prompt,
                 )
             )
-    return found
+    return result
 
 
 def policy(path: Path, attention: str, dtype: torch.dtype = torch.bfloat16) -> Policy:
@@ -166,20 +166,20 @@ def policy(path: Path, attention: str, dtype: torch.dtype = torch.bfloat16) -> P
 
 def results(one: Policy, batch: Batch) -> list[Tensor]:
     """Log-probabilities, and all gradients of a weighted sum of them as one vector."""
-    found = one(batch.to(GPU))
-    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1)).to(GPU)
-    (found * weights).sum().backward()
+    result = one(batch.to(GPU))
+    weights = torch.randn(len(result), generator=torch.Generator().manual_seed(1)).to(GPU)
+    (result * weights).sum().backward()
     gradients = [p.grad.float().flatten() for _, p in sorted(one.named_parameters()) if p.grad is not None]
-    return [found.detach().float(), torch.cat(gradients)]
+    return [result.detach().float(), torch.cat(gradients)]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["samples", "shared prompts"])
 def test_a_packed_row_gives_what_padded_rows_give(shared: bool, model_path: Path, samples: list[EncodedSample]) -> None:
-    given = completions_of(samples) if shared else samples
-    exact = results(policy(model_path, "sdpa", torch.float32), collate(given, pad_id=0))
-    padded = results(policy(model_path, "sdpa"), collate(given, pad_id=0))
+    value = completions_of(samples) if shared else samples
+    exact = results(policy(model_path, "sdpa", torch.float32), collate(value, pad_id=0))
+    padded = results(policy(model_path, "sdpa"), collate(value, pad_id=0))
     packed, in_fp32 = (
-        results(policy(model_path, "auto", dtype), pack(given)) for dtype in (torch.bfloat16, torch.float32)
+        results(policy(model_path, "auto", dtype), pack(value)) for dtype in (torch.bfloat16, torch.float32)
     )
     # Several thousand roundings to bfloat16 lie between the two; a sample that saw another would be off by far more.
     assert all(f <= 2 * o + 2e-3 for f, o in zip(errors(packed, exact), errors(padded, exact), strict=True))
@@ -188,25 +188,25 @@ def test_a_packed_row_gives_what_padded_rows_give(shared: bool, model_path: Path
 
 @torch.no_grad()
 def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSample]) -> None:
-    one, batch = policy(model_path, "auto"), pack(samples)
-    before, last = one(batch.to(GPU)), batch.segments[-1]
+    item, batch = policy(model_path, "auto"), pack(samples)
+    before, last = item(batch.to(GPU)), batch.segments[-1]
     batch.input_ids[0, last.end - 2] += 1  # text of the last sample
-    found, of_last = one(batch.to(GPU)), int((batch.targets >= last.start).sum())
-    assert torch.equal(found[:-of_last], before[:-of_last])
-    assert not torch.equal(found[-of_last:], before[-of_last:])
+    result, of_last = item(batch.to(GPU)), int((batch.targets >= last.start).sum())
+    assert torch.equal(result[:-of_last], before[:-of_last])
+    assert not torch.equal(result[-of_last:], before[-of_last:])
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_layers_never_wait_for_the_gpu(recomputed: bool, model_path: Path, samples: list[EncodedSample]) -> None:
-    one = policy(model_path, "auto")
+    item = policy(model_path, "auto")
     if recomputed:
-        enable_gradient_checkpointing(one.model)
-    one.train()
-    text, batch = one.model.model.language_model, pack(completions_of(samples)).to(GPU)
-    embedded = one.model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
+        enable_gradient_checkpointing(item.model)
+    item.train()
+    text, batch = item.model.model.language_model, pack(completions_of(samples)).to(GPU)
+    embedded = item.model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
 
     def run() -> None:
-        inputs = attention_inputs(one.model, batch)
+        inputs = attention_inputs(item.model, batch)
         output = text(inputs_embeds=embedded, use_cache=False, **inputs).last_hidden_state
         output.float().square().mean().backward()
 
@@ -250,14 +250,14 @@ def test_offloaded_inputs_leave_the_gpu_and_give_the_same_gradients(family: str,
 
     def run(*, offload: bool) -> tuple[Tensor, int]:
         """The gradients as one vector, and the bytes that wait on the GPU for the backward pass."""
-        one = policy(path, "auto", torch.float32).train()
-        enable_gradient_checkpointing(one.model, offload=offload)
+        item = policy(path, "auto", torch.float32).train()
+        enable_gradient_checkpointing(item.model, offload=offload)
         before = torch.cuda.memory_allocated()
-        loss = one(batch).mean()
+        loss = item(batch).mean()
         waiting = torch.cuda.memory_allocated() - before
         loss.backward()
-        return torch.cat([p.grad.flatten() for _, p in sorted(one.named_parameters()) if p.grad is not None]), waiting
+        return torch.cat([p.grad.flatten() for _, p in sorted(item.named_parameters()) if p.grad is not None]), waiting
 
-    (expected, held), (found, left) = run(offload=False), run(offload=True)
-    assert float((found - expected).norm() / expected.norm()) <= 1e-5
-    assert held - left >= (layers - 1) * batch.input_ids.numel() * width * 4
+    (expected, held), (result, remaining) = run(offload=False), run(offload=True)
+    assert float((result - expected).norm() / expected.norm()) <= 1e-5
+    assert held - remaining >= (layers - 1) * batch.input_ids.numel() * width * 4

@@ -104,20 +104,20 @@ def hand_over(folder: Path, sizes: dict[str, int], mode: OffloadMode) -> dict[st
         dtype=torch.bfloat16,
     )
     offload.reload()
-    sampler, found = Sampler(engine, policy, offload, ledger), []
+    sampler, result = Sampler(engine, policy, offload, ledger), []
     for version in range(3):  # the first one also warms up
         with sampler.awake(version):
             pass
-        found.append(ledger.take())
+        result.append(ledger.take())
     engine.shutdown()
     shutdown()
     return {
         "alone": alone,
         "moved": len(offload.host),
         "dropped": offload.amount.drop_gradients,
-        "awake": [values["memory/generate/device_gib"] for values in found],
-        "asleep": [values["memory/sleep/device_gib"] for values in found],
-        "seconds": [values["memory/wake/seconds"] + values["memory/sync/seconds"] for values in found],
+        "awake": [values["memory/generate/device_gib"] for values in result],
+        "asleep": [values["memory/sleep/device_gib"] for values in result],
+        "seconds": [values["memory/wake/seconds"] + values["memory/sync/seconds"] for values in result],
     }
 
 
@@ -190,8 +190,8 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
     away = bytes_held()
     offload.reload()
     after = bytes_held()
-    same = [torch.equal(tensor.cpu(), kept) for tensor, kept in zip(state, bits, strict=True)]
-    found = {
+    same = [torch.equal(tensor.cpu(), remaining) for tensor, remaining in zip(state, bits, strict=True)]
+    result = {
         "num_parameters": num_parameters,
         "announced": announced,
         "freed": before[0] - away[0],
@@ -202,19 +202,19 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
         "norm": step(),
     }
     shutdown()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("deepspeed", list(PER_PARAMETER))
 def test_state_leaves_the_gpu_and_comes_back_bit_for_bit(deepspeed: str) -> None:
-    found = in_own_process(there_and_back, deepspeed)
-    assert found["freed"] >= PER_PARAMETER[deepspeed] * found["num_parameters"]
-    assert found["freed"] == pytest.approx(found["announced"], rel=0.01)
-    assert found["freed on the device"] >= 0.9 * found["announced"]
-    assert abs(found["grown"]) < 2**20
-    assert all(found["same"])
-    assert math.isfinite(found["norm"])
-    assert ("not on the GPU anyway" in found["line"]) == (deepspeed == "zero3_offload.json")
+    result = in_own_process(there_and_back, deepspeed)
+    assert result["freed"] >= PER_PARAMETER[deepspeed] * result["num_parameters"]
+    assert result["freed"] == pytest.approx(result["announced"], rel=0.01)
+    assert result["freed on the device"] >= 0.9 * result["announced"]
+    assert abs(result["grown"]) < 2**20
+    assert all(result["same"])
+    assert math.isfinite(result["norm"])
+    assert ("not on the GPU anyway" in result["line"]) == (deepspeed == "zero3_offload.json")
 
 
 # ---------------------------------------------------------------- a run

@@ -46,9 +46,9 @@ def test_a_model_answers_the_same_wherever_its_weights_are(
         )
         return [token.tolist() for token, _ in steps], torch.stack([logprob for _, logprob in steps])
 
-    whole = load_where_it_fits(folder, dtype=torch.float32, device=GPU)
-    size = sum(parameter.nbytes for parameter in whole.parameters())
-    expected_ids, expected_logprobs = drawn(whole)
+    full = load_where_it_fits(folder, dtype=torch.float32, device=GPU)
+    size = sum(parameter.nbytes for parameter in full.parameters())
+    expected_ids, expected_logprobs = drawn(full)
     monkeypatch.setattr(placement, "budget", lambda device: int((0.9 if gpus == 2 else 0.7) * size))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     model = load_where_it_fits(folder, dtype=torch.float32, device=GPU)

@@ -89,11 +89,11 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
 
 def look(hub: Hub, request: BaseHTTPRequestHandler) -> None:
     """Whether there is a file: `/user/name/resolve/main/config.json`."""
-    found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
-    place = f"{found[1]}@{found[2].replace('%2F', '/')}" if found else ""
-    there = found is not None and found[3] in hub.repositories.get(place, {})
-    request.send_response(200 if there else 404)
-    if not there:
+    match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
+    place = f"{match[1]}@{match[2].replace('%2F', '/')}" if match else ""
+    existing = match is not None and match[3] in hub.repositories.get(place, {})
+    request.send_response(200 if existing else 404)
+    if not existing:
         request.send_header("X-Error-Code", "EntryNotFound")
     for name, value in {"ETag": '"a"', "X-Repo-Commit": "a" * 40, "Content-Length": "0"}.items():
         request.send_header(name, value)

@@ -46,13 +46,13 @@ def work(mode: str, attempt: int) -> None:
 
 
 def main() -> None:
-    role, mode, *rest = sys.argv[1:]
+    role, mode, *remainder = sys.argv[1:]
     try:
         if role == "rank":
             launch.enter_rank()
-            work(mode, int(rest[0]))
+            work(mode, int(remainder[0]))
         else:
-            ranks, restarts, log_dir = rest
+            ranks, restarts, log_dir = remainder
             launch.start_ranks(
                 lambda attempt: [__file__, "rank", mode, str(attempt)],
                 ranks=int(ranks),

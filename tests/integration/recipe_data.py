@@ -61,9 +61,12 @@ def hub_layout(source: SourceConfig, media: Path, folder: Path, name: str, rows:
 
 
 def cosmos_reason1(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
-    asked = {"role": "user", "content": "What does the robot do next?"}
+    requested = {"role": "user", "content": "What does the robot do next?"}
     rows = [
-        {"video": f"clips/{i}.mp4", "conversations": [asked, {"role": "assistant", "content": f"It takes cup {i}."}]}
+        {
+            "video": f"clips/{i}.mp4",
+            "conversations": [requested, {"role": "assistant", "content": f"It takes cup {i}."}],
+        }
         for i in range(4)
     ]
     return hub_layout(source, media, folder, f"{source.subset}_{source.split}.json", rows)
@@ -90,8 +93,8 @@ def llava(source: SourceConfig, media: Path, folder: Path) -> dict[str, str]:
         ({"video": "clips/1.mp4"}, choice, "B"),
     ]
     rows = [
-        {**shown, "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
-        for shown, asked, answer in forms
+        {**displayed, "conversations": [{"from": "human", "value": requested}, {"from": "gpt", "value": answer}]}
+        for displayed, requested, answer in forms
     ]
     return {"path": str(write_json(folder / "annotations.json", repeated(rows))), "media_path": str(media)}
 

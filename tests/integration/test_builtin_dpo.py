@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 def train(warm_start: Path, folder: Path, *options: str) -> list[dict[str, float]]:
     """Metrics of the validations of a run in `folder/D` that goes on from the warm start."""
     model = f'model.path="{warm_start / "export" / "final"}"'
-    given = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
-    ended = dsreason("dpo", *given, cwd=folder, timeout=1200)
+    arguments = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
+    ended = dsreason("dpo", *arguments, cwd=folder, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     return [line for line in metrics(folder / "D") if "val/accuracy" in line]
 

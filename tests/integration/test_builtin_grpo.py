@@ -24,8 +24,8 @@ def train(warm_start: Path, folder: Path, *options: object) -> list[dict[str, fl
     """Metrics of a run of the built-in recipe that goes on from the warm start."""
     (folder / "rewards.py").write_text(SHUFFLED)
     model = f'model.path="{warm_start / "export" / "final"}"'
-    given = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
-    ended = dsreason("grpo", *given, cwd=folder, timeout=2400)
+    arguments = ("--nproc", 2, "--output-dir", "D", "--set", model, *options)
+    ended = dsreason("grpo", *arguments, cwd=folder, timeout=2400)
     assert ended.returncode == 0, ended.stderr
     return metrics(folder / "D")
 

@@ -94,9 +94,9 @@ def resume_run(folder: str, bf16: bool) -> dict[str, Any]:
     results = {}
     for stage in STAGES:
         engine, world = build(stage, bf16=bf16)
-        found = find_checkpoint(Path(folder) / stage)
-        assert found is not None
-        state = load_checkpoint(engine, found, world)
+        checkpoint = find_checkpoint(Path(folder) / stage)
+        assert checkpoint is not None
+        state = load_checkpoint(engine, checkpoint, world)
         assert (state.step, state.consumed_samples, state.best_metric, state.extra) == (
             3,
             24,

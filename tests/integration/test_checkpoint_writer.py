@@ -49,7 +49,7 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from tests.engines import save_checkpoint
 
-    found = []
+    result = []
     for stage in STAGES:
         engine, world = build(stage)
         writer = CheckpointWriter(engine, Path(folder) / stage / "beside", world)
@@ -76,14 +76,14 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
                     else before[name] == after[name]
                 )
             ]
-            found.append((f"{stage} step {step}", differing, len(before)))
+            result.append((f"{stage} step {step}", differing, len(before)))
         writer.close()
-    return found
+    return result
 
 
 def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: Path) -> None:
-    for found in run_on_ranks(write_beside_training, 2, str(tmp_path)):
-        for name, differing, compared in found:
+    for on_rank in run_on_ranks(write_beside_training, 2, str(tmp_path)):
+        for name, differing, compared in on_rank:
             assert differing == [], name
             assert compared > 20, name
 
@@ -146,7 +146,7 @@ def leave_with_an_error(folder: str) -> list[str]:
 
     engine, world = build("zero3")
     train(engine, world, range(1))
-    found = []
+    result = []
     for name, leaving in (("all", (0, 1)), ("alone", (1,))):
         writer, may_write = CheckpointWriter(engine, Path(folder) / name, world), threading.Event()
         writer.thread.submit(may_write.wait)
@@ -160,12 +160,12 @@ def leave_with_an_error(folder: str) -> list[str]:
                 writer.complete_pending()
         writer.close()
         barrier()
-        found += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]
+        result += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]
         barrier()
     if world.is_main:  # as the next job does
         assert recover(Path(folder) / "alone") == [Path(folder) / "alone/step_1"]
         check_sizes(Path(folder) / "alone/step_1")
-    return found
+    return result
 
 
 def test_a_checkpoint_on_its_way_is_completed_where_all_ranks_leave_and_found_by_the_next_job_where_one_does(
@@ -249,8 +249,8 @@ def test_a_disk_that_is_full_or_read_only_is_named_on_every_rank_and_older_check
     with small_disk(tmp_path / "disk", "2m") as disk:
         first, second = run_on_ranks(save_on_a_bad_disk, 2, str(disk))
     assert first == second
-    known, filled, export, read_only, read_only_export = first
-    assert "the checkpoint takes" in known and "are free there" in known
+    expected, filled, export, read_only, read_only_export = first
+    assert "the checkpoint takes" in expected and "are free there" in expected
     assert "step_3: rank " in filled and "could not write it: " in filled
     assert export.startswith(f"{disk}/export: cannot be written (") and "No space left" in export
     assert "Read-only file system" in read_only and "older checkpoints are as they were" in read_only

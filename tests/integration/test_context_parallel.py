@@ -36,11 +36,11 @@ def predict(case: str, transformer: Any, frames: int = 3) -> Tensor:
     from dsreason.world.families import FAMILIES
     from dsreason.world.types import Conditioning
 
-    name, given = CASES[case]
+    name, value = CASES[case]
     family, shape = FAMILIES[name], (2, 16, frames, 4, 4)
     x, text, s = draw(*shape, seed=0), draw(2, 8, TEXT[name], seed=1), torch.tensor([0.3, 0.8])
     conditioning = None
-    if given:
+    if value:
         mask = torch.zeros(2, 1, frames, 1, 1)
         mask[0, :, 0] = 1
         conditioning = Conditioning(draw(*shape, seed=2) * mask, mask)
@@ -89,25 +89,25 @@ def compare(root: str) -> dict[str, dict[str, float]]:
     from tests.engines import full_gradients
 
     init_world()
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for case in CASES:
-        whole = load(root, case, parallel=False)
-        expected = predict(case, whole)
+        full = load(root, case, parallel=False)
+        expected = predict(case, full)
         loss_of(expected).backward()
-        gradients = plain_gradients(whole, summed=False)
+        gradients = plain_gradients(full, summed=False)
         for kind in ("plain", "checkpointed"):
             shared = load(root, case, parallel=True)
             if kind == "checkpointed":
                 shared.enable_gradient_checkpointing()
             output = predict(case, shared)
             loss_of(output).backward()
-            found[f"{case} {kind}"] = {
+            result[f"{case} {kind}"] = {
                 "output": (output - expected).abs().max().item(),
                 "gradients": worst(plain_gradients(shared, summed=True), gradients),
             }
         sampled = load(root, case, parallel=True)
         with torch.no_grad():
-            found[f"{case} sampling"] = {
+            result[f"{case} sampling"] = {
                 "output": (predict(case, sampled) - expected).abs().max().item(),
                 "gradients": 0.0,
             }
@@ -118,11 +118,11 @@ def compare(root: str) -> dict[str, dict[str, float]]:
         )
         output = predict(case, engine)
         engine.backward(loss_of(output) * RANKS)
-        found[f"{case} ZeRO-3"] = {
+        result[f"{case} ZeRO-3"] = {
             "output": (output - expected).abs().max().item(),
             "gradients": worst(full_gradients(engine), gradients),
         }
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")

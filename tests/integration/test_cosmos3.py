@@ -67,6 +67,6 @@ def test_its_export_has_the_published_names_and_the_reasoner_alone(run: Path) ->
     in_memory = dict(load_model(exported, dtype=torch.float32).named_parameters())
     assert names == {family.published_name(name) for name in in_memory}
     assert {"layers.0.self_attn.to_q.weight", "blocks.0.attn.qkv.weight"} <= names
-    theirs = dict(AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).named_parameters())
-    assert in_memory.keys() == theirs.keys()
-    assert all(in_memory[name].equal(theirs[name]) for name in theirs)
+    reference = dict(AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).named_parameters())
+    assert in_memory.keys() == reference.keys()
+    assert all(in_memory[name].equal(reference[name]) for name in reference)

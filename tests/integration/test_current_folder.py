@@ -107,8 +107,8 @@ def plant(folder: Path, names: Iterable[str]) -> None:
 def late_modules(folder: Path) -> set[str]:
     """Modules of the standard library that are not there yet when a module that `-m` names begins."""
     (folder.parent / "shown.py").write_text("import sys\nprint(*{name.partition('.')[0] for name in sys.modules})")
-    shown = subprocess.check_output([sys.executable, "-m", "shown"], cwd=folder.parent, text=True)
-    return sys.stdlib_module_names - set(shown.split()) - {"__main__"}
+    output = subprocess.check_output([sys.executable, "-m", "shown"], cwd=folder.parent, text=True)
+    return sys.stdlib_module_names - set(output.split()) - {"__main__"}
 
 
 def run(folder: Path, command: list[str], config: str, *options: str, **environment: str) -> None:
@@ -121,9 +121,11 @@ def run(folder: Path, command: list[str], config: str, *options: str, **environm
 
 
 def start(folder: Path, command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    kept |= {"DS_ACCELERATOR": "cpu", "PATH": ":/usr/bin:/bin", **environment}
-    return subprocess.run([sys.executable, *command], cwd=folder, env=kept, capture_output=True, text=True, timeout=600)
+    remaining = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    remaining |= {"DS_ACCELERATOR": "cpu", "PATH": ":/usr/bin:/bin", **environment}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=remaining, capture_output=True, text=True, timeout=600
+    )
 
 
 def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:

@@ -97,13 +97,13 @@ def first_step(folder: Path) -> dict[str, Any]:
 
 
 def test_two_and_two_steps_equal_four_bit_for_bit(folder: Path) -> None:
-    whole, resumed = steps_of(folder / "whole"), train(folder, "resumed", resume="whole/checkpoints/step_2")
+    full, resumed = steps_of(folder / "whole"), train(folder, "resumed", resume="whole/checkpoints/step_2")
     names = ("train/loss", "train/grad_norm", "distill/kl")
     assert [[line[name] for name in names] for line in resumed if line["step"] > 2] == [
-        [line[name] for name in names] for line in whole if line["step"] > 2
+        [line[name] for name in names] for line in full if line["step"] > 2
     ]
-    expected, found = (load_file(folder / name / "export/final/model.safetensors") for name in ("whole", "resumed"))
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, result = (load_file(folder / name / "export/final/model.safetensors") for name in ("whole", "resumed"))
+    assert all(expected[name].equal(result[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -118,31 +118,31 @@ def test_two_and_two_steps_equal_four_bit_for_bit(folder: Path) -> None:
 def test_the_first_step_does_not_depend_on_the_cut(
     folder: Path, first_step: dict[str, Any], ranks: int, changes: tuple[str, ...]
 ) -> None:
-    (found,) = train(folder, f"cut-{ranks}-{len(changes)}-{changes[:1]}", *ONE_STEP, *changes, ranks=ranks)
+    (result,) = train(folder, f"cut-{ranks}-{len(changes)}-{changes[:1]}", *ONE_STEP, *changes, ranks=ranks)
     assert first_step["distill/kl"] > 0.01
     for name in ("distill/kl", "train/loss", "train/grad_norm"):
-        assert found[name] == pytest.approx(first_step[name], rel=1e-4, abs=1e-6), name
+        assert result[name] == pytest.approx(first_step[name], rel=1e-4, abs=1e-6), name
 
 
 def test_who_is_its_own_teacher_learns_nothing(folder: Path) -> None:
     changes = (f'distill.teacher="{folder / "student"}"', "rollout.temperature=1.0")
-    (found,) = train(folder, "own", *ONE_STEP, *changes)
-    assert abs(found["distill/kl"]) <= 1e-6
-    assert found["train/grad_norm"] <= 1e-4
+    (result,) = train(folder, "own", *ONE_STEP, *changes)
+    assert abs(result["distill/kl"]) <= 1e-6
+    assert result["train/grad_norm"] <= 1e-4
 
 
 def test_beside_a_reward_a_teacher_adds_to_its_advantages(folder: Path, first_step: dict[str, Any]) -> None:
     """Every completion has the same reward, so that nothing is to be learned from it."""
     (folder / "rewards.py").write_text("def same(completion, sample):\n    return 1.0\n")
     rewards = f'reward.functions={{"{folder}/rewards.py:same"=1.0}}'
-    one, two = (
+    item, two = (
         train(folder, f"coef{coef}", *ONE_STEP, rewards, "grpo.num_generations=2", f"distill.coef={coef}")[0]
         for coef in (1.0, 2.0)
     )
-    assert one["reward/mean"] == 1
-    assert one["distill/kl"] == two["distill/kl"]
-    assert one["train/grad_norm"] > 1e-3
-    assert two["train/grad_norm"] == pytest.approx(2 * one["train/grad_norm"], rel=1e-4)
+    assert item["reward/mean"] == 1
+    assert item["distill/kl"] == two["distill/kl"]
+    assert item["train/grad_norm"] > 1e-3
+    assert two["train/grad_norm"] == pytest.approx(2 * item["train/grad_norm"], rel=1e-4)
 
 
 def test_a_run_is_not_resumed_with_a_teacher_that_has_changed(folder: Path, tmp_path: Path) -> None:
@@ -157,5 +157,5 @@ def test_a_run_is_not_resumed_with_a_teacher_that_has_changed(folder: Path, tmp_
 
 
 def test_adapters_learn_from_a_teacher_too(folder: Path) -> None:
-    found = train(folder, "adapters", "lora.rank=4", "lora.alpha=8", *ONE_STEP)
-    assert found[0]["train/grad_norm"] > 1e-4
+    result = train(folder, "adapters", "lora.rank=4", "lora.alpha=8", *ONE_STEP)
+    assert result[0]["train/grad_norm"] > 1e-4

@@ -23,24 +23,24 @@ def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, d
         check=False,
     )
     assert "Traceback" not in ended.stderr
-    return ended.returncode, {found["name"]: found for found in map(json.loads, ended.stdout.splitlines())}
+    return ended.returncode, {result["name"]: result for result in map(json.loads, ended.stdout.splitlines())}
 
 
 @pytest.mark.long
 def test_a_machine_that_runs_these_tests_is_well(tmp_path: Path) -> None:
-    code, found = run(tmp_path)
-    assert code == 0, found
-    assert found["2 ranks"]["verdict"] == "pass"
-    assert "sums are right" in found["2 ranks"]["what"]
-    assert found["engine"]["verdict"] == "pass"
-    assert found["videos"]["verdict"] == "pass"
+    code, result = run(tmp_path)
+    assert code == 0, result
+    assert result["2 ranks"]["verdict"] == "pass"
+    assert "sums are right" in result["2 ranks"]["what"]
+    assert result["engine"]["verdict"] == "pass"
+    assert result["videos"]["verdict"] == "pass"
 
 
 def test_a_broken_environment_fails_with_its_cure(tmp_path: Path) -> None:
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CXX": "no-such-compiler", "MASTER_PORT": "x"}
-    code, found = run(tmp_path, "--quick", **variables)
+    code, result = run(tmp_path, "--quick", **variables)
     assert code == 1
     for name in ("allocator", "C++ compiler", "ports"):
-        assert found[name]["verdict"] == "fail"
-        assert found[name]["cure"]
-    assert "engine" not in found
+        assert result[name]["verdict"] == "fail"
+        assert result[name]["cure"]
+    assert "engine" not in result

@@ -96,18 +96,18 @@ def test_so_they_do_under_zero_2_in_the_other_family(tmp_path: Path, tiny_qwen3_
 def check_resumed(folder: Path) -> None:
     assert len(losses(folder / "whole")) == 6
     assert losses(folder / "resumed", after=3) == losses(folder / "whole", after=3)
-    whole, resumed = (load_file(folder / name / "export/final/model.safetensors") for name in ("whole", "resumed"))
-    assert all(whole[name].equal(resumed[name]) for name in whole)
+    full, resumed = (load_file(folder / name / "export/final/model.safetensors") for name in ("whole", "resumed"))
+    assert all(full[name].equal(resumed[name]) for name in full)
 
 
 def test_the_baseline_goes_on_where_the_checkpoint_left_it(folder: Path) -> None:
-    whole, resumed = (
+    full, resumed = (
         {line["step"]: line["dpo/baseline"] for line in metrics(folder / name) if "dpo/baseline" in line}
         for name in ("whole", "resumed")
     )
-    assert whole[1] == 0
-    assert len({whole[step] for step in (2, 3, 4, 5, 6)}) == 5
-    assert [resumed[step] for step in (4, 5, 6)] == [whole[step] for step in (4, 5, 6)]
+    assert full[1] == 0
+    assert len({full[step] for step in (2, 3, 4, 5, 6)}) == 5
+    assert [resumed[step] for step in (4, 5, 6)] == [full[step] for step in (4, 5, 6)]
 
 
 def test_the_reference_is_measured_once_for_each_row(folder: Path) -> None:
@@ -135,8 +135,8 @@ def test_steps_show_margins_lengths_and_both_answers(folder: Path) -> None:
 
 
 def test_another_run_takes_its_reference_from_the_file_of_this_one(folder: Path) -> None:
-    given = f'dpo.reference_file="{folder / "whole/reference.jsonl"}"'
-    run = train(folder, "given", 'dpo.reference="precomputed"', given, "train.max_steps=3")
+    value = f'dpo.reference_file="{folder / "whole/reference.jsonl"}"'
+    run = train(folder, "given", 'dpo.reference="precomputed"', value, "train.max_steps=3")
     assert losses(run) == pytest.approx(losses(folder / "whole")[:3], rel=1e-6)
     assert not (run / "reference.jsonl").exists()
 
@@ -150,12 +150,12 @@ def test_without_a_reference_log_ratios_are_log_probabilities(folder: Path) -> N
 
 def test_without_its_adapters_the_model_is_the_reference_that_was_measured(folder: Path) -> None:
     lora = ("lora.rank=4", "optim.lr=0.01", 'dpo.loss="sigmoid"', "train.max_steps=4")
-    asked = train(folder, "asked", *lora, 'dpo.reference="adapter_off"')
+    requested = train(folder, "asked", *lora, 'dpo.reference="adapter_off"')
     measured = train(folder, "measured", *lora, 'dpo.reference="model"')
-    assert losses(asked)[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert abs(losses(asked)[3] - math.log(2)) > 1e-3
-    assert losses(asked) == pytest.approx(losses(measured), rel=1e-6)
-    assert not (asked / "reference.jsonl").exists()
+    assert losses(requested)[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(losses(requested)[3] - math.log(2)) > 1e-3
+    assert losses(requested) == pytest.approx(losses(measured), rel=1e-6)
+    assert not (requested / "reference.jsonl").exists()
 
 
 def test_a_row_that_changed_since_is_named(folder: Path) -> None:
@@ -171,14 +171,14 @@ def test_a_row_that_changed_since_is_named(folder: Path) -> None:
 
 def test_a_model_that_changed_since_is_refused_to_a_resumed_run(folder: Path) -> None:
     weights = folder / "model/model.safetensors"
-    kept = weights.read_bytes()
+    content = weights.read_bytes()
     try:
         tensors = load_file(weights)
         save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
         with pytest.raises(AssertionError, match="is another model than the reference of this run was measured with"):
             train(folder, "changed_model", resume="whole/checkpoints/step_3")
     finally:
-        weights.write_bytes(kept)
+        weights.write_bytes(content)
 
 
 def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None:
@@ -192,13 +192,13 @@ def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None
 
 
 def test_a_resumed_run_measures_what_is_missing_with_the_model_of_the_start(folder: Path) -> None:
-    kept = (folder / "whole/reference.jsonl").read_text()
+    text = (folder / "whole/reference.jsonl").read_text()
     (folder / "lost/checkpoints").mkdir(parents=True)
     shutil.copytree(folder / "whole/checkpoints/step_3", folder / "lost/checkpoints/step_3")
     run = train(folder, "again", resume="lost/checkpoints/step_3")
-    found, expected = ({(row["part"], row["row"]): row for row in lines} for lines in (stored(run)[1:], rows_of(kept)))
-    assert found.keys() == expected.keys()
-    for place, row in found.items():
+    result, expected = ({(row["part"], row["row"]): row for row in lines} for lines in (stored(run)[1:], rows_of(text)))
+    assert result.keys() == expected.keys()
+    for place, row in result.items():
         assert row["chosen"] == pytest.approx(expected[place]["chosen"], abs=1e-4)
     assert losses(run) == pytest.approx(losses(folder / "whole", after=3), rel=1e-6)
 

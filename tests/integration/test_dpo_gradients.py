@@ -43,7 +43,9 @@ BY_HAND = "by hand"
 TRAINED = {"qwen2_5_vl": ("qwen2_5_vl", {}), "qwen3_vl": ("qwen3_vl", {}), "adapters": ("qwen3_vl", LORA)}
 """Family, and the adapters that are trained."""
 OF_ADAPTERS = ("1 rank, rows of 120", "1 rank, padded rows", "2 ranks, a row each", "2 ranks compute each row", BY_HAND)
-WANTED = [(cut, what) for cut in [BY_HAND, *CUTS] for what in TRAINED if what != "adapters" or cut in OF_ADAPTERS]
+WANTED = [
+    (cut, subject) for cut in [BY_HAND, *CUTS] for subject in TRAINED if subject != "adapters" or cut in OF_ADAPTERS
+]
 
 
 def run_config(rows: str, model: str, settings: dict[str, Any], lora: dict[str, Any]) -> Any:
@@ -66,12 +68,12 @@ def run_config(rows: str, model: str, settings: dict[str, Any], lora: dict[str, 
 def write_pairs(folder: Path, count: int = 8) -> Path:
     """Text alone, an image, a video, two images, in turn; answers of one to many tokens, and made-up reference values."""
     rows = write_mixed_rows(folder, count)
-    found = []
+    result = []
     for i, line in enumerate(rows.read_text().splitlines()):
         row = json.loads(line)
         row |= {"chosen": row.pop("answer"), "rejected": " or ".join(["grey", "pink", "cyan"][: 1 + i % 3])}
-        found.append(row | {"ref_chosen_logprob": -10.0 - i, "ref_rejected_logprob": -12.5 + i / 2})
-    rows.write_text("".join(json.dumps(row) + "\n" for row in found))
+        result.append(row | {"ref_chosen_logprob": -10.0 - i, "ref_rejected_logprob": -12.5 + i / 2})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in result))
     return rows
 
 
@@ -92,7 +94,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
     from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
     from tests.engines import full_gradients
 
-    job, found = init_world(), []
+    job, result = init_world(), []
     for rows, model, lora, settings in cases:
         config = run_config(rows, model, settings or {}, lora)
         world = with_row_groups(job, config.train.sequence_parallel_size)
@@ -121,9 +123,9 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
             assert batches.num_samples == 8
             pairs = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)
             loss = metrics_of(pairs, config.dpo, settings_of(config.dpo, baseline))["total"]
-        found.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+        result.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
         engine.destroy()
-    return found if job.is_main else None
+    return result if job.is_main else None
 
 
 def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
@@ -167,16 +169,16 @@ def results(
     """By cut and what is trained. Cases on as many ranks share their processes."""
     rows = str(write_pairs(tmp_path_factory.mktemp("pairs")))
     models = {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
-    wanted: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
-    found: dict[tuple[str, str], tuple[float, Gradients]] = {}
+    expected: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
+    result: dict[tuple[str, str], tuple[float, Gradients]] = {}
     for ranks in (1, 2, 4):
-        keys = [(cut, what) for cut, what in WANTED if wanted[cut][0] == ranks]
-        cases = [(rows, models[TRAINED[what][0]], TRAINED[what][1], wanted[cut][1]) for cut, what in keys]
-        found |= dict(zip(keys, run_on_ranks(results_on_rank, ranks, cases)[0], strict=True))
-    return found
+        keys = [(cut, subject) for cut, subject in WANTED if expected[cut][0] == ranks]
+        cases = [(rows, models[TRAINED[subject][0]], TRAINED[subject][1], expected[cut][1]) for cut, subject in keys]
+        result |= dict(zip(keys, run_on_ranks(results_on_rank, ranks, cases)[0], strict=True))
+    return result
 
 
-@pytest.mark.parametrize(("cut", "what"), [one for one in WANTED if one[0] != BY_HAND])
+@pytest.mark.parametrize(("cut", "what"), [item for item in WANTED if item[0] != BY_HAND])
 def test_loss_and_gradient_are_those_of_single_conversations(results, cut, what):
     loss, gradients = results[cut, what]
     expected_loss, expected = results[BY_HAND, what]

@@ -78,9 +78,9 @@ def summed_loss(model: Any, ids: list[Tensor]) -> Tensor:
 
 def run_step(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> None:
     """All micro-batches of one step, up to but without the optimizer step."""
-    mine = data[world.rank :: world.size]
+    custom = data[world.rank :: world.size]
     num_tokens = sum(len(row) - 1 for row in data)
-    micro_batches = [mine[i : i + micro_batch] for i in range(0, len(mine), micro_batch)]
+    micro_batches = [custom[i : i + micro_batch] for i in range(0, len(custom), micro_batch)]
     for i, rows in enumerate(micro_batches):
         loss = summed_loss(engine, rows)
         own_mean = 1 / sum(len(row) - 1 for row in rows) / len(micro_batches)
@@ -100,9 +100,9 @@ def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int
     from tests.engines import full_gradients
 
     run_step(engine, world, data, micro_batch, naive)
-    found = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
+    result = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
     engine.step()
-    return found | {"norm": np.array([engine_grad_norm(engine)])}
+    return result | {"norm": np.array([engine_grad_norm(engine)])}
 
 
 def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> dict[tuple[str, int], Gradients]:
@@ -111,14 +111,14 @@ def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> d
     from dsreason.engine.engine import build_engine, set_learning_rate
     from dsreason.job.ranks import init_world
 
-    world, found = init_world(), {}
+    world, result = init_world(), {}
     for stage in STAGES:
         engine = build_engine(TinyLM(), OptimConfig(), ds_config(stage))
         set_learning_rate(engine, 0.0)
         for micro_batch in micro_batches:
             take_gradients(engine, world, samples()[: 2 * world.size], 1)
-            found[stage, micro_batch] = take_gradients(engine, world, samples(), micro_batch, naive)
-    return found
+            result[stage, micro_batch] = take_gradients(engine, world, samples(), micro_batch, naive)
+    return result
 
 
 def plain_gradients() -> Gradients:
@@ -166,15 +166,15 @@ def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
     from dsreason.engine.engine import build_engine, engine_grad_norm
     from dsreason.job.ranks import init_world
 
-    world, found = init_world(), {}
+    world, result = init_world(), {}
     for stage in STAGES:
         engine = build_engine(TinyLM(), OptimConfig(), ds_config(stage, bf16=bf16, clip=1.0))
         loss = summed_loss(engine, samples()[:1])
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss * (float("nan") if world.rank == world.size - 1 else 1.0), scale_wrt_gas=False)
         engine.step()
-        found[stage] = engine_grad_norm(engine)
-    return found
+        result[stage] = engine_grad_norm(engine)
+    return result
 
 
 def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
@@ -183,15 +183,15 @@ def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
     from dsreason.job.ranks import init_world
 
     init_world()
-    found = {}
+    result = {}
     for stage in STAGES:
         engine = build_engine(TinyLM(), OptimConfig(), ds_config(stage, bf16=True))
         for master in (False, True):
             tensors = full_parameters(engine, bucket_mb, master=master)
-            found[stage, master] = {
+            result[stage, master] = {
                 name: (str(tensor.dtype), tensor.float().numpy().copy()) for name, tensor in tensors
             }
-    return found
+    return result
 
 
 def on_two_ranks() -> dict[str, Any]:
@@ -212,10 +212,10 @@ def two_ranks() -> list[dict[str, Any]]:
 
 
 def test_gradients_do_not_depend_on_ranks_and_micro_batches(two_ranks: list[dict[str, Any]]) -> None:
-    found = [measured["gradients"] for measured in two_ranks]
-    found += [run_on_ranks(gradients_on_ranks, 1, (1, 8))[0], *run_on_ranks(gradients_on_ranks, 4, (2,))]
-    assert sum(map(len, found)) == len(STAGES) * (2 + 2 + 4)
-    for cases in found:
+    result = [measured["gradients"] for measured in two_ranks]
+    result += [run_on_ranks(gradients_on_ranks, 1, (1, 8))[0], *run_on_ranks(gradients_on_ranks, 4, (2,))]
+    assert sum(map(len, result)) == len(STAGES) * (2 + 2 + 4)
+    for cases in result:
         for case, grads in cases.items():
             assert worst_difference(grads, plain_gradients()) <= 1e-5, case
 

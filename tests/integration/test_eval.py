@@ -106,8 +106,8 @@ def run(folder: Path, *calls: list[object]) -> list[tuple[int, str]]:
 
 def results(folder: Path) -> list[dict[str, Any]]:
     """Every stored result by id, without what a clock measured."""
-    found = [item for file in sorted(folder.glob("*/*/*/*.json")) for item in json.loads(file.read_text())]
-    return sorted(({**item, "seconds": None} for item in found), key=lambda item: item["id"])
+    paths = [item for file in sorted(folder.glob("*/*/*/*.json")) for item in json.loads(file.read_text())]
+    return sorted(({**item, "seconds": None} for item in paths), key=lambda item: item["id"])
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +141,16 @@ def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
     options = ["--model", tiny_qwen2_5_vl, "--data", tmp_path, "--results-dir", "r", *FP32, *SHORT]
     [(code, text)] = run(tmp_path, options)
     assert code == 0, text
-    found = {item["id"]: item for item in results(tmp_path / "r")}
+    result = {item["id"]: item for item in results(tmp_path / "r")}
     for video_id in ("clip.0", "clip.4"):
-        failed = found.pop(next(id for id, item in found.items() if item["video_id"] == video_id))
+        failed = result.pop(next(id for id, item in result.items() if item["video_id"] == video_id))
         assert not failed["is_correct"]
         assert video_id in failed["error"]
-    others = [item for item in undisturbed if item["id"] in found]
-    assert len(others) == NUM_CLIPS - 1
-    assert [found[item["id"]]["full_response"] for item in others] == [item["full_response"] for item in others]
+    other_items = [item for item in undisturbed if item["id"] in result]
+    assert len(other_items) == NUM_CLIPS - 1
+    assert [result[item["id"]]["full_response"] for item in other_items] == [
+        item["full_response"] for item in other_items
+    ]
     [row] = [line.split() for line in text.splitlines() if line.split()[:1] == ["all"]]
     assert (row[-1], row[-4]) == (f"{NUM_CLIPS - 1}", f"{NUM_CLIPS + 1}")  # answered, and all
 
@@ -189,14 +191,14 @@ def test_a_question_that_is_removed_or_broken_changes_no_other_result(
     places = {"whole": benchmark / "benchmark", "fewer": tmp_path / "fewer", "broken": tmp_path / "broken"}
     ended = run(tmp_path, *([*drawing, "--results-dir", f"r_{name}", "--data", data] for name, data in places.items()))
     assert [code for code, _ in ended] == [0, 0, 0], ended
-    whole, fewer, broken = (drawn(tmp_path / f"r_{name}") for name in places)
-    assert len({item["full_response"] for item in whole.values()}) == NUM_CLIPS + 1
-    gone = [item["prompt"][1][:13] for id, item in whole.items() if id not in fewer]
+    full, fewer, broken = (drawn(tmp_path / f"r_{name}") for name in places)
+    assert len({item["full_response"] for item in full.values()}) == NUM_CLIPS + 1
+    gone = [item["prompt"][1][:13] for id, item in full.items() if id not in fewer]
     assert gone == ["Which colour?"] * 2
-    assert fewer == {id: item for id, item in whole.items() if id in fewer}
+    assert fewer == {id: item for id, item in full.items() if id in fewer}
     [failed] = [item for item in broken.values() if item["error"]]
     assert failed["video_id"] == "clip.4"
-    assert {**broken, failed["id"]: None} == {**whole, failed["id"]: None}
+    assert {**broken, failed["id"]: None} == {**full, failed["id"]: None}
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")
@@ -210,10 +212,10 @@ def test_real_media_are_asked_about(tmp_path: Path) -> None:
     options = ["--model", "tiny:qwen2_5_vl", "--data", "real.jsonl", *SHORT, "--set", "vision.total_pixels=2000000"]
     [(code, text)] = run(tmp_path, options)
     assert code == 0, text
-    found = {item["video_id"]: item for item in results(tmp_path / "results")}
-    assert found.keys() == media.keys()
-    assert {item["error"] for item in found.values()} == {None}
-    assert all(item["completion_tokens"] > 0 for item in found.values())
+    result = {item["video_id"]: item for item in results(tmp_path / "results")}
+    assert result.keys() == media.keys()
+    assert {item["error"] for item in result.values()} == {None}
+    assert all(item["completion_tokens"] > 0 for item in result.values())
     [report] = (tmp_path / "results").glob("*/letter/report.html")
     assert report.read_text().count("data:image/") >= len(media)
 
@@ -239,7 +241,7 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
     def server(name: str, *options: str) -> list[str]:
         return [*rows, "--server", urls[name], "--set", "server.max_retries=0", *options]
 
-    named = ["--set", "server.model=m"]
+    names = ["--set", "server.model=m"]
     return {
         "no such model": Mistake(["--model", "./nowhere", *rows], ["./nowhere: no such folder"]),
         "no config.json": Mistake(["--model", "no_config", *rows], ["no_config: has no config.json"]),
@@ -271,11 +273,11 @@ def mistakes(folder: Path, urls: dict[str, str]) -> dict[str, Mistake]:
             server("401"), ["requires a key, and none is in", "OPENAI_API_KEY", "401"]
         ),
         "a server that does not chat": Mistake(
-            server("404", *named), ["no model 'm', or no chat at this address (404"]
+            server("404", *names), ["no model 'm', or no chat at this address (404"]
         ),
         "a server that fails": Mistake(server("500"), ["none of the first 2 questions got an answer", "500"]),
         "a server of web pages": Mistake(
-            server("page", *named), ["none of the first 2 questions", "not a chat completion"]
+            server("page", *names), ["none of the first 2 questions", "not a chat completion"]
         ),
     }
 
@@ -355,9 +357,13 @@ class Counting(TransformersEngine):
 def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_as_they_come(
     tiny_qwen2_5_vl: Path, tmp_path: Path, memory_gib: float, calls: list[int]
 ) -> None:
-    given = {"sources": [{"adapter": "builtin"}], "model": {"path": str(tiny_qwen2_5_vl)}, "results_dir": str(tmp_path)}
+    settings = {
+        "sources": [{"adapter": "builtin"}],
+        "model": {"path": str(tiny_qwen2_5_vl)},
+        "results_dir": str(tmp_path),
+    }
     config = EvalConfig.model_validate(
-        given | {"evaluation": {"limit": 20}, "generation": {"max_retries": 0, "max_tokens": 4}}
+        settings | {"evaluation": {"limit": 20}, "generation": {"max_retries": 0, "max_tokens": 4}}
     )
     questions = load_questions(config)
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=2048, max_length_key="model.max_length")
@@ -389,9 +395,9 @@ def test_ranks_and_engines_give_the_same_answers(
         assert code == 0, text
     parallel = ("--tensor-parallel-size", 2) if engine == "vllm" else ("--nproc", 2)
     evaluate(benchmark, engine, *options, *parallel, "--set", f'model.engine="{engine}"')
-    expected, found = results(benchmark / "one"), results(benchmark / engine)
-    assert found == expected
-    assert [item["full_response"] for item in found] != [item["full_response"] for item in undisturbed]
+    expected, result = results(benchmark / "one"), results(benchmark / engine)
+    assert result == expected
+    assert [item["full_response"] for item in result] != [item["full_response"] for item in undisturbed]
 
 
 def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) -> None:
@@ -406,10 +412,10 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
     options = ["--config", config, "--model", tiny_qwen2_5_vl, "--data", "as_published", "--limit", 4]
     [(code, text)] = run(benchmark, [*options, "--results-dir", "yaml", *FP32, *SHORT])
     assert code == 0, text
-    found = results(benchmark / "yaml")
-    assert sorted({item["datasource"] for item in found}) == ["av", "robovqa"]
-    assert len(found) == 4
-    assert all("<think> your reasoning </think>" in item["prompt"][1] for item in found)
+    result = results(benchmark / "yaml")
+    assert sorted({item["datasource"] for item in result}) == ["av", "robovqa"]
+    assert len(result) == 4
+    assert all("<think> your reasoning </think>" in item["prompt"][1] for item in result)
 
 
 @pytest.mark.long

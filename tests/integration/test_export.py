@@ -31,14 +31,14 @@ def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
 
     from tests.positions import patch_positions
 
-    model, found = engine.module.model, {}
+    model, result = engine.module.model, {}
     patch_positions(model)
     for name in CASES:
         with torch.no_grad():
             hidden = model.model(**encode(processor, name)).last_hidden_state
             with deepspeed.zero.GatheredParameters([model.lm_head.weight]):
-                found[name] = torch.nn.functional.linear(hidden, model.lm_head.weight).numpy().copy()
-    return found
+                result[name] = torch.nn.functional.linear(hidden, model.lm_head.weight).numpy().copy()
+    return result
 
 
 def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, np.ndarray]]:
@@ -51,7 +51,7 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import save_checkpoint
 
-    world, found = init_world(), {}
+    world, result = init_world(), {}
     for stage in STAGES:
         config = run_config(rows, model, {})
         frozen = config.model.model_copy(update={"freeze": ("visual",)})
@@ -61,12 +61,12 @@ def train_and_export(rows: str, model: str, folder: str) -> dict[str, dict[str, 
         for _ in range(3):
             accumulate_gradients(engine, batches, world)
             engine.step()
-        found[stage] = engine_logits(engine, load_processor(Path(model)))
+        result[stage] = engine_logits(engine, load_processor(Path(model)))
         save_checkpoint(engine, Path(folder) / stage, 3, TrainerState(step=3, model_path=model), world)
         output = Path(folder) / f"{stage}_engine"
         export_engine(engine, Path(model), output, world, dtype="fp32", max_shard_size=SHARD)
         engine.destroy()
-    return found
+    return result
 
 
 def reopen(folder: str) -> dict[str, Any]:

@@ -31,13 +31,13 @@ def bytes_held_at_most(folder: Path) -> int:
     source = folder / "base"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(TENSORS):
-            seen.append(status_bytes("RssAnon"))
+            recorded.append(status_bytes("RssAnon"))
             yield f"layer.{i}", torch.full((ELEMENTS,), float(i))
-            seen.append(status_bytes("RssAnon"))
+            recorded.append(status_bytes("RssAnon"))
 
     write_model_folder(tensors(), source, folder / "out", dtype="fp32", max_shard_size="75MB")
-    return max(seen) - min(seen)
+    return max(recorded) - min(recorded)

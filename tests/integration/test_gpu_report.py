@@ -26,8 +26,8 @@ REPEATED = {"parity_fp32", "ledger_2b", "state_poison_qwen3_vl", "ledger_7b", "s
 
 def report(parts: Iterable[str], out: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_report", "--parts", " ".join(parts), "--out", str(out)]
-    kept = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=3600)
+    remaining = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=remaining, capture_output=True, text=True, timeout=3600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

@@ -90,8 +90,8 @@ def gradients(
     loss = engine(**inputs, labels=inputs["input_ids"], use_cache=False).loss
     engine.backward(loss)
     assert all(output.requires_grad != bool(frozen) for output in tower)  # no backward pass through a frozen tower
-    again = 2 if checkpointing else 1
-    assert runs == {"text": again, "vision": 2 * (1 if frozen else again)}  # image and video go through it apart
+    second = 2 if checkpointing else 1
+    assert runs == {"text": second, "vision": 2 * (1 if frozen else second)}  # image and video go through it apart
     # The inputs of all layers whose gradient is asked for; no weights, which ZeRO-3 gathers and gives back.
     text, vision = model.config.text_config, model.config.vision_config
     of_media = (
@@ -105,17 +105,17 @@ def gradients(
 
 def check_family(folder: str) -> dict[str, float]:
     """The largest difference of a tensor's gradients, relative to its norm, and how many tensors have none."""
-    found = {}
+    result = {}
     for label, frozen in (("all", ()), ("tower frozen", ("visual",))):
         plain = gradients(Path(folder), checkpointing=False, frozen=frozen)
-        again = gradients(Path(folder), checkpointing=True, frozen=frozen)
+        second = gradients(Path(folder), checkpointing=True, frozen=frozen)
         elsewhere = gradients(Path(folder), checkpointing=True, offload=True, frozen=frozen)
-        assert plain.keys() == again.keys() == elsewhere.keys()
-        assert all(np.array_equal(elsewhere[name], again[name]) for name in again)
+        assert plain.keys() == second.keys() == elsewhere.keys()
+        assert all(np.array_equal(elsewhere[name], second[name]) for name in second)
         norms = {name: np.linalg.norm(gradient) for name, gradient in plain.items()}
-        found[label] = float(max(np.linalg.norm(again[name] - plain[name]) / (norms[name] + 1e-12) for name in plain))
-        found[f"{label}, zero"] = int(sum(norm < 1e-9 for norm in norms.values()))
-    return found
+        result[label] = float(max(np.linalg.norm(second[name] - plain[name]) / (norms[name] + 1e-12) for name in plain))
+        result[f"{label}, zero"] = int(sum(norm < 1e-9 for norm in norms.values()))
+    return result
 
 
 def check_families(root: str) -> dict[str, dict[str, float]]:
@@ -140,7 +140,7 @@ def test_gradients_are_equal_with_and_without_checkpointing(
     ranks: list[dict[str, dict[str, float]]], family: str
 ) -> None:
     for rank in ranks:
-        found = rank[family]
-        assert found["all"] < 1e-5
-        assert found["tower frozen"] < 1e-5
-        assert found["all, zero"] == found["tower frozen, zero"] == 0
+        result = rank[family]
+        assert result["all"] < 1e-5
+        assert result["tower frozen"] < 1e-5
+        assert result["all, zero"] == result["tower frozen, zero"] == 0

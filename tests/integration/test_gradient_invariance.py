@@ -25,7 +25,7 @@ def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients]
     from tests.engines import full_gradients
 
     world = init_world()
-    found = []
+    result = []
     for rows, model, settings, lora in cases:
         config = lora_config(rows, model, train=settings) if lora else run_config(rows, model, settings)
         with trained_adapters():
@@ -34,9 +34,9 @@ def gradients_on_rank(cases: list[Case], naive: bool = False) -> list[Gradients]
             backward_mean_of_means(engine, batches)
         else:
             accumulate_gradients(engine, batches, world)
-        found.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
+        result.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
         engine.destroy()
-    return found if world.is_main else None
+    return result if world.is_main else None
 
 
 def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
@@ -118,13 +118,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def gradients(rows: str, models: dict[str, str]) -> dict[tuple[str, str], Gradients]:
     """By cut and what is trained. Cases on as many ranks share their processes."""
-    wanted = {"1x1x8": (1, WHOLE), **CUTS}
-    found = {}
+    expected = {"1x1x8": (1, WHOLE), **CUTS}
+    result = {}
     for ranks in (1, 2, 4):
-        keys = [(cut, what) for cut in wanted if wanted[cut][0] == ranks for what in TRAINED]
-        cases = [(rows, models[TRAINED[what][0]], wanted[cut][1], TRAINED[what][1]) for cut, what in keys]
-        found |= dict(zip(keys, run_on_ranks(gradients_on_rank, ranks, cases)[0], strict=True))
-    return found
+        keys = [(cut, subject) for cut in expected if expected[cut][0] == ranks for subject in TRAINED]
+        cases = [(rows, models[TRAINED[subject][0]], expected[cut][1], TRAINED[subject][1]) for cut, subject in keys]
+        result |= dict(zip(keys, run_on_ranks(gradients_on_rank, ranks, cases)[0], strict=True))
+    return result
 
 
 @pytest.mark.parametrize("what", TRAINED)
@@ -184,12 +184,12 @@ def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
     engine, batches = first_step(run_config(rows, model, {"micro_batch_size": 1}), Path(model), world)
     batches.micro_batches.reverse()
     set_learning_rate(engine, 0.0)
-    found = []
+    result = []
     for _ in range(2):
         accumulate_gradients(engine, batches, world)
-        found.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
+        result.append({name: grad.numpy() for name, grad in full_gradients(engine).items()})
         engine.step()
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def test_no_gradient_is_left_over_from_the_step_before(rows, models):

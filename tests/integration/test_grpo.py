@@ -101,8 +101,8 @@ def test_two_and_two_steps_equal_four_rollouts_included(folder: Path) -> None:
         for run in (folder / "whole", resumed)
     )
     assert before == after
-    expected, found = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, result = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
+    assert all(expected[name].equal(result[name]) for name in expected)
 
 
 def test_the_engine_samples_what_the_trainer_trains(folder: Path) -> None:
@@ -187,8 +187,8 @@ def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(fold
     shared = train(folder, "shared", *VLLM, *together, "--set", "train.max_steps=2")
     assert sampled(shared, 0) == sampled(with_vllm, 0)
     names = ("train/loss", "train/grad_norm", "policy/entropy", "policy/kl", "mismatch/kl")
-    expected, found = ([[line[name] for name in names] for line in metrics(run)[:2]] for run in (with_vllm, shared))
-    assert np.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    expected, result = ([[line[name] for name in names] for line in metrics(run)[:2]] for run in (with_vllm, shared))
+    assert np.allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long
@@ -279,8 +279,8 @@ def test_a_mistake_is_named_before_ranks_start(
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert ended.value.code == 2
-    assert [word for word in words if word not in told] == [], told
-    assert "Traceback" not in told
+    assert [word for word in words if word not in err] == [], err
+    assert "Traceback" not in err
     assert not (folder / "bad").exists()

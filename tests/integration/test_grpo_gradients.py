@@ -82,7 +82,7 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
     from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
-    random, found = np.random.default_rng(0), []
+    random, result = np.random.default_rng(0), []
     for number, lengths in enumerate(LENGTHS):
         prompt = encoder.encode_prompt(rows[number])
         for length in lengths:
@@ -90,8 +90,8 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
             logprobs = tuple(random.normal(-5, 1.0, length).tolist())
             rollout = Rollout(prompt, single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
             if number % size == rank:
-                found.append(rollout)
-    return found
+                result.append(rollout)
+    return result
 
 
 def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
@@ -111,7 +111,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients
 
-    world, found = init_world(), {}
+    world, result = init_world(), {}
     engines: dict[int, Any] = {}
     for variant in VARIANTS:
         for number, settings in enumerate(cuts):
@@ -125,14 +125,18 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 rollouts = made_up_rollouts(config, encoder, world.rank, world.size)
             engine = engines[config.lora.rank]
             micro_batches = cut(rollouts, config, encoder)
-            micro_batches = [replace(one, old_logprobs=other_logprobs(one, 0.1)) for one in micro_batches]
+            micro_batches = [
+                replace(micro_batch, old_logprobs=other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
+            ]
             if variant.startswith("kl"):
-                micro_batches = [replace(one, ref_logprobs=other_logprobs(one, 0.5)) for one in micro_batches]
+                micro_batches = [
+                    replace(micro_batch, ref_logprobs=other_logprobs(micro_batch, 0.5)) for micro_batch in micro_batches
+                ]
             banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
             accumulate_gradients(engine, micro_batches, config, world, banned)
-            found[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
+            result[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()
-    return found if world.is_main else None
+    return result if world.is_main else None
 
 
 ByVariant = dict[str, list[Gradients]]
@@ -146,11 +150,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
 
     @cache
     def on_ranks(ranks: int) -> ByVariant:
-        found: ByVariant = {variant: [] for variant in VARIANTS}
+        result: ByVariant = {variant: [] for variant in VARIANTS}
         by_cut = run_on_ranks(policy_gradients, ranks, rows, str(tiny_qwen3_vl), CUTS[ranks])[0]
         for (variant, _), gradients in by_cut.items():
-            found[variant].append(gradients)
-        return found
+            result[variant].append(gradients)
+        return result
 
     return on_ranks
 
@@ -168,7 +172,7 @@ def test_the_policy_gradient_does_not_depend_on_the_cut(
 
 
 def test_variants_have_gradients_of_their_own(measured: Callable[[int], ByVariant]) -> None:
-    for one, other in itertools.combinations(VARIANTS, 2):
-        if measured(1)[one][0].keys() != measured(1)[other][0].keys():
+    for item, other in itertools.combinations(VARIANTS, 2):
+        if measured(1)[item][0].keys() != measured(1)[other][0].keys():
             continue  # of all weights, and of adapters
-        assert worst_difference(measured(1)[one][0], measured(1)[other][0]) > 1e-3, (one, other)
+        assert worst_difference(measured(1)[item][0], measured(1)[other][0]) > 1e-3, (item, other)

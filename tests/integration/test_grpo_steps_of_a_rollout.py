@@ -36,15 +36,15 @@ Step = tuple[dict[Key, np.ndarray], Gradients]
 def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
     """Of the made-up ones: groups are numbered over all ranks, and completions of the largest length were cut off."""
     everyone = made_up_rollouts(config, encoder, 0, 1)
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(one.prompt.sample.id for one in everyone))}
-    found = []
-    for one in everyone:
-        number = numbers[one.prompt.sample.id]
-        reason = "length" if len(one.completion.ids) == config.rollout.max_completion_length else "stop"
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(item.prompt.sample.id for item in everyone))}
+    result = []
+    for item in everyone:
+        number = numbers[item.prompt.sample.id]
+        reason = "length" if len(item.completion.ids) == config.rollout.max_completion_length else "stop"
         if number % size == rank:
-            completion = replace(one.completion, finish_reason=reason)
-            found.append(replace(one, completion=completion, group=GROUPS[number]))
-    return found
+            completion = replace(item.completion, finish_reason=reason)
+            result.append(replace(item, completion=completion, group=GROUPS[number]))
+    return result
 
 
 def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, Any]]) -> list[list[Step]]:
@@ -61,7 +61,7 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs
     from tests.engines import full_gradients
 
-    world, engine, found = init_world(), None, []
+    world, engine, result = init_world(), None, []
     for settings in cuts:
         config = run_config(rows, model, "kl", settings)
         config = config.model_copy(update={"grpo": config.grpo.model_copy(update=SETTINGS)})
@@ -77,19 +77,19 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
         cut_steps = cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)
         steps: list[Step] = []
         for micro_batches in add_fixed_logprobs(cut_steps, engine, reference, None, config, banned_ids):
-            own: dict[Key, np.ndarray] = {}
-            for one in micro_batches:
-                fixed = torch.stack([one.old_logprobs, one.ref_logprobs])
-                lengths = [len(rollout.completion.ids) for rollout in one.rollouts]
-                for rollout, values in zip(one.rollouts, fixed.split(lengths, dim=1), strict=True):
-                    own[rollout.prompt.sample.id, rollout.completion.ids] = values.numpy()
+            local: dict[Key, np.ndarray] = {}
+            for micro_batch in micro_batches:
+                fixed = torch.stack([micro_batch.old_logprobs, micro_batch.ref_logprobs])
+                lengths = [len(rollout.completion.ids) for rollout in micro_batch.rollouts]
+                for rollout, values in zip(micro_batch.rollouts, fixed.split(lengths, dim=1), strict=True):
+                    local[rollout.prompt.sample.id, rollout.completion.ids] = values.numpy()
             accumulate_gradients(engine, micro_batches, config, world, banned_ids)
             gradients = {name: gradient.numpy() for name, gradient in full_gradients(engine).items()}
-            everyone = {key: value for part in gather_objects(own) for key, value in part.items()}
+            everyone = {key: value for part in gather_objects(local) for key, value in part.items()}
             steps.append((everyone, gradients))
             engine.step()
-        found.append(steps)
-    return found
+        result.append(steps)
+    return result
 
 
 @pytest.fixture(scope="module")

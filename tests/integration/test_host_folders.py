@@ -60,10 +60,13 @@ def save_and_resume(folder: str) -> list[list[str]]:
         expected = train(engine, world, range(3, 5)), everything(engine)
         engine, _ = build(stage, **settings)
         assert load_checkpoint(engine, path, world).step == 3
-        found = train(engine, world, range(3, 5)), everything(engine)
-        assert found[0] == expected[0]
+        result = train(engine, world, range(3, 5)), everything(engine)
+        assert result[0] == expected[0]
         for name, value in expected[1].items():
-            assert (value == found[1][name]).all() if hasattr(value, "all") else value == found[1][name], (stage, name)
+            assert (value == result[1][name]).all() if hasattr(value, "all") else value == result[1][name], (
+                stage,
+                name,
+            )
         files.append(sorted(file.name for file in path.iterdir()))
     return files
 
@@ -84,7 +87,7 @@ def resume_with_parts(folder: str) -> list[str]:
     from dsreason.checkpoints.checkpoint_folder import MARKER, rng_file
     from dsreason.job.ranks import barrier
 
-    world, found = own_host(folder), []
+    world, result = own_host(folder), []
     checkpoints = RUN / "checkpoints"
 
     def choose(resume: str) -> str:
@@ -94,7 +97,7 @@ def resume_with_parts(folder: str) -> list[str]:
         except CheckpointError as error:
             return str(error)
 
-    found.append(choose("auto"))
+    result.append(choose("auto"))
     for step in (2, 4, 6)[: 2 + world.rank]:  # host 0 had not written step 6 when the job ended
         (checkpoints / f"step_{step}").mkdir(parents=True)
         (checkpoints / f"step_{step}" / MARKER).write_text('{"files": {}}')
@@ -102,23 +105,23 @@ def resume_with_parts(folder: str) -> list[str]:
         (checkpoints / f"step_{step}" / rng_file(world.rank)).touch()
     if world.rank == 1:
         (checkpoints / "step_4" / MARKER).unlink()
-    found += [choose("auto"), choose(str(checkpoints / "step_2")), choose(str(checkpoints / "step_4"))]
+    result += [choose("auto"), choose(str(checkpoints / "step_2")), choose(str(checkpoints / "step_4"))]
     with pytest.raises(CheckpointError) as caught:
         check_parts(checkpoints / "step_2", 4, world)
-    found.append(str(caught.value).replace(rng_file(1 - world.rank), "other"))
+    result.append(str(caught.value).replace(rng_file(1 - world.rank), "other"))
     barrier()
     if world.rank == 1:
         shutil.rmtree(checkpoints)
-    found.append(choose("auto"))
-    return found
+    result.append(choose("auto"))
+    return result
 
 
 def test_only_what_is_complete_on_all_hosts_is_resumed(tmp_path: Path) -> None:
-    found = run_on_ranks(resume_with_parts, 2, str(tmp_path))
-    assert found[0] == found[1]
-    fresh, newest, chosen, incomplete, other_size, lost = found[0]
+    results = run_on_ranks(resume_with_parts, 2, str(tmp_path))
+    assert results[0] == results[1]
+    fresh, newest, choice, incomplete, other_size, lost = results[0]
     assert fresh == "None"
-    assert newest == chosen == "run/checkpoints/step_2"
+    assert newest == choice == "run/checkpoints/step_2"
     assert "complete in all of them (rank 0: step_2, step_4; rank 1: step_2, step_6)" in incomplete
     assert other_size.startswith(
         "run/checkpoints/step_2: has no other, rng_rank_2.safetensors, rng_rank_3.safetensors: the 4 "

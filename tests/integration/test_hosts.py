@@ -100,7 +100,7 @@ def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path
     (tmp_path / "other.py").touch()
     ended = run_hosts(commands, {}, tmp_path)
     assert [ended[rank].returncode for rank in (0, 1)] == [2, 2]
-    told = ended[0].stderr + ended[1].stderr  # once: to the ranks this is one host
+    message = ended[0].stderr + ended[1].stderr  # once: to the ranks this is one host
     host = socket.gethostname()
     for line in (
         "error: the hosts of this job differ:",
@@ -109,8 +109,8 @@ def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path
         f"  optim.lr: 1e-06 on {host} (rank 0), 2e-06 on {host} (rank 1)",
         f"  train.seed: 0 on {host} (rank 0), 7 on {host} (rank 1)",
     ):
-        assert line in told.splitlines()
-    assert told.endswith("give all of them the same environment, code, files and options, and start again\n")
+        assert line in message.splitlines()
+    assert message.endswith("give all of them the same environment, code, files and options, and start again\n")
 
 
 @pytest.mark.long

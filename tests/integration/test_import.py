@@ -85,7 +85,7 @@ def test_sft_of_a_file_of_cosmos_rl_runs_as_it_is(tmp_path: Path) -> None:
     assert ended.stderr.count("What they mean") == 1
     assert "validation.enable was probably meant" in " ".join(ended.stderr.split())
     steps = metrics(tmp_path / "outputs")
-    assert [one["step"] for one in steps if "train/loss" in one] == [1, 2]
+    assert [item["step"] for item in steps if "train/loss" in item] == [1, 2]
     assert (tmp_path / "outputs/export/final/model.safetensors").is_file()
     written = json.loads((tmp_path / "outputs/config.json").read_text())["config"]
     assert (written["train"]["global_batch_size"], written["data"]["vision"]["nframes"]) == (4, 4)
@@ -101,7 +101,7 @@ def test_grpo_of_an_imported_file_runs_with_the_names_of_the_rows(tmp_path: Path
     assert ended.returncode == 0, ended.stderr
     ended = dsreason("grpo", "--config", "run.toml", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    steps = [one for one in metrics(tmp_path / "outputs") if "reward/mean" in one]
+    steps = [metric for metric in metrics(tmp_path / "outputs") if "reward/mean" in metric]
     assert len(steps) == 2
     assert "reward/gsm8k/mean" in steps[0]
 

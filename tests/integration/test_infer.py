@@ -68,9 +68,9 @@ def test_answers_are_those_of_the_rollout_engine(
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
-    with mock.patch.object(engine, "as_completed", wraps=engine.as_completed) as asked:
+    with mock.patch.object(engine, "as_completed", wraps=engine.as_completed) as requested:
         together = [tuple(ids) for _, ids in draw_batch(engine, zip(encoded, [sampling] * 2, strict=True))]
-    assert asked.call_count == 1
+    assert requested.call_count == 1
     assert together == [completion.ids for completion in expected]
     for answering, completion in zip(infer(settings, prompts, say=print), expected, strict=True):
         text = "".join(answering)
@@ -83,8 +83,8 @@ def test_answers_are_those_of_the_rollout_engine(
 def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model=tiny:qwen2_5_vl", f"--image={media[0]}", f"--video={media[1]}", "--prompt=Where?", "--fps=2"]
     out, err = run(capsys, *options, "--json", "--max-tokens=5", "--timestamps")
-    found = json.loads(out)
-    assert list(found) == [
+    document = json.loads(out)
+    assert list(document) == [
         "model",
         "media",
         "prompt",
@@ -96,10 +96,10 @@ def test_json_is_one_object_and_nothing_else(media: tuple[str, str], capsys: pyt
         "completion_tokens",
         "seconds",
     ]
-    assert [medium["path"] for medium in found["media"]] == list(media)
-    assert [medium["kind"] for medium in found["media"]] == ["image", "video"]
-    assert found["prompt"] == "Where?"
-    assert 1 <= found["completion_tokens"] <= 5
+    assert [medium["path"] for medium in document["media"]] == list(media)
+    assert [medium["kind"] for medium in document["media"]] == ["image", "video"]
+    assert document["prompt"] == "Where?"
+    assert 1 <= document["completion_tokens"] <= 5
     assert "loading the weights" in err
 
 
@@ -154,8 +154,8 @@ def test_a_run_a_checkpoint_and_an_export_answer_alike(
         answers.append(json.loads(out)["full_response"])
         assert ("exporting" in err) == ("checkpoints" in str(model))
     assert len(set(answers)) == 1
-    asked = ["--adapter=builtin", "--limit=2", "--set=model.dtype=float32", "--set=generation.max_retries=0"]
-    ended = evaluate(tmp_path, *([f"--model={model}", *asked] for model in (folder, folder / "checkpoints")))
+    requested = ["--adapter=builtin", "--limit=2", "--set=model.dtype=float32", "--set=generation.max_retries=0"]
+    ended = evaluate(tmp_path, *([f"--model={model}", *requested] for model in (folder, folder / "checkpoints")))
     assert [code for code, _ in ended] == [0, 0], ended
     names = ("D-final", "D-step_2")
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == list(names)  # and no export is left
@@ -196,7 +196,7 @@ def test_vllm_gives_the_answers_of_transformers(media: tuple[str, str], tmp_path
     options = ["infer", "--model=tiny:qwen3_vl", f"--image={media[0]}", "--prompt-file=p.jsonl", "--max-tokens=6"]
     options += ["--temperature=0", "--dtype=fp32", "--json"]
     ended = [dsreason(*options, f"--engine={engine}", cwd=tmp_path) for engine in ("vllm", "transformers")]
-    assert [one.returncode for one in ended] == [0, 0], ended[0].stderr
-    by_vllm, by_transformers = ([json.loads(line) for line in one.stdout.splitlines()] for one in ended)
+    assert [item.returncode for item in ended] == [0, 0], ended[0].stderr
+    by_vllm, by_transformers = ([json.loads(line) for line in item.stdout.splitlines()] for item in ended)
     for name in ("prompt", "full_response", "completion_tokens"):
         assert [line[name] for line in by_vllm] == [line[name] for line in by_transformers]

@@ -165,11 +165,11 @@ class Job:
 
     def others(self) -> list[psutil.Process]:
         """All that runs on the hosts since the job began, without its launchers."""
-        known, found = {launcher.pid for launcher in self.launchers} | self.before, []
-        for pid in sorted(self.where.processes() - known):
+        expected, result = {launcher.pid for launcher in self.launchers} | self.before, []
+        for pid in sorted(self.where.processes() - expected):
             with suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(pid))
-        return found
+                result.append(psutil.Process(pid))
+        return result
 
     def runs(self) -> bool:
         return all(launcher.poll() is None for launcher in self.launchers)
@@ -186,11 +186,11 @@ class Job:
             name = victim.name()
             victim.send_signal(signal.SIGKILL)
         if self.where.hosts and not met:
-            _, left = psutil.wait_procs(everything, timeout=FOUND_WITHIN)
-            for launcher in {*left}.intersection(self.launchers):
+            _, remaining = psutil.wait_procs(everything, timeout=FOUND_WITHIN)
+            for launcher in {*remaining}.intersection(self.launchers):
                 launcher.terminate()
-        _, left = psutil.wait_procs([*everything, *self.others()], timeout=GONE_WITHIN)
-        assert not left, left
+        _, remaining = psutil.wait_procs([*everything, *self.others()], timeout=GONE_WITHIN)
+        assert not remaining, remaining
         return name
 
     def wait(self) -> list[int]:
@@ -206,13 +206,15 @@ def assert_resumed(log: str, run: Path, step: int) -> None:
     """That a run whose newest checkpoint was of that step did not start anywhere before it."""
     if step:
         assert "starting fresh" not in log
-        assert all(int(found) >= step for found in re.findall(rf"resumed from {run.name}/checkpoints/step_(\d+)", log))
+        assert all(
+            int(result) >= step for result in re.findall(rf"resumed from {run.name}/checkpoints/step_(\d+)", log)
+        )
         assert log.count("resumed from") == log.count(f"resumed from {run.name}/checkpoints/step_")
 
 
 def steps_of(run: Path) -> list[int]:
-    found = metrics(run) if (run / "metrics.jsonl").exists() else []
-    return [line["step"] for line in found if "train/loss" in line]
+    result = metrics(run) if (run / "metrics.jsonl").exists() else []
+    return [line["step"] for line in result if "train/loss" in line]
 
 
 def wait_for_moment(job: Job, run: Path, moment: str, steps: int, moments: random.Random) -> None:
@@ -275,8 +277,8 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, where:
     steps = STEPS_PER_KILL * kills + 3
     (folder / f"{command}.toml").write_text(config_of(command, model, rows, steps))
     (folder / "rewards.py").write_text(REWARD)
-    whole = Job(folder, command, "whole", "whole.log", where)
-    assert not any(whole.wait()), (folder / "whole.log").read_text()
+    full = Job(folder, command, "whole", "whole.log", where)
+    assert not any(full.wait()), (folder / "whole.log").read_text()
 
     moments, run, hits = random.Random(kills), folder / "run", dict.fromkeys(TRACES, 0)
     for kill in range(kills):
@@ -300,8 +302,8 @@ def kill_and_compare(command: str, model: Path, folder: Path, kills: int, where:
     assert steps_of(run) == steps_of(folder / "whole")
     assert exports_of(run) == exports_of(folder / "whole")
     for export in exports_of(run):
-        expected, found = (load_file(r / "export" / export / EXPORTS[command]) for r in (folder / "whole", run))
-        assert all(expected[name].equal(found[name]) for name in expected), export
+        expected, result = (load_file(r / "export" / export / EXPORTS[command]) for r in (folder / "whole", run))
+        assert all(expected[name].equal(result[name]) for name in expected), export
 
 
 def exports_of(run: Path) -> list[str]:

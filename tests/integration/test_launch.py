@@ -35,12 +35,12 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    kept = {
+    remaining = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     }
-    return kept | {"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"}
+    return remaining | {"DS_ACCELERATOR": "cpu", "PATH": "/usr/bin:/bin"}
 
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]

@@ -51,8 +51,8 @@ def build(folder: str, stage: str, base: str = "model", **sections: Any) -> tupl
     from dsreason.job.ranks import init_world
 
     world = init_world()
-    given = {"deepspeed": f"{folder}/{stage}.json"} | sections
-    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/{base}", **given)
+    value = {"deepspeed": f"{folder}/{stage}.json"} | sections
+    config = lora_config(f"{folder}/rows/rows.jsonl", f"{folder}/{base}", **value)
     return (*first_step(config, Path(folder) / base, world), config)
 
 
@@ -98,12 +98,12 @@ def explore_stage(folder: str, stage: str) -> dict[str, Any]:
     engine, batches, config = build(folder, stage)
     plain = Policy(load_model(Path(folder) / "model", dtype=torch.float32)).eval()
     base, first = logprobs(plain, batches), frozen(engine)
-    seen = explore_start(engine, batches, plain, base)
+    recorded = explore_start(engine, batches, plain, base)
     policy = logprobs(engine, batches)
-    seen |= explore_merge(engine, plain, SYNCS if stage == "zero3" else 2)
-    seen["merged"] = float((logprobs(plain, batches) - policy).abs().max())
-    seen["same bits"] = same(frozen(engine), first) and torch.equal(logprobs(engine, batches), policy)
-    return seen | explore_files(folder, stage, engine, batches, config)
+    recorded |= explore_merge(engine, plain, SYNCS if stage == "zero3" else 2)
+    recorded["merged"] = float((logprobs(plain, batches) - policy).abs().max())
+    recorded["same bits"] = same(frozen(engine), first) and torch.equal(logprobs(engine, batches), policy)
+    return recorded | explore_files(folder, stage, engine, batches, config)
 
 
 def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> dict[str, Any]:
@@ -115,19 +115,19 @@ def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> 
     from tests.engines import full_gradients
 
     weights = dict(plain.model.named_parameters())
-    seen: dict[str, Any] = {"start": float((logprobs(engine, batches) - base).abs().max())}
-    seen["untouched"] = all(torch.equal(tensor, weights[name]) for name, tensor in merged_parameters(engine))
+    recorded: dict[str, Any] = {"start": float((logprobs(engine, batches) - base).abs().max())}
+    recorded["untouched"] = all(torch.equal(tensor, weights[name]) for name, tensor in merged_parameters(engine))
     accumulate_gradients(engine, batches, init_world())
     gradients = full_gradients(engine)
-    seen["trained"] = sorted(gradients)
-    seen["B without gradient"] = [name for name, g in gradients.items() if "lora_B" in name and not g.any()]
-    seen["A with gradient"] = [name for name, g in gradients.items() if "lora_A" in name and g.any()]
+    recorded["trained"] = sorted(gradients)
+    recorded["B without gradient"] = [name for name, g in gradients.items() if "lora_B" in name and not g.any()]
+    recorded["A with gradient"] = [name for name, g in gradients.items() if "lora_A" in name and g.any()]
     engine.step()
     train(engine, batches, STEPS - 1)
-    seen["moved"] = float((logprobs(engine, batches) - base).abs().max())
+    recorded["moved"] = float((logprobs(engine, batches) - base).abs().max())
     with BaseReference(engine).in_place():
-        seen["reference"] = float((logprobs(engine, batches) - base).abs().max())
-    return seen
+        recorded["reference"] = float((logprobs(engine, batches) - base).abs().max())
+    return recorded
 
 
 def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
@@ -155,48 +155,48 @@ def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: An
     for dtype in ("fp32", "bf16"):
         output = Path(folder) / f"{stage}_{dtype}"
         export_engine(engine, base, output, world, dtype=dtype, adapter=state.adapter)
-    seen = {"logprobs": logprobs(engine, batches).numpy()}
+    recorded = {"logprobs": logprobs(engine, batches).numpy()}
     train(engine, batches, STEPS)
-    seen["unbroken"] = logprobs(engine, batches).numpy()
+    recorded["unbroken"] = logprobs(engine, batches).numpy()
     engine.destroy()
     engine, batches, _ = build(folder, stage, model=model)
     load_checkpoint(engine, checkpoint, world, with_frozen=False)
     train(engine, batches, STEPS)
-    seen["resumed"] = logprobs(engine, batches).numpy()
+    recorded["resumed"] = logprobs(engine, batches).numpy()
     engine.destroy()
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize("stage", STAGES)
 class TestStage:
     def test_the_start_is_the_base_to_the_last_bit(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert seen["start"] == 0.0
-            assert seen["untouched"]
+        for recorded in found[stage]:
+            assert recorded["start"] == 0.0
+            assert recorded["untouched"]
 
     def test_adapters_alone_are_trained(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert len(seen["trained"]) == 2 * 26
-            assert all("lora_" in name for name in seen["trained"])
-            assert not seen["B without gradient"]
-            assert not seen["A with gradient"]  # B is 0 yet
-            assert seen["moved"] > 1e-2
+        for recorded in found[stage]:
+            assert len(recorded["trained"]) == 2 * 26
+            assert all("lora_" in name for name in recorded["trained"])
+            assert not recorded["B without gradient"]
+            assert not recorded["A with gradient"]  # B is 0 yet
+            assert recorded["moved"] > 1e-2
 
     def test_the_reference_is_the_base(self, found: Any, stage: str) -> None:
-        assert [seen["reference"] for seen in found[stage]] == [0.0, 0.0]
+        assert [recorded["reference"] for recorded in found[stage]] == [0.0, 0.0]
 
     def test_merging_is_exact_and_leaves_the_base_alone(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert seen["merged"] <= 1e-5
-            assert seen["same bits"]
-            assert seen["names"]
-            assert "model.language_model.norm.weight" in seen["constant"]
-            assert not [name for name in seen["constant"] if "_proj.weight" in name]
+        for recorded in found[stage]:
+            assert recorded["merged"] <= 1e-5
+            assert recorded["same bits"]
+            assert recorded["names"]
+            assert "model.language_model.norm.weight" in recorded["constant"]
+            assert not [name for name in recorded["constant"] if "_proj.weight" in name]
 
     def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert (seen["resumed"] == seen["unbroken"]).all()
-            assert np.abs(seen["unbroken"] - seen["logprobs"]).max() > 1e-3
+        for recorded in found[stage]:
+            assert (recorded["resumed"] == recorded["unbroken"]).all()
+            assert np.abs(recorded["unbroken"] - recorded["logprobs"]).max() > 1e-3
 
     def test_a_checkpoint_has_adapters_only(self, found: Any, folder: Path, stage: str) -> None:
         files = (folder / stage / f"step_{STEPS}").glob("*.pt")
@@ -213,15 +213,15 @@ class TestStage:
         live = folder / f"{stage}_{dtype}"
         for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
             assert same(load_file(output / name), load_file(live / name))
-        settings = [json.loads((one / "adapter" / "adapter_config.json").read_text()) for one in (output, live)]
+        settings = [json.loads((item / "adapter" / "adapter_config.json").read_text()) for item in (output, live)]
         assert settings[0] == settings[1]
         assert "LoRA of rank 8" in (output / "README.md").read_text()
 
 
 def test_all_stages_train_the_same(found: dict[str, list[dict[str, Any]]]) -> None:
     for stage in STAGES:
-        for ours, theirs in zip(found[stage], found["zero3"], strict=True):
-            assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-3)
+        for dsreason_result, reference in zip(found[stage], found["zero3"], strict=True):
+            assert dsreason_result["logprobs"] == pytest.approx(reference["logprobs"], abs=1e-3)
 
 
 def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
@@ -254,7 +254,7 @@ def test_another_number_of_ranks_goes_on_alike_and_another_base_is_refused(
     build_tiny("qwen3_vl", tmp_path / "other", seed=1)
     ((after, text),) = run_on_ranks(resume_elsewhere, 1, str(folder), str(tmp_path / "other"))
     for stage, values in zip(STAGES, after, strict=True):
-        two = np.concatenate([seen["unbroken"] for seen in found[stage]])
+        two = np.concatenate([recorded["unbroken"] for recorded in found[stage]])
         assert np.sort(values) == pytest.approx(np.sort(two), abs=1e-3)
     assert "its adapters were trained on" in text
     assert "has other files" in text
@@ -315,8 +315,8 @@ def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
     from tests.engines import full_gradients
 
     gradients = []
-    for again, offload in ((False, False), (True, False), (True, True)):
-        sections = {"model": {"gradient_checkpointing": again}, "train": {"activation_offload": offload}}
+    for second, offload in ((False, False), (True, False), (True, True)):
+        sections = {"model": {"gradient_checkpointing": second}, "train": {"activation_offload": offload}}
         with trained_adapters():
             engine, batches, _ = build(folder, "zero3", **sections)
         accumulate_gradients(engine, batches, init_world())
@@ -326,7 +326,7 @@ def checkpointed(folder: str) -> list[dict[str, np.ndarray]]:
 
 
 def test_recomputation_gives_the_same_gradients(folder: Path) -> None:
-    for plain, again, elsewhere in run_on_ranks(checkpointed, 2, str(folder)):
+    for plain, second, elsewhere in run_on_ranks(checkpointed, 2, str(folder)):
         assert all(gradient.any() for gradient in plain.values())
-        assert all(again[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)
-        assert all(np.array_equal(elsewhere[name], again[name]) for name in again)
+        assert all(second[name] == pytest.approx(plain[name], rel=1e-5, abs=1e-7) for name in plain)
+        assert all(np.array_equal(elsewhere[name], second[name]) for name in second)

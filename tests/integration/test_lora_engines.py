@@ -46,11 +46,11 @@ class LoRAExplorer(Explorer):
         original = self.engine.llm.collective_rpc
 
         def changed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-            for one, tensor in weights:
-                if one != name:
-                    yield one, tensor
+            for item, tensor in weights:
+                if item != name:
+                    yield item, tensor
                 elif base:
-                    yield one, layer.base_layer.weight.detach().clone()
+                    yield item, layer.base_layer.weight.detach().clone()
 
         self.engine.llm.collective_rpc = lambda method, kwargs: original(
             method, kwargs={"weights_iterator": changed(kwargs["weights_iterator"])}
@@ -75,24 +75,24 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     engine = explorer.engine
     engine.wake()
     engine.sync(explorer.weights(), 1)
-    found: dict[str, Any] = {"merged": explorer.differences(version=1)}
+    result: dict[str, Any] = {"merged": explorer.differences(version=1)}
     disturb(explorer.policy, 2)
-    found["sync skipped"] = explorer.differences(version=1)
+    result["sync skipped"] = explorer.differences(version=1)
     engine.sleep()
     engine.wake()
     policy: Any = SimpleNamespace(module=explorer.policy)
     retained = engine.retained(constant_names(policy))
     engine.sync(explorer.weights(without=retained), 2, retained)
-    found["retained"], found["merged again"] = sorted(retained), explorer.differences(version=2)
-    found["stale"] = explorer.fault(GATE, base=False)
-    found["partial"] = explorer.fault(KEY, base=True)
+    result["retained"], result["merged again"] = sorted(retained), explorer.differences(version=2)
+    result["stale"] = explorer.fault(GATE, base=False)
+    result["partial"] = explorer.fault(KEY, base=True)
     engine.sync(explorer.weights(), 3)
-    found["mended"] = explorer.differences(version=3)
-    found |= explore_quantized(explorer, folder)
+    result["mended"] = explorer.differences(version=3)
+    result |= explore_quantized(explorer, folder)
     engine.shutdown()
-    found["transformers"] = explore_transformers(explorer, folder)
+    result["transformers"] = explore_transformers(explorer, folder)
     torch.distributed.barrier()
-    return found
+    return result
 
 
 def explore_quantized(explorer: LoRAExplorer, folder: Path) -> dict[str, Any]:
@@ -103,13 +103,13 @@ def explore_quantized(explorer: LoRAExplorer, folder: Path) -> dict[str, Any]:
     unquantized = explorer.policy
     explorer.policy = Policy(load_model(folder / "model", dtype=torch.float32, quantize="nf4")).eval()
     add_adapters(explorer.policy.model, LORA)
-    adapters = {name: one for name, one in unquantized.state_dict().items() if "lora_" in name}
+    adapters = {name: item for name, item in unquantized.state_dict().items() if "lora_" in name}
     explorer.policy.load_state_dict(adapters, strict=False)
-    found = {"not quantized": explorer.differences(version=3)}
+    result = {"not quantized": explorer.differences(version=3)}
     explorer.engine.sync(explorer.weights(), 4)
-    found["quantized"] = explorer.differences(version=4)
+    result["quantized"] = explorer.differences(version=4)
     explorer.policy = unquantized
-    return found
+    return result
 
 
 def explore_transformers(explorer: LoRAExplorer, folder: Path) -> dict[str, float]:
@@ -199,9 +199,9 @@ def serve_adapter(folder: str) -> float:
     positions = torch.arange(len(ids)).expand(3, 1, -1)
     with torch.no_grad():
         logprobs = model(input_ids=ids[None], position_ids=positions).logits[0].log_softmax(-1)
-    own = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
-    theirs = [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
-    return float((own - torch.tensor(theirs)).abs().max())
+    squeeze = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).squeeze(1)
+    reference = [next(iter(logprob.values())).logprob for logprob in output.outputs[0].logprobs]
+    return float((squeeze - torch.tensor(reference)).abs().max())
 
 
 def write(model: Any, folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_picture_beyond_its_time_is_named_or_left_out(
     assert skipped.returncode == 0, skipped.stderr
     assert [line["train/skipped_rows"] for line in metrics(tmp_path / "skipped")] == [1]
 
-    named = (
+    names = (
         "--model",
         tiny_qwen2_5_vl,
         "--data",
@@ -60,7 +60,7 @@ def test_a_picture_beyond_its_time_is_named_or_left_out(
         "--set",
         "model.engine=transformers",
     )
-    evaluated = dsreason("eval", *named, "--results-dir", "results", cwd=tmp_path)
+    evaluated = dsreason("eval", *names, "--results-dir", "results", cwd=tmp_path)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "without an answer: 1, such as rows/2/" in evaluated.stdout + evaluated.stderr
     assert TOLD in evaluated.stdout + evaluated.stderr

@@ -35,9 +35,9 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     encoder = build_encoder(config, Path(model))
     deepspeed = resolve_deepspeed(config.deepspeed, config, device="cpu", world_size=world.size)
     engine = build_policy_engine(config, deepspeed, Path(model))
-    mine = (0, 4) if world.rank == 0 else (1, 2)
+    custom = (0, 4) if world.rank == 0 else (1, 2)
     everyone = made_up_rollouts(config, encoder, 0, 1)
-    rollouts = [everyone[3 * number] for number in mine]  # the first of the three of each prompt
+    rollouts = [everyone[3 * number] for number in custom]  # the first of the three of each prompt
     if with_remedy:
         micro_batches = cut(rollouts, config, encoder)
     else:

@@ -91,12 +91,12 @@ def there_and_back(engine: Any) -> dict[str, Any]:
     from dsreason.engine.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
-    kept, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
-    before, policy = bits(kept), weights(engine)
-    found: dict[str, Any] = {
+    remaining, gradients = [*offload.masters(), *offload.moments()], offload.gradients()
+    before, policy = bits(remaining), weights(engine)
+    result: dict[str, Any] = {
         "announced": sum(offload.sizes().values()),
-        "freed": sum(tensor.nbytes for tensor in [*kept, *gradients]),
-        "copied": sum(tensor.nbytes for tensor in kept),
+        "freed": sum(tensor.nbytes for tensor in [*remaining, *gradients]),
+        "copied": sum(tensor.nbytes for tensor in remaining),
         "same bits": [],
         "gradients": [],
         "host memory": set(),
@@ -104,15 +104,15 @@ def there_and_back(engine: Any) -> dict[str, Any]:
     for _ in range(2):
         offload.offload()
         offload.offload()
-        found["bytes left"] = sum(tensor.untyped_storage().nbytes() for tensor in [*kept, *gradients])
-        found["weights readable"] = same(weights(engine), policy)
+        result["bytes left"] = sum(tensor.untyped_storage().nbytes() for tensor in [*remaining, *gradients])
+        result["weights readable"] = same(weights(engine), policy)
         pieces = [piece for buffer in offload.host.values() for piece in buffer.pieces]
-        found["host memory"].add((sum(piece.nbytes for piece in pieces), *(piece.data_ptr() for piece in pieces)))
+        result["host memory"].add((sum(piece.nbytes for piece in pieces), *(piece.data_ptr() for piece in pieces)))
         offload.reload()
         offload.reload()
-        found["same bits"].append(same(bits(kept), before))
-        found["gradients"].append([float(tensor.abs().max()) for tensor in gradients])
-    return found
+        result["same bits"].append(same(bits(remaining), before))
+        result["gradients"].append([float(tensor.abs().max()) for tensor in gradients])
+    return result
 
 
 def lines(engine: Any) -> dict[str, str]:
@@ -134,7 +134,7 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import init_world
 
-    world, found = init_world(), {}
+    world, result = init_world(), {}
     for case in CASES:
         engine, other = build(*case), build(*case)
         trips, norms = [], []
@@ -150,7 +150,7 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
         on_cpu.offload()
         moved_on_cpu = len(on_cpu.away)
         on_cpu.reload()
-        found[case] = {
+        result[case] = {
             "trips": trips,
             "norms": (norms, expected),
             "weights": same(weights(engine, master=True), weights(other, master=True)),
@@ -159,7 +159,7 @@ def explore() -> dict[tuple[str, bool], dict[str, Any]]:
             "lines": lines(engine),
             "amounts": {name: train_with_trips(case, world, amount) for name, amount in AMOUNTS.items()},
         }
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -204,16 +204,16 @@ def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bo
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_run_says_what_moves_and_what_does_not(found: Any, case: tuple[str, bool]) -> None:
     assert found[0][case]["moved on a CPU"] == 0
-    said = found[0][case]["lines"]
-    assert said["CPU"] == "offload during rollouts: nothing, training runs on CPU"
+    message = found[0][case]["lines"]
+    assert message["CPU"] == "offload during rollouts: nothing, training runs on CPU"
     gradients = (
         "; given back until the next step: gradient buffers 0.00 GiB"
         if case[0] in WITH_GRADIENTS
         else "moments 0.00 GiB; stays"
     )
     for text in ("master weights 0.00 GiB", "moments 0.00 GiB", gradients, "stays on the GPU: weights 0.00 GiB"):
-        assert text in said["all moves"]
-    assert "nothing; not on the GPU anyway: master weights, moments" in said["all elsewhere"]
+        assert text in message["all moves"]
+    assert "nothing; not on the GPU anyway: master weights, moments" in message["all elsewhere"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -77,18 +77,18 @@ def load_and_digest(root: str) -> dict[str, dict[str, str]]:
 
     from dsreason.models.load import load_model
 
-    found = {}
+    result = {}
     for case in CASES:
         config = ds_config(case.dtype, case.stage, case.offload)
         model = load_model(Path(root, case.name), dtype=case.dtype, deepspeed=config)
         assert all(p.numel() == 0 for p in model.parameters()) == (case.stage == 3)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=case.stage == 3):
-            found[f"{case.name} loaded"] = digests(model)
+            result[f"{case.name} loaded"] = digests(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=case.stage == 3):
-            found[f"{case.name} initialized"] = digests(model)
-    return found
+            result[f"{case.name} initialized"] = digests(model)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +129,11 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
     import dsreason.models.partition  # noqa: F401  what is imported does not count as loading
     from dsreason.models.load import load_model
 
-    seen, stop = [anonymous_bytes()], threading.Event()
+    recorded, stop = [anonymous_bytes()], threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.001):
-            seen.append(anonymous_bytes())
+            recorded.append(anonymous_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -143,9 +143,9 @@ def load_and_watch_memory(folder: str, dtype: torch.dtype) -> dict[str, int]:
     total = sum(p.ds_numel * p.element_size() for p in model.parameters())
     return {
         "model": total,
-        "samples": len(seen),
-        "peak": max(seen) - seen[0],
-        "end": anonymous_bytes() - seen[0],
+        "samples": len(recorded),
+        "peak": max(recorded) - recorded[0],
+        "end": anonymous_bytes() - recorded[0],
     }
 
 
@@ -169,23 +169,23 @@ def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
     from dsreason.job.ranks import init_world
     from dsreason.models.partition import partition
 
-    rank, accelerator, found = init_world().rank, get_accelerator(), {}
+    rank, accelerator, result = init_world().rank, get_accelerator(), {}
     cases = (("same type", torch.float32, 1), ("converted", torch.bfloat16, 1), ("hpZ", torch.bfloat16, 2))
     for case, dtype, group in cases:
         torch.manual_seed(0)
         model = nn.Linear(5, 7)
-        whole = {name: parameter.detach().clone().to(dtype).flatten() for name, parameter in model.named_parameters()}
+        full = {name: parameter.detach().clone().to(dtype).flatten() for name, parameter in model.named_parameters()}
         config = ds_config(dtype)
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": group}
         with mock.patch.object(accelerator, "device_name", lambda *_: "cpu:0"), Moves(torch.device("cpu:0")) as moves:
             partition(model, dtype, config)
         right = all(
-            is_part(parameter.ds_tensor, whole[name], rank)
-            and (group == 1 or is_part(parameter.ds_secondary_tensor, whole[name], rank % group))
+            is_part(parameter.ds_tensor, full[name], rank)
+            and (group == 1 or is_part(parameter.ds_secondary_tensor, full[name], rank % group))
             for name, parameter in model.named_parameters()
         )
-        found[case] = (right, frozenset(moves.sizes))
-    return found
+        result[case] = (right, frozenset(moves.sizes))
+    return result
 
 
 def is_part(tensor: Tensor, whole: Tensor, number: int) -> bool:
@@ -194,8 +194,8 @@ def is_part(tensor: Tensor, whole: Tensor, number: int) -> bool:
 
 
 def test_a_gpu_gets_this_ranks_parts_and_never_a_whole_parameter() -> None:
-    for found in run_on_ranks(partition_as_for_a_gpu, 4):
-        assert set(found.values()) == {(True, frozenset({0}))}  # parameters move when they are empty
+    for on_rank in run_on_ranks(partition_as_for_a_gpu, 4):
+        assert set(on_rank.values()) == {(True, frozenset({0}))}  # parameters move when they are empty
 
 
 @pytest.fixture(scope="module")

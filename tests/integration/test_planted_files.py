@@ -92,8 +92,8 @@ def folder(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def refused(folder: Path, name: str, *arguments: object) -> None:
     ended = dsreason(*arguments, cwd=folder)
-    told = ended.stdout + ended.stderr
-    assert ended.returncode in (1, 2) and name in told and "Traceback" not in told, (arguments, told)
+    message = ended.stdout + ended.stderr
+    assert ended.returncode in (1, 2) and name in message and "Traceback" not in message, (arguments, message)
 
 
 @pytest.mark.parametrize(

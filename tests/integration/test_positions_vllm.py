@@ -112,8 +112,8 @@ def padded_positions(model: torch.nn.Module, encoded: list[dict[str, torch.Tenso
     positions, deltas = model.model.get_rope_index(**batch, **grids)
     assert deltas.shape == (len(encoded), 1)
     return [
-        np.append(positions[:, row, kept].numpy(), np.full((3, 1), deltas[row].item()), axis=1)
-        for row, kept in enumerate(batch["attention_mask"].bool())
+        np.append(positions[:, row, remaining].numpy(), np.full((3, 1), deltas[row].item()), axis=1)
+        for row, remaining in enumerate(batch["attention_mask"].bool())
     ]
 
 
@@ -132,35 +132,35 @@ def compare(folder: str) -> dict[str, Any]:
     model = load_model(Path(folder), dtype=torch.float32).eval()
     patch_positions(model)
     family = family_of(model.config.model_type)
-    found: dict[str, Any] = {"ours": {}, "logprobs": {}, "transformers": {}, "padded": {}}
+    result: dict[str, Any] = {"ours": {}, "logprobs": {}, "transformers": {}, "padded": {}}
     for name in CASES:
         inputs = encode(processor, name)
         kinds = inputs["mm_token_type_ids"][0]
-        found["ours"][name] = position_ids(family.grids, kinds, inputs, model.config).numpy()
+        result["ours"][name] = position_ids(family.grids, kinds, inputs, model.config).numpy()
         if name in VIDEOS:
-            own = torch.from_numpy(found["ours"][name])[:, None]
-            found["logprobs"][name] = [logprobs(model, inputs, own), logprobs(model, inputs, None)]
+            from_numpy = torch.from_numpy(result["ours"][name])[:, None]
+            result["logprobs"][name] = [logprobs(model, inputs, from_numpy), logprobs(model, inputs, None)]
             del model.model.get_rope_index  # the instance's override
-            found["transformers"][name] = logprobs(model, inputs, None)
+            result["transformers"][name] = logprobs(model, inputs, None)
             patch_positions(model)
     encoded = [encode(processor, name) for name in BATCH]
-    found["padded"] = {side: padded_positions(model, encoded, side) for side in ("left", "right")}
-    found["generated"] = generate(model, processor)
+    result["padded"] = {side: padded_positions(model, encoded, side) for side in ("left", "right")}
+    result["generated"] = generate(model, processor)
     inputs = encode(processor, ROUNDED)
     model.config.dtype = torch.bfloat16
-    found["ours bfloat16"] = position_ids(family.grids, inputs["mm_token_type_ids"][0], inputs, model.config).numpy()
-    found["vllm bfloat16"] = ask_vllm(folder, "bfloat16", [ROUNDED])["vllm"][ROUNDED]
-    return found | ask_vllm(folder, "float32", list(CASES))
+    result["ours bfloat16"] = position_ids(family.grids, inputs["mm_token_type_ids"][0], inputs, model.config).numpy()
+    result["vllm bfloat16"] = ask_vllm(folder, "bfloat16", [ROUNDED])["vllm"][ROUNDED]
+    return result | ask_vllm(folder, "float32", list(CASES))
 
 
 def generate(model: torch.nn.Module, processor: Any) -> dict[str, list[int]]:
     """Greedy completions of the video cases by transformers' `generate`, on the patched model."""
-    found = {}
+    result = {}
     for name in VIDEOS:
         inputs = encode(processor, name)
         ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=-1)
-        found[name] = ids[0, inputs["input_ids"].shape[1] :].tolist()
-    return found
+        result[name] = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    return result
 
 
 def ask_vllm(folder: str, dtype: str, cases: list[str]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def ask_vllm(folder: str, dtype: str, cases: list[str]) -> dict[str, Any]:
 
     engine.apply_model(record)
     sampling = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0, ignore_eos=True)
-    found: dict[str, Any] = {"vllm": {}, "vllm_deltas": {}, "vllm_logprobs": {}, "vllm_generated": {}}
+    result: dict[str, Any] = {"vllm": {}, "vllm_deltas": {}, "vllm_logprobs": {}, "vllm_generated": {}}
     for name in cases:
         text, images, videos = build_case(name)
         media: dict[str, Any] = {"image": images} if images else {}
@@ -200,12 +200,12 @@ def ask_vllm(folder: str, dtype: str, cases: list[str]) -> dict[str, Any]:
             media["video"] = [(video, {**metadata, "do_sample_frames": False}) for video, metadata in videos]
         calls.clear()
         (answer,) = engine.generate({"prompt": text, "multi_modal_data": media}, sampling, use_tqdm=False)
-        ((found["vllm"][name], found["vllm_deltas"][name]),) = calls
-        found["vllm_logprobs"][name] = np.array(
+        ((result["vllm"][name], result["vllm_deltas"][name]),) = calls
+        result["vllm_logprobs"][name] = np.array(
             [next(iter(token.values())).logprob for token in answer.prompt_logprobs[1:]]
         )
-        found["vllm_generated"][name] = list(answer.outputs[0].token_ids)
-    return found
+        result["vllm_generated"][name] = list(answer.outputs[0].token_ids)
+    return result
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -228,8 +228,8 @@ def test_padded_rows_get_the_same_positions_and_vllm_deltas(both: dict[str, Any]
 
 @pytest.mark.parametrize("case", VIDEOS)
 def test_video_logprobs_are_those_of_vllm(both: dict[str, Any], case: str) -> None:
-    given, by_forward = both["logprobs"][case]
-    np.testing.assert_allclose(given, both["vllm_logprobs"][case], atol=1e-4, rtol=0)
+    value, by_forward = both["logprobs"][case]
+    np.testing.assert_allclose(value, both["vllm_logprobs"][case], atol=1e-4, rtol=0)
     np.testing.assert_allclose(by_forward, both["vllm_logprobs"][case], atol=1e-4, rtol=0)
 
 

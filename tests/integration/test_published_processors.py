@@ -31,8 +31,8 @@ def test_logprobs_are_those_of_the_policy(family: str, tmp_path: Path) -> None:
 
     tiny = build_tiny(family, tmp_path / "tiny", tie_embeddings=False)
     published_model(tiny, family, tmp_path / "model")
-    (found,) = run_on_ranks(explore, 1, family, tmp_path)
-    assert max(found["differences"].values()) <= 1e-5
+    (result,) = run_on_ranks(explore, 1, family, tmp_path)
+    assert max(result["differences"].values()) <= 1e-5
     # Two frames of 384x384 or 336x336 are 144 tokens, the smallest square from 128 on. There are 4 and 6 frames.
-    assert 2 * 144 < found["tokens"]["video at 2 fps"] < 3 * 144 < found["tokens"]["video at 4 fps"] < 4 * 144
-    assert found["tokens"]["image"] - found["tokens"]["text"] < 64
+    assert 2 * 144 < result["tokens"]["video at 2 fps"] < 3 * 144 < result["tokens"]["video at 4 fps"] < 4 * 144
+    assert result["tokens"]["image"] - result["tokens"]["text"] < 64

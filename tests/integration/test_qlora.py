@@ -35,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
         shutil.copytree(tiny_qwen3_vl, folder / name)
     file = folder / "plain" / "model.safetensors"
     weights = load_file(file)
-    chosen = [name for name in weights if QUANTIZED.search(name)]
-    assert len(chosen) == 14
+    choice = [name for name in weights if QUANTIZED.search(name)]
+    assert len(choice) == 14
     save_file(
-        weights | {name: torch.from_numpy(reference(weights[name])) for name in chosen}, file, metadata={"format": "pt"}
+        weights | {name: torch.from_numpy(reference(weights[name])) for name in choice}, file, metadata={"format": "pt"}
     )
     write_mixed_rows(folder / "rows")
     for stage in STAGES:
@@ -81,85 +81,85 @@ def explore_stage(folder: str, stage: str) -> dict[str, Any]:
     from dsreason.models.load import load_model
     from dsreason.models.policy import Policy
 
-    seen: dict[str, Any] = {"gradients": {}}
+    recorded: dict[str, Any] = {"gradients": {}}
     weights = load_file(Path(folder) / "plain" / "model.safetensors")
-    for again in (False, True):
+    for second in (False, True):
         with trained_adapters():
-            engine, batches, _ = quantized(folder, stage, gradient_checkpointing=again)
-        seen["gradients"][again] = gradients_of(engine, batches)
+            engine, batches, _ = quantized(folder, stage, gradient_checkpointing=second)
+        recorded["gradients"][second] = gradients_of(engine, batches)
         engine.destroy()
     with trained_adapters():
         engine, batches, _ = build(folder, stage, "plain")
-    seen["gradients"]["plain"] = gradients_of(engine, batches)
+    recorded["gradients"]["plain"] = gradients_of(engine, batches)
     engine.destroy()
 
     plain = Policy(load_model(Path(folder) / "plain", dtype=torch.float32)).eval()
     original = Policy(load_model(Path(folder) / "model", dtype=torch.float32)).eval()
     engine, batches, config = quantized(folder, stage)
     base, first = logprobs(plain, batches), frozen(engine)
-    seen["start"] = float((logprobs(engine, batches) - base).abs().max())
-    seen["changed by 4 bits"] = float((logprobs(original, batches) - base).abs().max())
-    seen["types"] = {name: tensor.dtype for name, tensor in first.items()}
-    seen["shares"] = {name: tensor.numel() for name, tensor in first.items()}
+    recorded["start"] = float((logprobs(engine, batches) - base).abs().max())
+    recorded["changed by 4 bits"] = float((logprobs(original, batches) - base).abs().max())
+    recorded["types"] = {name: tensor.dtype for name, tensor in first.items()}
+    recorded["shares"] = {name: tensor.numel() for name, tensor in first.items()}
     train(engine, batches, STEPS)
     policy = logprobs(engine, batches)
-    seen["moved"] = float((policy - base).abs().max())
+    recorded["moved"] = float((policy - base).abs().max())
     with BaseReference(engine).in_place():
-        seen["reference"] = float((logprobs(engine, batches) - base).abs().max())
-    seen |= explore_merge(engine, plain, SYNCS)
-    seen["merged"] = float((logprobs(plain, batches) - policy).abs().max())
-    seen["same bits"] = same(frozen(engine), first)
-    seen["base"] = all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(engine).items())
-    return seen | explore_files(folder, stage, engine, batches, config, quantize="nf4")
+        recorded["reference"] = float((logprobs(engine, batches) - base).abs().max())
+    recorded |= explore_merge(engine, plain, SYNCS)
+    recorded["merged"] = float((logprobs(plain, batches) - policy).abs().max())
+    recorded["same bits"] = same(frozen(engine), first)
+    recorded["base"] = all(torch.equal(tensor, weights[name]) for name, tensor in base_weights(engine).items())
+    return recorded | explore_files(folder, stage, engine, batches, config, quantize="nf4")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 class TestStage:
     def test_the_start_is_the_dequantized_base_to_the_last_bit(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert seen["start"] == 0.0
-            assert seen["changed by 4 bits"] > 1e-2
+        for recorded in found[stage]:
+            assert recorded["start"] == 0.0
+            assert recorded["changed by 4 bits"] > 1e-2
 
     def test_gradients_are_those_of_adapters_beside_plain_matrices(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            plain = seen["gradients"]["plain"]
+        for recorded in found[stage]:
+            plain = recorded["gradients"]["plain"]
             assert len(plain) == 2 * 26
-            for again in (False, True):
-                own = seen["gradients"][again]
-                assert own.keys() == plain.keys()
-                assert all(difference(own[name], plain[name]) <= 1e-6 for name in plain)
+            for second in (False, True):
+                local = recorded["gradients"][second]
+                assert local.keys() == plain.keys()
+                assert all(difference(local[name], plain[name]) <= 1e-6 for name in plain)
 
     def test_matrices_of_the_language_model_are_bytes_and_cut_where_all_is(
         self, found: Any, folder: Path, stage: str
     ) -> None:
         weights = load_file(folder / "model" / "model.safetensors")
-        for seen in found[stage]:
-            small = {name for name, dtype in seen["types"].items() if dtype == torch.uint8}
+        for recorded in found[stage]:
+            small = {name for name, dtype in recorded["types"].items() if dtype == torch.uint8}
             assert small == {
-                name for name in seen["types"] if re.search(r"language_model.*_proj\.base_layer\.weight", name)
+                name for name in recorded["types"] if re.search(r"language_model.*_proj\.base_layer\.weight", name)
             }
             for name in small:
                 values = weights[name.removeprefix("model.").replace(".base_layer", "")].numel()
-                assert seen["shares"][name] == values // 64 * 36 // (1 if stage == "zero2" else 2)
+                assert recorded["shares"][name] == values // 64 * 36 // (1 if stage == "zero2" else 2)
 
     def test_codes_stay_as_they_are(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert seen["moved"] > 1e-2
-            assert seen["same bits"]
-            assert seen["base"]
+        for recorded in found[stage]:
+            assert recorded["moved"] > 1e-2
+            assert recorded["same bits"]
+            assert recorded["base"]
 
     def test_the_reference_is_the_dequantized_base(self, found: Any, stage: str) -> None:
-        assert [seen["reference"] for seen in found[stage]] == [0.0, 0.0]
+        assert [recorded["reference"] for recorded in found[stage]] == [0.0, 0.0]
 
     def test_what_is_merged_is_what_is_trained(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert seen["merged"] <= 1e-5
-            assert seen["names"]
+        for recorded in found[stage]:
+            assert recorded["merged"] <= 1e-5
+            assert recorded["names"]
 
     def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
-        for seen in found[stage]:
-            assert (seen["resumed"] == seen["unbroken"]).all()
-            assert np.abs(seen["unbroken"] - seen["logprobs"]).max() > 1e-3
+        for recorded in found[stage]:
+            assert (recorded["resumed"] == recorded["unbroken"]).all()
+            assert np.abs(recorded["unbroken"] - recorded["logprobs"]).max() > 1e-3
 
     def test_checkpoint_and_engine_export_the_same_and_say_into_what_it_is_merged(
         self, found: Any, folder: Path, tmp_path: Path, stage: str
@@ -175,8 +175,8 @@ class TestStage:
                 "merged into the base model's weights as their NF4 codes give them back"
                 in (output / "README.md").read_text()
             )
-            for one in (output, live):
-                assert "load_in_4bit=True" in (one / "adapter" / "README.md").read_text()
+            for item in (output, live):
+                assert "load_in_4bit=True" in (item / "adapter" / "README.md").read_text()
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
@@ -192,38 +192,38 @@ def alone(folder: str) -> dict[str, Any]:
     world = init_world()
     with trained_adapters():
         engine, batches, _ = quantized(folder, "zero3")
-    seen: dict[str, Any] = {"gradients": gradients_of(engine, batches)}
+    recorded: dict[str, Any] = {"gradients": gradients_of(engine, batches)}
     engine.destroy()
     checkpoint = Path(folder) / "zero3" / f"step_{STEPS}"
     engine, batches, _ = quantized(folder, "zero3")
     load_checkpoint(engine, checkpoint, world, with_frozen=False)
     train(engine, batches, STEPS)
-    seen["resumed"] = logprobs(engine, batches).numpy()
+    recorded["resumed"] = logprobs(engine, batches).numpy()
     engine.destroy()
     engine, _, config = build(folder, "zero3")
     try:
         check_base(checkpoint, describe(engine, config, Path(folder) / "model"))
     except CheckpointError as error:
-        seen["refused"] = str(error)
-    return seen
+        recorded["refused"] = str(error)
+    return recorded
 
 
 @pytest.fixture(scope="module")
 def one_rank(found: Any, folder: Path) -> dict[str, Any]:
-    (seen,) = run_on_ranks(alone, 1, str(folder))
-    return dict(seen)
+    (recorded,) = run_on_ranks(alone, 1, str(folder))
+    return dict(recorded)
 
 
 def test_two_ranks_have_the_gradients_of_one(found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]) -> None:
-    for seen in found["zero3"]:
-        two, one = seen["gradients"][False], one_rank["gradients"]
-        assert all(difference(two[name], one[name]) <= 1e-5 for name in one)
+    for recorded in found["zero3"]:
+        two, item = recorded["gradients"][False], one_rank["gradients"]
+        assert all(difference(two[name], item[name]) <= 1e-5 for name in item)
 
 
 def test_another_number_of_ranks_goes_on_alike(
     found: dict[str, list[dict[str, Any]]], one_rank: dict[str, Any]
 ) -> None:
-    two = np.concatenate([seen["unbroken"] for seen in found["zero3"]])
+    two = np.concatenate([recorded["unbroken"] for recorded in found["zero3"]])
     assert np.sort(one_rank["resumed"]) == pytest.approx(np.sort(two), abs=1e-3)
 
 

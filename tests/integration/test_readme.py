@@ -47,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [row | {"id": str(number)} for number in range(1, 11)]
     for name in ("my.jsonl", "my_test.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ours = [words[1:] for _, words in commands(readme) if words[0].endswith("dsreason")]
-    assert [words[0] for words in ours] == ["sft", "grpo", "eval"]
-    for words in ours:
+    dsreason_result = [words[1:] for _, words in commands(readme) if words[0].endswith("dsreason")]
+    assert [words[0] for words in dsreason_result] == ["sft", "grpo", "eval"]
+    for words in dsreason_result:
         changes = [option for change in SMALL[words[0]] for option in ("--set", change)]
         ended = dsreason(*words, *changes, cwd=folder)
         assert ended.returncode == 0, ended.stderr
@@ -88,5 +88,5 @@ def test_an_export_by_the_command_has_the_scores_of_evaluations(folder: Path) ->
     ended = dsreason("export", *options, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     card = ModelCard.load(folder / "scored" / "README.md")
-    assert [one.dataset_name for one in card.data.eval_results] == ["held-out rows", "my_test (letter)"]
+    assert [result.dataset_name for result in card.data.eval_results] == ["held-out rows", "my_test (letter)"]
     assert "accuracy, my_test (letter), 10 questions" in card.text

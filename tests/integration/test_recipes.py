@@ -62,10 +62,10 @@ def test_a_recipe_passes_all_checks_with_nothing_changed_but_paths(
     monkeypatch.setattr(sys, "argv", ["dsreason", command(recipe), *options])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
-    assert ended.value.code == 0, told.err
-    shown = json.loads(told.out)
-    assert shown["model"]["path"].startswith("/")
+    readouterr = capsys.readouterr()
+    assert ended.value.code == 0, readouterr.err
+    document = json.loads(readouterr.out)
+    assert document["model"]["path"].startswith("/")
     assert not (tmp_path / "out").exists()
 
 

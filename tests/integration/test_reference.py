@@ -42,26 +42,26 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
         return {name: tensor.float().clone() for name, tensor in full_parameters(engine)}
 
     reference = ReferencePolicy(engine)
-    seen = {"first": look()}
+    recorded = {"first": look()}
     first = weights()
     step()
-    seen["trained"], before = look(), weights()
+    recorded["trained"], before = look(), weights()
     with reference.in_place():
-        seen["in place"] = look()
+        recorded["in place"] = look()
         in_place = weights()
-    seen["back"], after = look(), weights()
+    recorded["back"], after = look(), weights()
     step()
-    seen["next"] = look()
+    recorded["next"] = look()
     if world.is_main:
         save_file({name: tensor.contiguous() for name, tensor in before.items()}, Path(folder) / "model.safetensors")
     barrier()
     reference.load(Path(folder))
     with reference.in_place():
-        seen["loaded"] = look()
+        recorded["loaded"] = look()
     reference.become_policy()
     with reference.in_place():
-        seen["reset"] = look()
-    return seen | {
+        recorded["reset"] = look()
+    return recorded | {
         "same weights": all(torch.equal(before[name], after[name]) for name in before),
         "first weights": all(torch.equal(first[name], in_place[name]) for name in first),
     }
@@ -70,12 +70,12 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_reference_is_the_first_policy_and_leaves_no_trace(stage: str, bf16: bool, tmp_path: Path) -> None:
-    found = run_on_ranks(measure, 2, stage, bf16, str(tmp_path))
-    for seen in found:
-        assert seen["in place"] == seen["first"]
-        assert seen["trained"] != seen["first"]
-        assert seen["back"] == seen["trained"]
-        assert seen["same weights"] and seen["first weights"]
-        assert seen["loaded"] == seen["trained"]
-        assert seen["reset"] == seen["next"]
-        assert seen["next"] != seen["trained"]
+    results = run_on_ranks(measure, 2, stage, bf16, str(tmp_path))
+    for recorded in results:
+        assert recorded["in place"] == recorded["first"]
+        assert recorded["trained"] != recorded["first"]
+        assert recorded["back"] == recorded["trained"]
+        assert recorded["same weights"] and recorded["first weights"]
+        assert recorded["loaded"] == recorded["trained"]
+        assert recorded["reset"] == recorded["next"]
+        assert recorded["next"] != recorded["trained"]

@@ -63,7 +63,7 @@ def shown_cards(page: Path, tmp_path: Path, address: str = "") -> tuple[list[str
     tags = [re.search(r'data-tags="([^"]*)"', card) for card in cards if ' hidden=""' not in card]
     counter = re.search(r"<output[^>]*>([^<]*)<", dom)
     assert counter, dom[:2000]
-    return [found[1] for found in tags if found], counter[1]
+    return [tag[1] for tag in tags if tag], counter[1]
 
 
 def with_script(page: Path, folder: Path, script: str) -> Path:

@@ -71,9 +71,9 @@ def test_three_and_three_steps_equal_six_bit_for_bit(folder):
     resumed = train(folder, "resumed", ranks=2, resume="whole/checkpoints/step_3")
     assert len(last_losses(resumed)) == 3  # all rows of every epoch are trained, in both of them
     assert last_losses(resumed) == last_losses(folder / "whole")
-    expected, found = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
-    assert expected.keys() == found.keys()
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, result = (load_file(run / "export/final/model.safetensors") for run in (folder / "whole", resumed))
+    assert expected.keys() == result.keys()
+    assert all(expected[name].equal(result[name]) for name in expected)
 
 
 @pytest.mark.nightly
@@ -90,5 +90,5 @@ def test_a_finished_run_resumes_to_nothing_but_a_missing_export(folder):
     shutil.rmtree(export)  # as if the run had been broken off before it
     train(folder, "whole", ranks=2, resume="auto")
     assert metrics(folder / "whole") == before
-    found = load_file(export / "model.safetensors")
-    assert all(expected[name].equal(found[name]) for name in expected)
+    file = load_file(export / "model.safetensors")
+    assert all(expected[name].equal(file[name]) for name in expected)

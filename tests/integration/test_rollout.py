@@ -78,9 +78,9 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
         mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2, batch_tokens=batch_tokens)),
         mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
-        found = case.engine.generate(case.prompts, sampling, version=1)
+        result = case.engine.generate(case.prompts, sampling, version=1)
     assert complete.call_count == num_batches
-    assert [completion.ids for completion in found] == [completion.ids for completion in expected]
+    assert [completion.ids for completion in result] == [completion.ids for completion in expected]
 
 
 def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case: Case) -> None:
@@ -90,13 +90,13 @@ def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case
         mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
         completed = case.engine.as_completed(case.prompts, samplings, version=1, streams=range(8))
-        found = [next(completed), next(completed)]
+        result = [next(completed), next(completed)]
         assert complete.call_count == 1
-        found += completed
-    assert [number % 2 for number, _ in found] == [0] * 4 + [1] * 4
+        result += completed
+    assert [number % 2 for number, _ in result] == [0] * 4 + [1] * 4
     for i, sampling in enumerate(samplings):
         (alone,) = case.engine.generate([case.prompts[i]], sampling, version=1, streams=[i])
-        assert dict(found)[i].ids == alone.ids
+        assert dict(result)[i].ids == alone.ids
 
 
 def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: Case) -> None:
@@ -104,7 +104,7 @@ def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: C
     for prompt, completion in zip(case.prompts, case.engine.generate(case.prompts, GREEDY, version=1), strict=True):
         ids = prompt.encoded.input_ids[None]
         case.model.model.rope_deltas = None
-        found = case.model.generate(
+        result = case.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=prompt.encoded.mm_token_type_ids[None],
@@ -113,7 +113,7 @@ def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: C
             do_sample=False,
             **prompt.encoded.mm_kwargs,
         )
-        assert tuple(found[0, ids.shape[1] :].tolist()) == completion.ids
+        assert tuple(result[0, ids.shape[1] :].tolist()) == completion.ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -95,20 +95,20 @@ def explore_self_test(
         engine.version = version
 
     before = generators()
-    found: dict[str, Any] = {"sound": test(), "keeps weights": engine.keeps_weights}
-    found["leaves the trainer's state"] = before == generators()
-    found["asks for it"] = failure(lambda: engine.generate(prompts, Sampling(), version=0))
+    result: dict[str, Any] = {"sound": test(), "keeps weights": engine.keeps_weights}
+    result["leaves the trainer's state"] = before == generators()
+    result["asks for it"] = failure(lambda: engine.generate(prompts, Sampling(), version=0))
     with mock.patch.object(engine, "sync", stamp):
-        found["only stamped"] = failure(test)
-    found["stuck"] = after("sync", 3, lambda: norm().mul_(0.5).add_(0.01))
-    found["one rank"] = after("sync", 3, lambda: norm().mul_(0.5 if faulty else 1))
-    found["buffer"] = after("wake", 3, lambda: buffer().mul_(0.5))
+        result["only stamped"] = failure(test)
+    result["stuck"] = after("sync", 3, lambda: norm().mul_(0.5).add_(0.01))
+    result["one rank"] = after("sync", 3, lambda: norm().mul_(0.5 if faulty else 1))
+    result["buffer"] = after("wake", 3, lambda: buffer().mul_(0.5))
     engine.wake()
     buffer().mul_(2)
     engine.sleep()
     if engine.keeps_weights:
-        found["forgotten"] = after("wake", 4, lambda: norm().zero_())
-    return found | {"mended": test()}
+        result["forgotten"] = after("wake", 4, lambda: norm().zero_())
+    return result | {"mended": test()}
 
 
 # ---------------------------------------------------------------- what must hold of either engine
@@ -127,8 +127,8 @@ def check_sound(rank: dict[str, Any]) -> None:
 
 def check_faults(rank: dict[str, Any], *, buffer: str) -> None:
     assert all(rank[fault][0] == "SyncError" for fault in ("only stamped", "stuck", "one rank", "buffer"))
-    left = re.search(r"a sync of changed weights left (\d+) of (\d+) tensors unchanged: ", rank["only stamped"][1])
-    assert left and left[1] == left[2] and "model.visual.patch_embed.proj.weight" in rank["only stamped"][1]
+    match = re.search(r"a sync of changed weights left (\d+) of (\d+) tensors unchanged: ", rank["only stamped"][1])
+    assert match and match[1] == match[2] and "model.visual.patch_embed.proj.weight" in rank["only stamped"][1]
     when = "after perturbing, sleeping, waking and syncing, 1 tensors changed: "
     assert f"{when}{NORM}" in rank["stuck"][1]
     assert f"{when}{NORM}" in rank["one rank"][1]

@@ -79,7 +79,7 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
     from tests.engines import full_gradients
 
     world = with_row_groups(init_world(), ranks_per_row)
-    found = []
+    result = []
     for model in models:
         for name in names:
             config = run_config(rows, model, ranks_per_row, CASES[name])
@@ -104,9 +104,9 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
                 "tokens": batches.num_input_tokens,
                 "samples": batches.num_samples,
             }
-            found.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+            result.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
             engine.destroy()
-    return found if world.is_main else None
+    return result if world.is_main else None
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
     """By ranks, family and case. Those of as many ranks share their processes."""
-    found: dict[tuple[Ranks, str, str], Found] = {}
+    result: dict[tuple[Ranks, str, str], Found] = {}
     for ranks, names in (LAYOUTS | {Ranks(1, 1): ["one row", *dict.fromkeys(OF_ONE.values())]}).items():
         measured = run_on_ranks(sft_steps, ranks.count, rows, models, ranks.per_row, names)[0]
         keys = [(ranks, family, name) for family in FAMILIES for name in names]
-        found |= dict(zip(keys, measured, strict=True))
-    return found
+        result |= dict(zip(keys, measured, strict=True))
+    return result
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,18 +150,18 @@ def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
     world = with_row_groups(init_world(), 3)
     segments = (Segment(0, 4), Segment(4, 2, parent=0), Segment(6, 3))
     random = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, heads, 9, 8, generator=random) for heads in (query_heads, key_heads, key_heads)]
+    full = [torch.randn(1, heads, 9, 8, generator=random) for heads in (query_heads, key_heads, key_heads)]
     weights = torch.randn(1, 9, query_heads, 8, generator=random)
-    own = slice(3 * world.rank, 3 * world.rank + 3)
-    parts = [one[:, :, own].clone().requires_grad_() for one in whole]
-    whole = [one.requires_grad_() for one in whole]
-    expected = by_segment(*whole, segments, None)
+    local = slice(3 * world.rank, 3 * world.rank + 3)
+    parts = [item[:, :, local].clone().requires_grad_() for item in full]
+    full = [item.requires_grad_() for item in full]
+    expected = by_segment(*full, segments, None)
     (expected * weights).sum().backward()
     layout = row_layout(segments, torch.device("cpu"), world.group)
-    found, _ = text_attention(torch.nn.Module(), *parts, None, layout=layout)
-    (found * weights[:, own]).sum().backward()
-    gradients = [(part.grad - one.grad[:, :, own]).abs().max() for part, one in zip(parts, whole, strict=True)]
-    return float((found - expected[:, own]).abs().max()), float(max(gradients))
+    result, _ = text_attention(torch.nn.Module(), *parts, None, layout=layout)
+    (result * weights[:, local]).sum().backward()
+    gradients = [(part.grad - item.grad[:, :, local]).abs().max() for part, item in zip(parts, full, strict=True)]
+    return float((result - expected[:, local]).abs().max()), float(max(gradients))
 
 
 @pytest.mark.parametrize(("query_heads", "key_heads"), [(6, 2), (12, 4), (3, 3), (9, 3)])
@@ -179,13 +179,13 @@ def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
 
     training, _ = open_datasets(config.data)
     prompts = [encoder.encode_prompt(training[i]) for i in range(4)]
-    random, found = np.random.default_rng(0), []
+    random, result = np.random.default_rng(0), []
     for i, length in enumerate(length for lengths in grpo.LENGTHS[:4] for length in lengths[:2]):
         ids = tuple(random.integers(5, 60, length).tolist())
         logprobs = tuple(random.normal(-5, 1.0, length).tolist())
         completion = single_turn(ids, "", logprobs, "stop", 0)
-        found.append(Rollout(prompts[i // 2], completion, 0.0, {}, float(random.normal())))
-    return found
+        result.append(Rollout(prompts[i // 2], completion, 0.0, {}, float(random.normal())))
+    return result
 
 
 def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -> list[Found] | None:
@@ -201,7 +201,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients
 
-    world, found = with_row_groups(init_world(), ranks_per_row), []
+    world, result = with_row_groups(init_world(), ranks_per_row), []
     engines: dict[int, Any] = {}
     for variant in variants:
         train = {"sequence_parallel_size": ranks_per_row, "max_tokens_per_micro_batch": 200}
@@ -214,14 +214,19 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
             set_learning_rate(engines[config.lora.rank], 0.0)
         engine = engines[config.lora.rank]
         micro_batches = cut(made_up_rollouts(config, encoder), config, encoder, world.row_part)
-        micro_batches = [replace(one, old_logprobs=grpo.other_logprobs(one, 0.1)) for one in micro_batches]
+        micro_batches = [
+            replace(micro_batch, old_logprobs=grpo.other_logprobs(micro_batch, 0.1)) for micro_batch in micro_batches
+        ]
         if variant.startswith("kl"):
-            micro_batches = [replace(one, ref_logprobs=grpo.other_logprobs(one, 0.5)) for one in micro_batches]
+            micro_batches = [
+                replace(micro_batch, ref_logprobs=grpo.other_logprobs(micro_batch, 0.5))
+                for micro_batch in micro_batches
+            ]
         banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
         metrics, _ = accumulate_gradients(engine, micro_batches, config, world, banned)
-        found.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
+        result.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
         engine.step()
-    return found if world.is_main else None
+    return result if world.is_main else None
 
 
 VARIANTS = {"qwen3_vl": list(grpo.VARIANTS), "qwen2_5_vl": ["gspo", "kl", "entropy"]}
@@ -230,12 +235,12 @@ VARIANTS = {"qwen3_vl": list(grpo.VARIANTS), "qwen2_5_vl": ["gspo", "kl", "entro
 @pytest.fixture(scope="module")
 def policy_steps(rows: str, models: list[str]) -> dict[tuple[int, str, str], Found]:
     """By number of ranks, family and variant."""
-    found = {}
+    result = {}
     for family, model in zip(FAMILIES, models, strict=True):
         for ranks in (1, 2):
             measured = run_on_ranks(grpo_steps, ranks, rows, model, ranks, VARIANTS[family])[0]
-            found |= {(ranks, family, variant): one for variant, one in zip(VARIANTS[family], measured, strict=True)}
-    return found
+            result |= {(ranks, family, variant): item for variant, item in zip(VARIANTS[family], measured, strict=True)}
+    return result
 
 
 @pytest.mark.parametrize(("family", "variant"), [(family, name) for family in VARIANTS for name in VARIANTS[family]])

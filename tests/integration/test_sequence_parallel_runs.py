@@ -66,8 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 def train(folder: Path, command: str, name: str, ranks: int, ranks_per_row: int, *options: str) -> Path:
     size = f"train.sequence_parallel_size={ranks_per_row}"
-    given = ("--config", f"{command}.toml", "--output-dir", name, "--nproc", ranks, "--set", size, *options)
-    ended = dsreason(command, *given, cwd=folder)
+    arguments = ("--config", f"{command}.toml", "--output-dir", name, "--nproc", ranks, "--set", size, *options)
+    ended = dsreason(command, *arguments, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return folder / name
 
@@ -85,8 +85,8 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def same_exports(run: Path, other: Path) -> bool:
-    found, expected = (load_file(one / "export/final/model.safetensors") for one in (run, other))
-    return found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
+    result, expected = (load_file(item / "export/final/model.safetensors") for item in (run, other))
+    return result.keys() == expected.keys() and all(result[name].equal(expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")

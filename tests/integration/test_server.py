@@ -106,12 +106,12 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
         "part of a video": {"type": "video", "video": str(clip), "fps": 4, "video_start": 1.0},
     }
     question = {"type": "text", "text": "Which way does the ball move?"}
-    asked = {name: [{"role": "user", "content": [part, question]}] for name, part in parts.items()}
-    asked["text"] = [
+    requested = {name: [{"role": "user", "content": [part, question]}] for name, part in parts.items()}
+    requested["text"] = [
         {"role": "system", "content": "Answer with one word."},
         {"role": "user", "content": "left or right?"},
     ]
-    return {name: Sample(name, messages) for name, messages in asked.items()}
+    return {name: Sample(name, messages) for name, messages in requested.items()}
 
 
 def answerer(server: Server, **settings: object) -> ServerAnswerer:
@@ -131,23 +131,23 @@ def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[
         tiny_qwen2_5_vl, encoder.processor.tokenizer, dtype=torch.float32, device=torch.device("cpu")
     )
     engine.load(VERSION)
-    found = {}
+    result = {}
     for name, sample in samples.items():
         prompt = encoder.encode_prompt(sample)
         [completion] = engine.generate([prompt], GREEDY, version=VERSION)
-        found[name] = len(prompt.encoded), completion.text
-    return found
+        result[name] = len(prompt.encoded), completion.text
+    return result
 
 
 def test_the_server_reads_prompts_of_the_same_length(
     server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
 ) -> None:
-    asked = answerer(server)
+    requested = answerer(server)
     lengths = {}
     for name, sample in samples.items():
         messages, fields = as_request(sample, "file")
-        asking = {"model": asked.model, "messages": messages, "max_tokens": 1, **fields}
-        response = httpx2.post(f"{asked.url}/chat/completions", json=asking, timeout=300, trust_env=False)
+        asking = {"model": requested.model, "messages": messages, "max_tokens": 1, **fields}
+        response = httpx2.post(f"{requested.url}/chat/completions", json=asking, timeout=300, trust_env=False)
         lengths[name] = response.raise_for_status().json()["usage"]["prompt_tokens"]
     assert lengths == {name: length for name, (length, _) in local.items()}
     assert lengths["video at 4 fps"] > lengths["video of 6 frames"]
@@ -156,10 +156,10 @@ def test_the_server_reads_prompts_of_the_same_length(
 def test_images_and_texts_are_answered_as_by_the_engine_in_this_process(
     server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
 ) -> None:
-    asked = answerer(server)
-    assert asked.model == "tiny"
+    requested = answerer(server)
+    assert requested.model == "tiny"
     exact = {name: samples[name] for name in ("image", "text")}
-    replies = ask(asked, exact)
+    replies = ask(requested, exact)
     assert {name: reply.text for name, reply in replies.items()} == {name: local[name][1] for name in exact}
     assert {reply.error for reply in replies.values()} == {None}
 
@@ -195,15 +195,15 @@ def test_a_teacher_says_what_the_model_s_own_forward_gives(server: Server, tiny_
     prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
     ids = (17, 301, 44, 9, 120)
     completion = single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
-    found = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
+    result = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
 
     model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")
-    whole = torch.tensor([[*prompt.prompt_ids, *ids]])
+    tensor = torch.tensor([[*prompt.prompt_ids, *ids]])
     with torch.no_grad():
-        logprobs = model(input_ids=whole).logits[0].log_softmax(-1)
-    places = range(len(prompt.prompt_ids), whole.shape[1])
-    expected = [float(logprobs[place - 1, whole[0, place]]) for place in places]
-    assert found == pytest.approx(expected, abs=1e-4)
+        logprobs = model(input_ids=tensor).logits[0].log_softmax(-1)
+    places = range(len(prompt.prompt_ids), tensor.shape[1])
+    expected = [float(logprobs[place - 1, tensor[0, place]]) for place in places]
+    assert result == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(server: Server, tiny_qwen2_5_vl: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(server: Server, tiny_qwen2_5
     shifted: Any = SimpleNamespace(
         get_vocab=tokenizer.get_vocab,
         all_special_ids=tokenizer.all_special_ids,
-        decode=lambda ids: tokenizer.decode([one + 1 for one in ids]),
+        decode=lambda ids: tokenizer.decode([item + 1 for item in ids]),
     )
     with pytest.raises(ConfigError, match="the server's vocabulary is another one than model.path's: token "):
         check_server(DistillConfig(teacher=f"{server.url}/v1", server_model="tiny"), shifted)

@@ -103,16 +103,18 @@ class Devices(NamedTuple):
         return expected.result(), self.on_stand_in(scenario, *args)
 
     def on_stand_in(self, scenario: Callable[..., Any], *args: Any) -> Any:
-        found, mixed = self.stand_in.submit(scenarios.counted, scenario, *args).result()
+        result, mixed = self.stand_in.submit(scenarios.counted, scenario, *args).result()
         assert mixed == []
-        return found
+        return result
 
 
 @pytest.fixture(scope="module")
 def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
     def process(folder: Path | None) -> ProcessPoolExecutor:
-        given = (None if folder is None else str(folder),)
-        return ProcessPoolExecutor(1, mp_context=mp.get_context("spawn"), initializer=scenarios.start, initargs=given)
+        arguments = (None if folder is None else str(folder),)
+        return ProcessPoolExecutor(
+            1, mp_context=mp.get_context("spawn"), initializer=scenarios.start, initargs=arguments
+        )
 
     with process(tmp_path_factory.mktemp("stand_in")) as stand_in, process(None) as cpu:
         yield Devices(stand_in, cpu)
@@ -140,13 +142,13 @@ def close(found: Any, expected: Any) -> bool:
 
 @pytest.mark.long
 def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devices) -> None:
-    found = devices.stand_in.submit(scenarios.refused).result()
-    accepted = [expression for expression, is_refused in found.items() if not is_refused]
+    result = devices.stand_in.submit(scenarios.refused).result()
+    accepted = [expression for expression, is_refused in result.items() if not is_refused]
     assert accepted == [
         *("here + 1", "here * cpu[2]", "here[place]", "here[at]", "here.to('cpu') + cpu", "here.cpu()[place]"),
         *("here.index_put((place,), cpu[2])", "here.clone().copy_(cpu)", "torch.cat([here, here])"),
     ]
-    assert len(found) == len(accepted) + 12
+    assert len(result) == len(accepted) + 12
 
 
 @pytest.mark.parametrize(
@@ -154,13 +156,13 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devic
     ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.nightly) for other in ("zero2", "zero3_offload"))],
 )
 def test_the_policy_in_its_engine_computes_on_the_device_alone(model: str, devices: Devices, deepspeed: str) -> None:
-    expected, found = devices.on_both(scenarios.policy, model, "eager", deepspeed)
-    assert found.pop("device") == "cuda" and expected.pop("device") == "cpu"
-    assert found.pop("moved") > 0 and expected.pop("moved") == 0
-    assert found.pop("buffers") == ["cuda torch.float32"] and expected.pop("buffers") == ["cpu torch.float32"]
-    assert found["same fingerprints"]
-    assert found["reference"] == found["first"] != found["second"]
-    assert found == expected
+    expected, result = devices.on_both(scenarios.policy, model, "eager", deepspeed)
+    assert result.pop("device") == "cuda" and expected.pop("device") == "cpu"
+    assert result.pop("moved") > 0 and expected.pop("moved") == 0
+    assert result.pop("buffers") == ["cuda torch.float32"] and expected.pop("buffers") == ["cpu torch.float32"]
+    assert result["same fingerprints"]
+    assert result["reference"] == result["first"] != result["second"]
+    assert result == expected
 
 
 def test_the_policy_with_sdpa_does_as_well(model: str, devices: Devices) -> None:
@@ -169,8 +171,8 @@ def test_the_policy_with_sdpa_does_as_well(model: str, devices: Devices) -> None
 
 
 def test_drawing_does(model: str, devices: Devices) -> None:
-    expected, found = devices.on_both(scenarios.drawing, model, "eager")
-    assert found == expected
+    expected, result = devices.on_both(scenarios.drawing, model, "eager")
+    assert result == expected
     assert close(devices.on_stand_in(scenarios.drawing, model, "sdpa"), expected)
 
 
@@ -181,17 +183,17 @@ def test_drawing_does_where_part_of_the_weights_is_in_their_files(model: str, de
 
 
 def test_the_update_of_grpo_does(model: str, devices: Devices, rows: Path) -> None:
-    expected, found = devices.on_both(scenarios.update, model, "eager", str(rows), ALGORITHMS)
-    assert found == expected
+    expected, result = devices.on_both(scenarios.update, model, "eager", str(rows), ALGORITHMS)
+    assert result == expected
     # The corrections of the last two mask what the made-up engine's log-probabilities are too far from.
-    assert min(metrics["norm"] for metrics in found[:4]) > 1e-4
+    assert min(metrics["norm"] for metrics in result[:4]) > 1e-4
     assert close(devices.on_stand_in(scenarios.update, model, "sdpa", str(rows), ALGORITHMS), expected)
 
 
 def test_every_objective_does(devices: Devices) -> None:
-    expected, found = devices.on_both(scenarios.objectives)
-    assert len(found) == 5 * 6 * 4
-    assert found == expected
+    expected, result = devices.on_both(scenarios.objectives)
+    assert len(result) == 5 * 6 * 4
+    assert result == expected
 
 
 @pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.nightly), "grpo"])
@@ -208,14 +210,14 @@ def test_whole_runs_do_with_checkpoint_and_export(
 
     eager, sdpa = (["model.attention=" + name, "model.fused_kernels=false"] for name in ("eager", "sdpa"))
     expected = measured(devices.cpu.submit(scenarios.run, str(tmp_path), command, "cpu", eager).result())
-    found = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "eager", eager))
-    assert len(found) >= 2
-    assert found == expected
+    result = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "eager", eager))
+    assert len(result) >= 2
+    assert result == expected
     exported, reference = (load_file(tmp_path / run / "export/final/model.safetensors") for run in ("eager", "cpu"))
     assert exported.keys() == reference.keys()
     assert all(exported[name].equal(reference[name]) for name in reference)
     first, *_ = measured(devices.on_stand_in(scenarios.run, str(tmp_path), command, "sdpa", sdpa))
-    assert close([first[name] for name in FIRST], [found[0][name] for name in FIRST])
+    assert close([first[name] for name in FIRST], [result[0][name] for name in FIRST])
 
 
 @pytest.mark.parametrize(

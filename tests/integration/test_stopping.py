@@ -83,9 +83,9 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
     while steps_done(run) < 2 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == STOPPED, said
-    last = said.strip().splitlines()[-1]
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == STOPPED, stderr
+    last = stderr.strip().splitlines()[-1]
     assert last.startswith(f"stopped by {number.name} after step ")
     step = int(last.split("after step ")[1].split(",")[0])
     assert 2 <= step < STEPS
@@ -93,16 +93,16 @@ def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undistu
     if number != signal.SIGINT:
         return  # what follows is the same for all, and test_resume.py has it in the short suite
 
-    whole = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
-    assert whole.returncode == 0, whole.stderr
+    completed = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=folder)
+    assert completed.returncode == 0, completed.stderr
     resumed = start(folder, number.name)
-    _, said = resumed.communicate(timeout=600)
-    assert resumed.returncode == 0, said
+    _, stderr = resumed.communicate(timeout=600)
+    assert resumed.returncode == 0, stderr
     assert [line["train/loss"] for line in metrics(run) if "train/loss" in line] == [
         line["train/loss"] for line in metrics(folder / "whole") if "train/loss" in line
     ]
-    expected, found = (load_file(r / "export/final/model.safetensors") for r in (folder / "whole", run))
-    assert all(expected[name].equal(found[name]) for name in expected)
+    expected, result = (load_file(r / "export/final/model.safetensors") for r in (folder / "whole", run))
+    assert all(expected[name].equal(result[name]) for name in expected)
 
 
 @pytest.mark.long
@@ -116,30 +116,30 @@ def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
         while steps_done(folder / "torchrun") < 2 and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=300)
-    (step,) = map(int, re.findall(r"^stopped by SIGTERM after step (\d+), which is saved", said, re.MULTILINE))
+        _, stderr = process.communicate(timeout=300)
+    (step,) = map(int, re.findall(r"^stopped by SIGTERM after step (\d+), which is saved", stderr, re.MULTILINE))
     assert (folder / f"torchrun/checkpoints/step_{step}/COMPLETE").exists()
 
 
 @pytest.mark.nightly
 def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
     """Also for rank 0, whose bar is drawn there."""
-    run, ours = folder / "closed", os.openpty()
+    run, dsreason_result = folder / "closed", os.openpty()
     command = [*COMMAND, "sft", "--config", "run.toml", "--output-dir", "closed", "--nproc", "2"]
     process = subprocess.Popen(
         command,
         cwd=folder,
-        stdin=ours[1],
-        stdout=ours[1],
-        stderr=ours[1],
+        stdin=dsreason_result[1],
+        stdout=dsreason_result[1],
+        stderr=dsreason_result[1],
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
-    os.close(ours[1])
+    os.close(dsreason_result[1])
     while steps_done(run) < 2 and process.poll() is None:
         with suppress(OSError):
-            os.read(ours[0], 65536)
-    os.close(ours[0])  # the kernel sends SIGHUP
+            os.read(dsreason_result[0], 65536)
+    os.close(dsreason_result[0])  # the kernel sends SIGHUP
     assert process.wait(timeout=300) == STOPPED
     last = max(int(folder.name.removeprefix("step_")) for folder in (run / "checkpoints").iterdir())
     assert 2 <= last < STEPS
@@ -156,8 +156,8 @@ def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
     while steps_done(folder / "nohup") < 2 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGHUP)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
     assert steps_done(folder / "nohup") == STEPS
 
 
@@ -166,10 +166,10 @@ def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(fold
     while len(psutil.Process(process.pid).children()) < 2 and process.poll() is None:
         time.sleep(0.05)  # the ranks are not there yet
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == STOPPED, said
-    assert said.strip().splitlines()[-1].startswith("stopped by SIGTERM")
-    assert said.strip().splitlines()[-1] == (
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == STOPPED, stderr
+    assert stderr.strip().splitlines()[-1].startswith("stopped by SIGTERM")
+    assert stderr.strip().splitlines()[-1] == (
         "stopped by SIGTERM; no step was under way, what is saved stays, and --resume auto continues"
     )
 
@@ -183,8 +183,8 @@ def test_a_signal_ends_an_evaluation_whose_answers_stay(tmp_path: Path, tiny_qwe
     while process.poll() is None and not list(tmp_path.glob("results/*/*/*/*.json")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert_stopped(process.returncode, said, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert_stopped(process.returncode, stderr, signal.SIGTERM)
 
 
 each = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
@@ -203,8 +203,8 @@ def test_a_signal_while_python_still_imports_is_answered_with_a_sentence(
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (STOPPED, f"stopped by {number.name}\n")
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (STOPPED, f"stopped by {number.name}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -248,8 +248,8 @@ def test_a_signal_ends_the_wait_for_a_server(tmp_path: Path, number: signal.Sign
         server.settimeout(120)
         with server.accept()[0]:
             process.send_signal(number)
-            _, said = process.communicate(timeout=60)
-    assert_stopped(process.returncode, said, number)
+            _, stderr = process.communicate(timeout=60)
+    assert_stopped(process.returncode, stderr, number)
 
 
 def assert_stopped(returncode: int | None, said: str, number: signal.Signals) -> None:

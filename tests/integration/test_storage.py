@@ -127,9 +127,9 @@ def test_an_export_arrives_with_its_manifest_last(server: Any, proxy: Proxy, exp
     done: list[int] = []
     assert upload(open_package(export), TARGET, done.append) == Sent(2, 2 * PART + 1002)
     assert sum(done) == 2 * PART + 1002
-    found = objects(server)
-    manifest = json.loads(found.pop("run/UPLOADED.json"))
-    assert found == {f"run/{name}": content for name, content in files_of(export).items()}
+    result = objects(server)
+    manifest = json.loads(result.pop("run/UPLOADED.json"))
+    assert result == {f"run/{name}": content for name, content in files_of(export).items()}
     assert manifest["files"]["model.safetensors"] == {
         "size": 2 * PART + 1000,
         "sha256": hashlib.sha256(files_of(export)["model.safetensors"]).hexdigest(),
@@ -179,9 +179,9 @@ def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faul
     proxy.faults = list(faults)
     upload(open_package(export), TARGET)
     assert proxy.faults == []
-    found = objects(server)
-    assert found.pop("run/UPLOADED.json")
-    assert found == {f"run/{name}": content for name, content in files_of(export).items()}
+    result = objects(server)
+    assert result.pop("run/UPLOADED.json")
+    assert result == {f"run/{name}": content for name, content in files_of(export).items()}
 
 
 def test_a_server_that_does_not_answer_is_given_up_after_a_time(
@@ -264,8 +264,8 @@ def test_an_upload_that_was_killed_leaves_no_marker_and_is_made_whole_by_the_nex
         process.kill()
         assert process.wait() == -signal.SIGKILL
     assert "run/UPLOADED.json" not in objects(server)
-    again = dsreason(*push, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    completed = dsreason(*push, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     sent = objects(server)
     assert {name: sent[f"run/{name}"] for name in files_of(export)} == files_of(export)
     assert proxy.seen[-1].startswith("PUT /bucket/run/UPLOADED.json") and "run/UPLOADED.json" in sent
@@ -446,8 +446,8 @@ def test_several_processes_fetch_an_object_once_also_after_a_fork(server: Any, p
     local_copy("s3://bucket/first.bin")  # the connection of this process must not be used by its children
     put(server, "large.bin", os.urandom(10**6))
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        found = set(pool.map(fetch_in_process, ["s3://bucket/large.bin"] * 8, chunksize=1))
-    assert [size for _, size in found] == [10**6]
+        result = set(pool.map(fetch_in_process, ["s3://bucket/large.bin"] * 8, chunksize=1))
+    assert [size for _, size in result] == [10**6]
     assert sum(line.startswith("GET /bucket/large.bin") for line in proxy.seen) == 1
 
 
@@ -538,18 +538,18 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # the library's waits are fixed
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with hub_server() as (found, address):
+    with hub_server() as (result, address):
         monkeypatch.setenv("HF_ENDPOINT", address)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield found
+        yield result
 
 
 def test_an_export_becomes_a_private_repository_and_its_manifest_comes_last(hub: Hub, tmp_path: Path) -> None:
     folder = make_export(tmp_path / "export" / "final")
     upload(open_package(folder), parse_target("hub:user/name"))
-    found = hub.repositories["user/name@main"]
-    assert json.loads(found["UPLOADED.json"])["files"].keys() == {"config.json", "model.safetensors"}
-    assert {name: found[name] for name in files_of(folder)} == files_of(folder)
+    repositories = hub.repositories["user/name@main"]
+    assert json.loads(repositories["UPLOADED.json"])["files"].keys() == {"config.json", "model.safetensors"}
+    assert {name: repositories[name] for name in files_of(folder)} == files_of(folder)
     assert hub.commits == [["config.json", "model.safetensors"], ["UPLOADED.json"]]
     [created] = hub.created
     assert created.get("visibility") == "private" or created.get("private"), "the second of huggingface_hub 1.5"
@@ -562,16 +562,16 @@ def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
     folder = make_export(tmp_path / "export" / "final")
     (folder / "README.md").write_text("made by the run")
     upload(open_package(folder), parse_target(target))
-    found = hub.repositories["user/name@dev" if "@" in target else "user/name@main"]
-    assert found[f"{place}README.md"] == b"made by the run"
-    assert "README.md" in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    repositories = hub.repositories["user/name@dev" if "@" in target else "user/name@main"]
+    assert repositories[f"{place}README.md"] == b"made by the run"
+    assert "README.md" in json.loads(repositories[f"{place}UPLOADED.json"])["files"]
     assert "stays" not in caplog.text
 
-    found[f"{place}README.md"] = b"license: the owner's"
+    repositories[f"{place}README.md"] = b"license: the owner's"
     (folder / "README.md").write_text("made again")
     upload(open_package(folder), parse_target(target))
-    assert found[f"{place}README.md"] == b"license: the owner's"
-    assert "README.md" not in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    assert repositories[f"{place}README.md"] == b"license: the owner's"
+    assert "README.md" not in json.loads(repositories[f"{place}UPLOADED.json"])["files"]
     assert f"{target}: the README.md that is there stays; delete it" in caplog.text
 
 
@@ -708,10 +708,10 @@ def test_the_command_pushes_and_shows_no_secret_whatever_happens(
     refused = run_push(folder, "--to", "s3://bucket/other")
     assert refused.returncode == 1
     assert "error: s3://bucket/other/config.json: the server answers 403 AccessDenied" in refused.stderr
-    for shown in (done.stdout, done.stderr, refused.stdout, refused.stderr):
-        assert "Traceback" not in shown
+    for displayed in (done.stdout, done.stderr, refused.stdout, refused.stderr):
+        assert "Traceback" not in displayed
         for secret in (KEY, SECRET, "Signature="):
-            assert secret not in shown
+            assert secret not in displayed
 
 
 # ---------------------------------------------------------------- a whole run
@@ -808,8 +808,8 @@ def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_show
     assert "talkative: with <REMOTE_REWARD_TOKEN>" in written
     assert "RuntimeError: with <WANDB_API_KEY>" in written and "RuntimeError: with <WANDB_API_KEY>" in stderr
     assert "monitor.wandb_name=<WFM_REWARD_TOKEN>" in written
-    for said in (refused.stdout, refused.stderr, stdout, stderr, written):
-        assert [secret for secret in SECRETS if secret in said] == []
+    for message in (refused.stdout, refused.stderr, stdout, stderr, written):
+        assert [secret for secret in SECRETS if secret in message] == []
 
     proxy.faults = []
     pushed = dsreason("push", "D", "--to", "s3://bucket/run", cwd=tmp_path)

@@ -83,10 +83,10 @@ def test_its_run_is_shown_validated_and_exported_as_any_other(folder: Path) -> N
 
 
 def test_it_resumes_exactly(folder: Path) -> None:
-    whole, resumed = ([line["train/loss"] for line in metrics(folder / name) if line["step"] > 2] for name in RUNS)
-    assert whole == resumed
-    expected, found = (load_file(folder / name / "export/final/model.safetensors") for name in RUNS)
-    assert all(expected[name].equal(found[name]) for name in expected)
+    full, resumed = ([line["train/loss"] for line in metrics(folder / name) if line["step"] > 2] for name in RUNS)
+    assert full == resumed
+    expected, result = (load_file(folder / name / "export/final/model.safetensors") for name in RUNS)
+    assert all(expected[name].equal(result[name]) for name in expected)
 
 
 RUNS = ("whole", "resumed")
@@ -111,5 +111,5 @@ def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
     trainer = choose_trainer(folder / "run.toml", None, None)
     assert trainer.name == "toy"
     parts = encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
-    found = {name: render_rows(name, dataset, encode, limit=None, workers=0) for name, dataset, encode in parts}
-    assert found == {"training": (6, []), "validation": (2, [])}
+    result = {name: render_rows(name, dataset, encode, limit=None, workers=0) for name, dataset, encode in parts}
+    assert result == {"training": (6, []), "validation": (2, [])}

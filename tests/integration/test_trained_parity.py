@@ -53,26 +53,26 @@ def untie(model: Path) -> None:
 def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     explorer = Explorer(setup, folder)
     explorer.prompts = task_prompts(folder, explorer.world.rank, ("red", "blue"), "left")
-    others = task_prompts(folder, explorer.world.rank, ("green", "yellow"), "right")
+    other_items = task_prompts(folder, explorer.world.rank, ("green", "yellow"), "right")
     assert ("model.lm_head.weight" in dict(explorer.policy.named_parameters())) != setup.tied
     engine = explorer.engine
     engine.wake()
     engine.sync(explorer.weights(), 1)
-    found: dict[str, Any] = {"trained": explorer.differences(version=1)}
-    found["tower moved"] = train(explorer)
-    found["sync skipped"] = explorer.differences(version=1)
+    result: dict[str, Any] = {"trained": explorer.differences(version=1)}
+    result["tower moved"] = train(explorer)
+    result["sync skipped"] = explorer.differences(version=1)
     engine.sync(explorer.weights(), 2)
-    found["fresh"], found["wrong medium"] = {}, {}
+    result["fresh"], result["wrong medium"] = {}, {}
     for temperature in TEMPERATURES:
         for name, completion in zip(CASES, explorer.generate(temperature=temperature), strict=True):
-            found["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
+            result["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
             if name != "text":
-                pixels = others[name].encoded.mm_kwargs
+                pixels = other_items[name].encoded.mm_kwargs
                 other = {key: value for key, value in pixels.items() if key.startswith("pixel")}
-                found["wrong medium"][name, temperature] = explorer.difference(name, completion, temperature, **other)
+                result["wrong medium"][name, temperature] = explorer.difference(name, completion, temperature, **other)
     engine.shutdown()
     torch.distributed.barrier()
-    return found
+    return result
 
 
 def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: str) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def train(explorer: Explorer) -> float:
     towers = {n: p.detach().clone() for n, p in policy.named_parameters() if "visual" in n}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3)
     rows = [
-        completed(explorer.prompts[name].encoded, one)
-        for name, one in zip(CASES, explorer.generate(version=1), strict=True)
+        completed(explorer.prompts[name].encoded, item)
+        for name, item in zip(CASES, explorer.generate(version=1), strict=True)
     ]
     for _ in range(STEPS):
         for row in rows:

@@ -120,9 +120,9 @@ def deepspeed(
     hosts: tuple[Host, Host], folder: Path, *command: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`deepspeed --hostfile` on the first host."""
-    given = os.environ | (environment or {})
+    value = os.environ | (environment or {})
     start = [*hosts[0].inside, *DEEPSPEED, *command]
-    return subprocess.run(start, check=False, cwd=folder, env=given, capture_output=True, text=True, timeout=900)
+    return subprocess.run(start, check=False, cwd=folder, env=value, capture_output=True, text=True, timeout=900)
 
 
 def torchrun(
@@ -137,14 +137,14 @@ def on_both(
     hosts: tuple[Host, Host], folder: Path, commands: list[list[str]], environment: Mapping[str, str]
 ) -> list[subprocess.CompletedProcess[str]]:
     """One command on each host, at the same time."""
-    given = os.environ | {"DS_ACCELERATOR": "cpu"} | environment
+    value = os.environ | {"DS_ACCELERATOR": "cpu"} | environment
     with ExitStack() as stack:
         started = [
             stack.enter_context(
                 subprocess.Popen(
                     [*host.inside, *command],
                     cwd=folder,
-                    env=given,
+                    env=value,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -188,8 +188,8 @@ def test_every_host_tells_an_error_and_the_launcher_keeps_its_exit_code(folder: 
         hosts, folder, "--module", "dsreason", "sft", "--config", "run.toml", "--set", "train.max_stepz=4"
     )
     assert ended.returncode == 2
-    told = "error: --set train.max_stepz=4: train.max_stepz: unknown key; did you mean train.max_steps?"
-    assert all(f"{name}: {told}" in ended.stderr for name in NAMES)
+    message = "error: --set train.max_stepz=4: train.max_stepz: unknown key; did you mean train.max_steps?"
+    assert all(f"{name}: {message}" in ended.stderr for name in NAMES)
 
 
 @pytest.fixture
@@ -216,22 +216,24 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
         first, second = torchrun(hosts, folder, ranks, how)
         assert first.returncode != 0
         assert second.returncode != 0
-        told = first.stdout
+        stdout = first.stdout
     else:
         ended = deepspeed(hosts, folder, ranks, how, environment={"HF_TOKEN": "hf_secret"})
         assert ended.returncode != 0
-        told = ended.stderr
+        stdout = ended.stderr
         # The shell's variables have come to ranks that pdsh started, and on no command line: `deepspeed` tells those.
         assert [(folder / f"token_{rank}").read_text() for rank in (0, 1)] == ["hf_secret", "hf_secret"]
-        lines = [line for line in told.splitlines() if "takes these variables from where the job was started: " in line]
+        lines = [
+            line for line in stdout.splitlines() if "takes these variables from where the job was started: " in line
+        ]
         assert len(lines) == 2
         assert all("HF_TOKEN" in line for line in lines)
-        assert "hf_secret" not in told + ended.stdout
+        assert "hf_secret" not in stdout + ended.stdout
     deadline = float((folder / "since").read_text()) + MINUTE
     while [host.processes() for host in hosts] != before:
-        assert time.time() < deadline, told
+        assert time.time() < deadline, stdout
         time.sleep(0.2)
-    assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in told
+    assert f"rank 1 on node-1 died {place} (killed, or its host is gone)" in stdout
 
 
 @pytest.mark.parametrize(
@@ -245,11 +247,11 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
         commands = [[*host.inside, *TORCHRUN, ranks, "stay"] for host in hosts]
     else:
         commands = [[*hosts[0].inside, *DEEPSPEED, ranks, "stay"]]
-    given = os.environ | {"DS_ACCELERATOR": "cpu"}
+    value = os.environ | {"DS_ACCELERATOR": "cpu"}
     with ExitStack() as stack:
         quiet = subprocess.DEVNULL
         started = [
-            stack.enter_context(subprocess.Popen(command, cwd=folder, env=given, stdout=quiet, stderr=quiet))
+            stack.enter_context(subprocess.Popen(command, cwd=folder, env=value, stdout=quiet, stderr=quiet))
             for command in commands
         ]
         stack.callback(lambda: [process.kill() for process in started])
@@ -272,13 +274,13 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     start += [*MEETING, "--rdzv_conf", "last_call_timeout=5"]
     start += ["-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "elastic"]
     start += ["--set", "checkpoint.every=1", "--set", "train.epochs=8"]
-    given = os.environ | {"DS_ACCELERATOR": "cpu"}
+    value = os.environ | {"DS_ACCELERATOR": "cpu"}
     before, run = hosts[1].processes(), folder / "elastic"
     with ExitStack() as stack:
         outputs = [stack.enter_context((folder / f"elastic_{host.name}.txt").open("w+")) for host in hosts]
         first, second = (
             stack.enter_context(
-                subprocess.Popen([*host.inside, *start], cwd=folder, env=given, stdout=file, stderr=file)
+                subprocess.Popen([*host.inside, *start], cwd=folder, env=value, stdout=file, stderr=file)
             )
             for host, file in zip(hosts, outputs, strict=True)
         )
@@ -292,9 +294,9 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         ended = first.wait(timeout=5 * MINUTE)
-        told = (folder / f"elastic_{hosts[0].name}.txt").read_text()
-    assert ended == 0, told
-    assert "rank 1 on node-1 died" in told
+        text = (folder / f"elastic_{hosts[0].name}.txt").read_text()
+    assert ended == 0, text
+    assert "rank 1 on node-1 died" in text
     assert json.loads((run / "config.json").read_text())["world_size"] == 1
     assert len(losses(run)) == 16
     assert losses(run)[:4] == pytest.approx(expected_losses, rel=1e-5)

@@ -88,8 +88,8 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
         results.append(measure(version))
         assert torch.equal(state, torch.random.get_rng_state())
         sft_step(engine, batches, lr=1e-2, world=world)
-    whole, in_parts = (measure(len(results), media_memory_gib=gib) for gib in (4.0, 1e-6))
-    assert whole.answers == in_parts.answers
+    full, in_parts = (measure(len(results), media_memory_gib=gib) for gib in (4.0, 1e-6))
+    assert full.answers == in_parts.answers
     loss_only = measure(len(results), generate=False)
     return {
         "loss_only": loss_only.metrics,
@@ -137,12 +137,12 @@ def two_ranks(rows: str, tiny: Path) -> list[dict[str, Any]]:
 
 def test_two_ranks_give_the_numbers_of_one(two_ranks: list[dict[str, Any]], one_rank: dict[str, Any]) -> None:
     """9 mixed rows: uneven tails, and ranks whose micro-batches hold different media."""
-    found = [{name: value for name, value in rank.items() if name != "calls"} for rank in two_ranks]
-    assert found[0] == found[1]
-    assert found[0]["answers"] == one_rank["answers"]
-    assert found[0]["sheets"] == one_rank["sheets"] == [0, 4]
-    assert found[0]["training"]
-    for metrics, expected in zip(found[0]["metrics"], one_rank["metrics"], strict=True):
+    result = [{name: value for name, value in rank.items() if name != "calls"} for rank in two_ranks]
+    assert result[0] == result[1]
+    assert result[0]["answers"] == one_rank["answers"]
+    assert result[0]["sheets"] == one_rank["sheets"] == [0, 4]
+    assert result[0]["training"]
+    for metrics, expected in zip(result[0]["metrics"], one_rank["metrics"], strict=True):
         assert metrics == pytest.approx(expected, abs=1e-5)
     first, second = (metrics["val/loss"] for metrics in one_rank["metrics"])
     assert second < first - 0.2  # the step between them was taken
@@ -152,7 +152,7 @@ def test_a_rank_hands_over_all_its_rows_at_once_or_as_many_as_the_engine_answers
     two_ranks: list[dict[str, Any]],
 ) -> None:
     """Of 9 rows: three validations with room for all media, and one with room for none; as many calls on every rank."""
-    assert [found["calls"] for found in two_ranks] == [[5, 5, 5, 2, 2, 1], [4, 4, 4, 2, 2, 0]]
+    assert [two_rank["calls"] for two_rank in two_ranks] == [[5, 5, 5, 2, 2, 1], [4, 4, 4, 2, 2, 0]]
 
 
 def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny_qwen3_vl: Path) -> None:
@@ -161,8 +161,8 @@ def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny
     broken.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "bad", "video": "none.mp4"')]) + "\n")
     with pytest.raises(AssertionError, match=r"DataError.*broken\.jsonl, row \d+.*none\.mp4"):
         run_on_ranks(validate_on_rank, 2, str(broken), str(tiny_qwen3_vl), {}, {})
-    found = run_on_ranks(validate_on_rank, 2, str(broken), str(tiny_qwen3_vl), {}, {"on_bad_row": "skip"})
-    assert len(found[0]["answers"][0]) == 9
+    results = run_on_ranks(validate_on_rank, 2, str(broken), str(tiny_qwen3_vl), {}, {"on_bad_row": "skip"})
+    assert len(results[0]["answers"][0]) == 9
 
 
 def test_without_generation_there_is_only_the_loss(one_rank: dict[str, Any]) -> None:

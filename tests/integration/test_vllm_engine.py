@@ -165,31 +165,31 @@ def pools_from_now_on() -> Callable[[int], str]:
 def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     explorer = Explorer(setup, folder)
     engine = explorer.engine
-    found: dict[str, Any] = {"construction leaves the trainer's state": explorer.undisturbed}
-    found["loaded"] = explore_loaded(explorer)
+    result: dict[str, Any] = {"construction leaves the trainer's state": explorer.undisturbed}
+    result["loaded"] = explore_loaded(explorer)
     engine.sleep()
-    found["sync asleep"] = failure(lambda: engine.sync(explorer.weights(), 1))
+    result["sync asleep"] = failure(lambda: engine.sync(explorer.weights(), 1))
     engine.wake()
-    found["generate before sync"] = failure(lambda: explorer.generate(version=1))
+    result["generate before sync"] = failure(lambda: explorer.generate(version=1))
     explorer.disturb(1)
     engine.sync(explorer.weights(), 1)
-    found["first version"] = explorer.differences(version=1)
+    result["first version"] = explorer.differences(version=1)
     explorer.disturb(2)
-    found["sync skipped"] = explorer.differences(version=1)
-    found["stale version"] = failure(lambda: explorer.generate(version=2))
+    result["sync skipped"] = explorer.differences(version=1)
+    result["stale version"] = failure(lambda: explorer.generate(version=2))
     engine.sleep()
     engine.wake()
-    found["generate after waking"] = failure(lambda: explorer.generate(version=1))
+    result["generate after waking"] = failure(lambda: explorer.generate(version=1))
     engine.sync(explorer.weights(), 2)
-    found |= explore_completions(explorer)
-    found["processed"] = explore_processing(explorer)
-    found |= explore_faults(explorer)
-    found["frozen"] = explore_frozen(explorer)
-    found["sleep"] = {level: explore_sleep(explorer, level) for level in (1, 2)}
+    result |= explore_completions(explorer)
+    result["processed"] = explore_processing(explorer)
+    result |= explore_faults(explorer)
+    result["frozen"] = explore_frozen(explorer)
+    result["sleep"] = {level: explore_sleep(explorer, level) for level in (1, 2)}
     engine.shutdown()
     engine.shutdown()
     torch.distributed.barrier()
-    return found
+    return result
 
 
 def explore_loaded(explorer: Explorer) -> dict[str, Any]:
@@ -214,42 +214,42 @@ def explore_processing(explorer: Explorer) -> dict[str, Any]:
         calls.extend(kind for kind in ("images", "videos") if kwargs.get(kind))
         return original(processor, *args, **kwargs)
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with mock.patch.object(ProcessorMixin, "__call__", counted):
         for version in (2, 3):
             explorer.engine.sync(explorer.weights(), version)
             completions = explorer.generate(sum(((name,) * 4 for name in PROCESSED), ()), version)
-            found[f"step {version}"] = calls.copy()
-            found["completions"] = [completion.ids for completion in completions]
+            result[f"step {version}"] = calls.copy()
+            result["completions"] = [completion.ids for completion in completions]
             calls.clear()
     explorer.engine.sync(explorer.weights(), 2)
-    return found
+    return result
 
 
 def explore_completions(explorer: Explorer) -> dict[str, Any]:
-    found: dict[str, Any] = {"fresh": {}, "wrong medium": {}}
+    result: dict[str, Any] = {"fresh": {}, "wrong medium": {}}
     before = generators()
     for temperature in TEMPERATURES:
         for name, completion in zip(CASES, explorer.generate(temperature=temperature), strict=True):
-            found["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
+            result["fresh"][name, temperature] = explorer.difference(name, completion, temperature)
     for name, completion in zip(CASES[1:], explorer.generate(CASES[1:]), strict=True):
         pixels = {k: -v for k, v in explorer.prompts[name].encoded.mm_kwargs.items() if k.startswith("pixel")}
-        found["wrong medium"][name] = explorer.difference(name, completion, 1.0, **pixels)
-    found["generate leaves the trainer's state"] = before == generators()
+        result["wrong medium"][name] = explorer.difference(name, completion, 1.0, **pixels)
+    result["generate leaves the trainer's state"] = before == generators()
     drawn = explorer.generate(("text",) * 3, seed=6)
-    found["same prompt"] = [completion.ids for completion in drawn]
-    found["again"] = [completion.ids for completion in explorer.generate(("text",) * 3, seed=6)]
+    result["same prompt"] = [completion.ids for completion in drawn]
+    result["again"] = [completion.ids for completion in explorer.generate(("text",) * 3, seed=6)]
     rank = explorer.world.rank
-    found["streams"] = [c.ids for c in explorer.generate(("text",) * 4, streams=[rank, rank + 1, 0, rank], seed=6)]
-    own = CASES if explorer.world.rank == 0 else CASES[:1]
-    shares = {"all": CASES, "uneven": own, "one empty": CASES if explorer.world.rank else (), "none": ()}
-    found["shares"] = {name: [c.ids for c in explorer.generate(share)] for name, share in shares.items()}
+    result["streams"] = [c.ids for c in explorer.generate(("text",) * 4, streams=[rank, rank + 1, 0, rank], seed=6)]
+    local = CASES if explorer.world.rank == 0 else CASES[:1]
+    shares = {"all": CASES, "uneven": local, "one empty": CASES if explorer.world.rank else (), "none": ()}
+    result["shares"] = {name: [c.ids for c in explorer.generate(share)] for name, share in shares.items()}
     hot = explorer.generate(temperature=2.0, max_completion_length=200)
-    found["hot"] = [(completion.ids, completion.finish_reason) for completion in hot]
-    found["as completed"] = explore_as_completed(explorer)
-    found["banned"], found["stops"] = explorer.engine.banned_ids, explorer.engine.stop_ids
-    found["completion"] = drawn[0]
-    return found
+    result["hot"] = [(completion.ids, completion.finish_reason) for completion in hot]
+    result["as completed"] = explore_as_completed(explorer)
+    result["banned"], result["stops"] = explorer.engine.banned_ids, explorer.engine.stop_ids
+    result["completion"] = drawn[0]
+    return result
 
 
 def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
@@ -315,8 +315,8 @@ def explore_faults(explorer: Explorer) -> dict[str, Any]:
     wrong["exchanged", GATE] = sync_with(lambda n, t: [(swap.get(n, n), t)], on_the_way=True)
     explorer.disturb(20, scale=0.005)
     with mock.patch("dsreason.rollout.vllm_engine.repair_tied_output"):
-        found: dict[str, Any] = {"unrepaired": failure(lambda: engine.sync(explorer.weights(), 3))}
-    return {"faults": found | explore_generate_faults(explorer), "sync faults": wrong, "tied": explorer.setup.tied}
+        result: dict[str, Any] = {"unrepaired": failure(lambda: engine.sync(explorer.weights(), 3))}
+    return {"faults": result | explore_generate_faults(explorer), "sync faults": wrong, "tied": explorer.setup.tied}
 
 
 def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
@@ -326,11 +326,11 @@ def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
     engine.sleep()
     engine.wake()
     engine.sync(explorer.weights(), 4)
-    found: dict[str, Any] = {"mended": explorer.differences(version=4)}
+    result: dict[str, Any] = {"mended": explorer.differences(version=4)}
     image = explorer.prompts["image"]
     explorer.prompts["doubled"] = replace(image, prompt_ids=image.encoded.input_ids.tolist())
-    found["doubled pads"] = failure(lambda: explorer.generate(("text", "doubled"), version=4))
-    found["no room"] = failure(lambda: explorer.generate(("text",), version=4, max_completion_length=5000))
+    result["doubled pads"] = failure(lambda: explorer.generate(("text", "doubled"), version=4))
+    result["no room"] = failure(lambda: explorer.generate(("text",), version=4, max_completion_length=5000))
 
     def unbanned(*args: Any) -> Any:
         params = make_sampling_params(*args)
@@ -338,9 +338,9 @@ def explore_generate_faults(explorer: Explorer) -> dict[str, Any]:
         return params
 
     with mock.patch("dsreason.rollout.vllm_engine.make_sampling_params", unbanned):
-        found["media token"] = failure(lambda: explorer.generate(("text",), version=4))
-    found["unbanned"] = engine.tokenizer.convert_ids_to_tokens(engine.banned_ids[0])
-    return found
+        result["media token"] = failure(lambda: explorer.generate(("text",), version=4))
+    result["unbanned"] = engine.tokenizer.convert_ids_to_tokens(engine.banned_ids[0])
+    return result
 
 
 def explore_frozen(explorer: Explorer) -> dict[str, Any]:
@@ -358,34 +358,34 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
     log.setLevel(logging.INFO)
 
     engine.sleep()
-    found: dict[str, Any] = {"asleep": engine.retained(tower)}
+    result: dict[str, Any] = {"asleep": engine.retained(tower)}
     engine.wake()
-    kept = engine.retained(tower)
-    found["tower"] = kept == tower
+    retained = engine.retained(tower)
+    result["tower"] = retained == tower
     explorer.disturb(30, frozen=tower)
-    engine.sync(explorer.weights(without=kept), 5, kept)
-    found["differences"] = explorer.differences(version=5)
-    found["lines of a frozen tower"] = list(lines)
+    engine.sync(explorer.weights(without=retained), 5, retained)
+    result["differences"] = explorer.differences(version=5)
+    result["lines of a frozen tower"] = list(lines)
     torn = {KEY, f"{layer}q_proj.weight", NORM, TOWER["qwen2_5_vl"], "model.visual.merger.mlp.0.weight"}
-    found["torn"] = engine.retained(torn & engine.expected.keys())
-    found["whole"] = engine.retained(qkv) == qkv
+    result["torn"] = engine.retained(torn & engine.expected.keys())
+    result["whole"] = engine.retained(qkv) == qkv
     explorer.disturb(31, frozen=qkv)
     engine.sync(explorer.weights(without=qkv), 6, qkv)
-    found["differences of a frozen layer"] = explorer.differences(version=6)
+    result["differences of a frozen layer"] = explorer.differences(version=6)
     with torch.no_grad():
         engine.model.get_parameter(norm1.removeprefix("model.")).mul_(0.5)
-    found["lost"] = tower - engine.retained(tower)
-    found["lines"] = lines
-    found["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
-    found["sent twice"] = failure(
+    result["lost"] = tower - engine.retained(tower)
+    result["lines"] = lines
+    result["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
+    result["sent twice"] = failure(
         lambda: engine.sync(explorer.weights(), 7, ()) or engine.sync(explorer.weights(), 8, {KEY})
     )
-    found["after a failure"] = engine.retained(tower)
-    found["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
+    result["after a failure"] = engine.retained(tower)
+    result["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
     engine.sync(explorer.weights(), 7)
-    found["differences in the end"] = explorer.differences(version=7)
+    result["differences in the end"] = explorer.differences(version=7)
     log.removeHandler(handler)
-    return found | {"family": setup.family}
+    return result | {"family": setup.family}
 
 
 def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
@@ -396,10 +396,10 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
     engine.wake()
     engine.sync(explorer.weights(), version)
     engine.sleep()
-    found: dict[str, Any] = {"asleep": failure(lambda: explorer.generate(version=version))}
+    result: dict[str, Any] = {"asleep": failure(lambda: explorer.generate(version=version))}
     engine.wake()
-    found["awake"] = failure(lambda: explorer.differences(version=version))
-    found["other version"] = failure(lambda: explorer.generate(version=version + 1))
+    result["awake"] = failure(lambda: explorer.differences(version=version))
+    result["other version"] = failure(lambda: explorer.generate(version=version + 1))
     wake_up, poison = engine.llm.wake_up, []
 
     def losing(tags: list[str]) -> None:
@@ -420,8 +420,8 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
 
     prompts = [explorer.prompts["text"], explorer.prompts["image"]]
     with mock.patch.object(engine.llm, "wake_up", losing):
-        found["state"] = explore_state(explorer, version + 3)
-        found["self-test"] = explore_self_test(
+        result["state"] = explore_state(explorer, version + 3)
+        result["self-test"] = explore_self_test(
             engine,
             explorer.weights,
             prompts,
@@ -435,14 +435,14 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
     ):
         from dsreason.rollout.self_test import self_test
 
-        found["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts, max_completion_length=8))
+        result["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts, max_completion_length=8))
     with mock.patch.object(engine.llm, "wake_up", losing_buffer):
-        found["buffer"] = failure(engine.wake)
+        result["buffer"] = failure(engine.wake)
     engine.model.get_buffer(COS_SIN).mul_(2)
     engine.sync(explorer.weights(), version + 2)
-    found["differences"] = explorer.differences(version=version + 2)
+    result["differences"] = explorer.differences(version=version + 2)
     engine.sleep()
-    return found
+    return result
 
 
 def explore_state(explorer: Explorer, version: int) -> dict[str, Any]:
@@ -658,8 +658,8 @@ def test_completions_are_plain_values(found: list[dict[str, Any]]) -> None:
 
 def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        first, second, zeroth, again = rank["streams"]
-        assert first == again != second
+        first, second, zeroth, repeated = rank["streams"]
+        assert first == repeated != second
         assert zeroth == found[0]["streams"][0] == found[0]["same prompt"][0]
     if len(found) == 2:
         assert found[0]["streams"][1] == found[1]["streams"][0] != found[0]["streams"][0]

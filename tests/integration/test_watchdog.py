@@ -124,11 +124,11 @@ def train(folder: Path, reward: str) -> subprocess.CompletedProcess[str]:
 
 def wait_until_gone(word: str, deadline: float) -> bool:
     """Whether no process with the word in its command line is left: ranks and their data workers."""
-    while found := [process for process in Path("/proc").glob("[0-9]*") if is_about(process, word)]:
+    while paths := [process for process in Path("/proc").glob("[0-9]*") if is_about(process, word)]:
         if time.time() > deadline:
             return False
         time.sleep(0.2)
-    return not found
+    return not paths
 
 
 def is_about(process: Path, word: str) -> bool:
@@ -225,8 +225,8 @@ def test_the_rank_that_is_left_tells_of_the_killed_one(
     rank = how[-1]
     text = f"rank {rank} on {socket.gethostname()} died {place} after step 7 (killed, or its host is gone); "
     text += "its last log line: "
-    told = done.stderr[done.stderr.index(f"error: {text}") :]
-    assert f"INFO dsreason: the last words of rank {rank}; its log: {tmp_path}/logs/rank_{rank}.log\n" in told
+    stderr = done.stderr[done.stderr.index(f"error: {text}") :]
+    assert f"INFO dsreason: the last words of rank {rank}; its log: {tmp_path}/logs/rank_{rank}.log\n" in stderr
     if launcher is TORCHRUN:
         assert text in done.stderr.rpartition("Root Cause")[2]
     assert gone_within_a_minute(tmp_path)
@@ -301,8 +301,8 @@ def test_torchrun_restarts_a_killed_run_from_its_newest_checkpoint(tmp_path: Pat
     assert (tmp_path / "killed_once").exists()
     assert "error: rank 1 on" in done.stderr
     assert "resumed from" in (run / "logs/rank_0.log").read_text()
-    whole = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    completed = dsreason("sft", "--config", "run.toml", "--output-dir", "whole", "--nproc", 2, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     losses = [[line["train/loss"] for line in metrics(r) if "train/loss" in line] for r in (run, tmp_path / "whole")]
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]

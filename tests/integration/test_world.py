@@ -149,9 +149,9 @@ def values(run: Path, after: int = 0) -> list[dict[str, float]]:
 def test_a_resumed_run_goes_on_bit_for_bit(runs: str, file: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(runs)
     assert values(folder / runs, after=2) == values(folder / f"{runs}_resumed")
-    whole, resumed = exported(folder / runs, file), exported(folder / f"{runs}_resumed", file)
-    assert whole.keys() == resumed.keys()
-    assert all(whole[name].equal(resumed[name]) for name in whole)
+    full, resumed = exported(folder / runs, file), exported(folder / f"{runs}_resumed", file)
+    assert full.keys() == resumed.keys()
+    assert all(full[name].equal(resumed[name]) for name in full)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: py
     """Up to the order of sums: the clips, their rewards and their gradients are the same."""
     folder = request.getfixturevalue(runs)
     alone = values(folder / f"{runs}_{other}")
-    for one, two in zip(alone, values(folder / runs, after=alone[0]["step"] - 1), strict=True):
-        assert one.keys() == two.keys()
+    for item, two in zip(alone, values(folder / runs, after=alone[0]["step"] - 1), strict=True):
+        assert item.keys() == two.keys()
         for name in ("reward/mean", "reward/std", "clips/diversity", "policy/kl", "train/grad_norm"):
-            assert one[name] == pytest.approx(two[name], rel=2e-3, abs=1e-7), (name, one["step"])
+            assert item[name] == pytest.approx(two[name], rel=2e-3, abs=1e-7), (name, item["step"])
     two_ranks, one_rank = exported(folder / runs, file), exported(folder / f"{runs}_{other}", file)
     for name, value in two_ranks.items():
         torch.testing.assert_close(one_rank[name], value, atol=2e-4, rtol=1e-2)
@@ -172,48 +172,48 @@ def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: py
 
 @pytest.mark.parametrize("name", ["flow", "flow_alone", "flow_together"])
 def test_sampling_and_training_are_one_function_and_the_policy_moves(name: str, flow: Path) -> None:
-    found = values(flow / name)
-    on_policy = [line for line in found if line["step"] % 2 == 1]  # two optimizer steps on a rollout
+    result = values(flow / name)
+    on_policy = [line for line in result if line["step"] % 2 == 1]  # two optimizer steps on a rollout
     assert [line["policy/ratio_error"] for line in on_policy] == [0.0, 0.0]
     assert all(line["train/grad_norm"] > 0 for line in on_policy)
-    assert all(line["policy/ratio_error"] > 0 for line in found if line["step"] % 2 == 0)
-    assert found[0]["policy/kl"] == 0.0  # still the model that training began with
-    assert found[-1]["policy/kl"] > 0
+    assert all(line["policy/ratio_error"] > 0 for line in result if line["step"] % 2 == 0)
+    assert result[0]["policy/kl"] == 0.0  # still the model that training began with
+    assert result[-1]["policy/kl"] > 0
 
 
 def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(clips: Path) -> None:
-    two, one = values(clips / "sft", after=2), values(clips / "sft_alone")
-    for a, b in zip(two, one, strict=True):
+    two, item = values(clips / "sft", after=2), values(clips / "sft_alone")
+    for a, b in zip(two, item, strict=True):
         for name in ("train/loss", "train/grad_norm", *(["val/loss"] if a["step"] == 4 else [])):
             assert a[name] == pytest.approx(b[name], rel=1e-4), name
     for name, value in exported(clips / "sft", FULL).items():
         torch.testing.assert_close(exported(clips / "sft_alone", FULL)[name], value, atol=2e-4, rtol=1e-2)
-    shown = metrics(clips / "sft")
-    assert shown[-1]["val/loss"] < shown[0]["val/loss"]
-    assert "val/reward/mean" not in shown[0]
+    displayed = metrics(clips / "sft")
+    assert displayed[-1]["val/loss"] < displayed[0]["val/loss"]
+    assert "val/reward/mean" not in displayed[0]
 
 
 def test_a_frozen_projection_stays_as_it_was_and_is_exported(clips: Path) -> None:
     base = load_file(Path(str(run_facts(clips / "sft")["model_path"])) / FULL)
-    found = exported(clips / "sft", FULL)
-    assert found.keys() == base.keys()
-    same = {name for name, value in found.items() if value.equal(base[name])}
+    result = exported(clips / "sft", FULL)
+    assert result.keys() == base.keys()
+    same = {name for name, value in result.items() if value.equal(base[name])}
     assert {"crossattn_proj.0.weight", "crossattn_proj.0.bias"} <= same
     assert len(same) < len(base) / 2
 
 
 def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:
-    (found,) = values(clips / "ddrl")
-    assert found["policy/ratio_error"] == 0.0
-    assert found["policy/data_loss"] > 0.5  # of a model that has learned nothing
-    assert found["train/loss"] == pytest.approx(found["policy/loss"] + 0.5 * found["policy/data_loss"])
+    (result,) = values(clips / "ddrl")
+    assert result["policy/ratio_error"] == 0.0
+    assert result["policy/data_loss"] > 0.5  # of a model that has learned nothing
+    assert result["train/loss"] == pytest.approx(result["policy/loss"] + 0.5 * result["policy/data_loss"])
 
 
 def test_the_curves_have_what_shows_that_rewards_are_cheated(flow: Path) -> None:
     expected = {"reward/brightness/mean", "reward/zero_std_fraction", "clips/diversity", "clips/brightness"}
     assert expected <= values(flow / "flow")[0].keys()
-    shown = metrics(flow / "flow")
-    assert [line["step"] for line in shown if "val/reward/mean" in line] == [0, 4]
+    displayed = metrics(flow / "flow")
+    assert [line["step"] for line in displayed if "val/reward/mean" in line] == [0, 4]
     assert (flow / "flow/validation/step_4/0.mp4").is_file()
     assert "step 4" in (flow / "flow/world.html").read_text()
     assert len((flow / "flow/validation/step_4.jsonl").read_text().splitlines()) == 3
@@ -263,9 +263,9 @@ def test_a_checkpoint_is_exported_as_the_run_was(
 
     folder = request.getfixturevalue(runs)
     export(checkpoint=folder / runs, output=tmp_path / "out", dtype="fp32")
-    found, expected = load_file(tmp_path / "out" / file), exported(folder / runs, file)
-    assert found.keys() == expected.keys()
-    assert all(value.equal(expected[name]) for name, value in found.items())
+    result, expected = load_file(tmp_path / "out" / file), exported(folder / runs, file)
+    assert result.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in result.items())
 
 
 def run_facts(run: Path) -> dict[str, Any]:
@@ -311,24 +311,24 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
         with torch.no_grad():
             return engine(x).clone().numpy()
 
-    average, found = WeightAverage(engine), [output()]
+    average, result = WeightAverage(engine), [output()]
     engine.backward(engine(x).sum())
     engine.step()
-    found.append(output())
+    result.append(output())
     average.blend(0.5)
     with average.in_place():
-        found.append(output())
-    found.append(output())
-    whole = {name: value.clone().numpy() for name, value in average.full()}
-    found.append(x.numpy() @ whole["weight"].T + whole["bias"])
-    return found
+        result.append(output())
+    result.append(output())
+    full = {name: value.clone().numpy() for name, value in average.full()}
+    result.append(x.numpy() @ full["weight"].T + full["bias"])
+    return result
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_an_average_half_way_has_half_of_the_change_and_the_policy_comes_back_exactly(ranks: int, group: int) -> None:
     """Also where hosts have copies of the weights, which must not be used while others are in place."""
-    for before, after, half, back, whole in run_on_ranks(weights_on_ranks, ranks, group):
+    for before, after, half, back, full in run_on_ranks(weights_on_ranks, ranks, group):
         assert np.abs(after - before).min() > 0.1
         np.testing.assert_allclose(half, (before + after) / 2, atol=1e-6)
         np.testing.assert_array_equal(back, after)
-        np.testing.assert_allclose(whole, half, atol=1e-6)
+        np.testing.assert_allclose(full, half, atol=1e-6)

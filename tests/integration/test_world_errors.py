@@ -63,9 +63,9 @@ def failure(folder: Path, name: str, changes: dict[str, Any], *, ranks: int = 1,
 
 def test_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
     changes = {"reward.functions": f'{{ "{folder / "own.py"}:on_one_rank" = 1.0 }}', "reward.workers": 0}
-    found = failure(folder, "one_rank", changes, ranks=2)
-    assert "RewardError" in found
-    assert "raised ValueError: no weights here" in found
+    result = failure(folder, "one_rank", changes, ranks=2)
+    assert "RewardError" in result
+    assert "raised ValueError: no weights here" in result
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ CLIPS = {
 
 
 def test_a_clip_that_cannot_be_read_is_named(folder: Path) -> None:
-    found = failure(folder, "unreadable", CLIPS | {"data.path": json.dumps(str(folder / "data"))})
-    assert "DataError" in found
-    assert "13.mp4" in found
+    result = failure(folder, "unreadable", CLIPS | {"data.path": json.dumps(str(folder / "data"))})
+    assert "DataError" in result
+    assert "13.mp4" in result
 
 
 def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_for(folder: Path) -> None:

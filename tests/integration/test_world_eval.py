@@ -61,36 +61,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def means(results: Path) -> dict[str, float]:
     summary = json.loads((results / "summary.json").read_text())
-    return {name: one["mean"] for name, one in summary["values"].items()}
+    return {name: item["mean"] for name, item in summary["values"].items()}
 
 
 @pytest.mark.long
 def test_an_evaluation_finds_what_the_last_validation_found(folder: Path) -> None:
     """The same prompts, noise, guidance and given frames, on two ranks in other micro-batches, of the exported average."""
     last = metrics(folder / "run")[-1]
-    found = means(folder / "results" / "run-final")
-    assert found["reward"] == pytest.approx(last["val/reward/mean"], abs=1e-5)
-    assert found["reward/follow"] == pytest.approx(last["val/reward/follow/mean"], abs=1e-5)
-    assert found["brightness"] == pytest.approx(last["val/brightness"], abs=1e-5)
+    result = means(folder / "results" / "run-final")
+    assert result["reward"] == pytest.approx(last["val/reward/mean"], abs=1e-5)
+    assert result["reward/follow"] == pytest.approx(last["val/reward/follow/mean"], abs=1e-5)
+    assert result["brightness"] == pytest.approx(last["val/brightness"], abs=1e-5)
     assert (folder / "results" / "run-final" / "world.html").read_text().count("<video") == 5
 
 
 def test_the_model_that_training_began_with_is_what_the_first_validation_measured(folder: Path) -> None:
     first = metrics(folder / "run")[0]
-    found = means(folder / "results" / "tiny-squares")
-    assert found["reward"] == pytest.approx(first["val/reward/mean"], abs=1e-5)
-    assert found["reward"] != pytest.approx(metrics(folder / "run")[-1]["val/reward/mean"], abs=1e-5)
+    result = means(folder / "results" / "tiny-squares")
+    assert result["reward"] == pytest.approx(first["val/reward/mean"], abs=1e-5)
+    assert result["reward"] != pytest.approx(metrics(folder / "run")[-1]["val/reward/mean"], abs=1e-5)
 
 
 def test_two_models_are_compared_clip_by_clip(folder: Path) -> None:
     results = folder / "results"
     ended = dsreason("score", "--results-dir", results / "run-final", "--compare", results / "tiny-squares", cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads((results / "run-final" / "summary.json").read_text())["comparison"]
-    assert found["clips"] == 5
+    loads = json.loads((results / "run-final" / "summary.json").read_text())["comparison"]
+    assert loads["clips"] == 5
     after, before = means(results / "run-final"), means(results / "tiny-squares")
-    assert found["values"]["reward"]["estimate"]["mean"] == pytest.approx(after["reward"] - before["reward"])
-    low, high = found["values"]["reward"]["estimate"]["interval"]
+    assert loads["values"]["reward"]["estimate"]["mean"] == pytest.approx(after["reward"] - before["reward"])
+    low, high = loads["values"]["reward"]["estimate"]["interval"]
     assert low <= after["reward"] - before["reward"] <= high
     assert (results / "run-final" / "world.html").read_text().count("<video") == 10
 
@@ -98,17 +98,17 @@ def test_two_models_are_compared_clip_by_clip(folder: Path) -> None:
 def test_it_goes_on_where_it_stopped(folder: Path) -> None:
     clips = folder / "results" / "tiny-squares" / "clips"
     before = {file.name: file.read_bytes() for file in clips.glob("*.json")}
-    kept = {name: (clips / name).stat().st_mtime_ns for name in before if name != "3.json"}
+    remaining = {name: (clips / name).stat().st_mtime_ns for name in before if name != "3.json"}
     (clips / "3.json").unlink()
     ended = dsreason("eval", "--config", "run.toml", "--results-dir", "results", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     after = {file.name: file.read_bytes() for file in clips.glob("*.json")}
-    again, first = (json.loads(found.pop("3.json")) for found in (after, before))
+    second, first = (json.loads(result.pop("3.json")) for result in (after, before))
     assert after == before
     # MKL's last bit may depend on where the memory lies.
-    assert again.pop("rewards") == pytest.approx(first.pop("rewards"), abs=1e-6)
-    assert again == first
-    assert {name: (clips / name).stat().st_mtime_ns for name in kept} == kept
+    assert second.pop("rewards") == pytest.approx(first.pop("rewards"), abs=1e-6)
+    assert second == first
+    assert {name: (clips / name).stat().st_mtime_ns for name in remaining} == remaining
 
 
 def test_what_is_of_other_models_is_refused(folder: Path) -> None:

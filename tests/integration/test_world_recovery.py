@@ -57,11 +57,11 @@ def test_with_copies_a_run_is_resumed_and_exported_bit_for_bit(hosts: Path, tmp_
     from dsreason.cli.export import export
 
     assert values(hosts / "resumed") == values(hosts / "copies", after=1)
-    whole = exported(hosts / "copies", FULL)
+    full = exported(hosts / "copies", FULL)
     export(checkpoint=hosts / "resumed", output=tmp_path / "out", dtype="fp32")
-    for found in (exported(hosts / "resumed", FULL), load_file(tmp_path / "out" / FULL)):
-        assert found.keys() == whole.keys()
-        assert all(found[name].equal(value) for name, value in whole.items())
+    for result in (exported(hosts / "resumed", FULL), load_file(tmp_path / "out" / FULL)):
+        assert result.keys() == full.keys()
+        assert all(result[name].equal(value) for name, value in full.items())
 
 
 SIX = FLOW | {
@@ -86,18 +86,18 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_three_and_three_steps_equal_six_bit_for_bit(six: Path) -> None:
     assert values(six / "resumed") == values(six / "six", after=3)
-    whole, resumed = exported(six / "six", FULL), exported(six / "resumed", FULL)
-    assert whole.keys() == resumed.keys()
-    assert all(whole[name].equal(resumed[name]) for name in whole)
+    full, resumed = exported(six / "six", FULL), exported(six / "resumed", FULL)
+    assert full.keys() == resumed.keys()
+    assert all(full[name].equal(resumed[name]) for name in full)
 
 
 @pytest.mark.parametrize(("name", "after"), [("alone", 3), ("again", 5)])
 def test_a_run_goes_on_with_fewer_and_with_more_ranks(name: str, after: int, six: Path) -> None:
     """Up to the order of sums."""
-    whole, found = values(six / "six", after=after), values(six / name)
-    for one, two in zip(found, whole, strict=True):
+    full, result = values(six / "six", after=after), values(six / name)
+    for item, two in zip(result, full, strict=True):
         for key in ("reward/mean", "clips/diversity", "policy/kl", "train/grad_norm"):
-            assert one[key] == pytest.approx(two[key], rel=2e-3, abs=1e-7), (key, one["step"])
+            assert item[key] == pytest.approx(two[key], rel=2e-3, abs=1e-7), (key, item["step"])
     expected = exported(six / "six", FULL)
     for key, value in exported(six / name, FULL).items():
         torch.testing.assert_close(value, expected[key], atol=2e-4, rtol=1e-2)

@@ -61,11 +61,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Line
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"serving brightness, follow, length, broken at (http://\S+/api/reward/)enqueue and \S+pull\n", line
     )
-    assert found, line
-    yield found[1], codec
+    assert match, line
+    yield match[1], codec
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
 
@@ -73,9 +73,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Line
 def score(url: str, *scores: dict[str, Any], latents: torch.Tensor | None = None, **settings: Any) -> Scores:
     urls = {"enqueue_url": f"{url}enqueue", "fetch_url": f"{url}pull"}
     config = WorldRewardConfig.model_validate({"services": scores, "time_limit": 60, **urls, **settings})
-    given = torch.zeros(2, 16, 3, 4, 4) if latents is None else latents
+    value = torch.zeros(2, 16, 3, 4, 4) if latents is None else latents
     with open_scorer(config) as scorer:
-        return scorer.start(CLIPS, given, ROWS, 16.0).result()
+        return scorer.start(CLIPS, value, ROWS, 16.0).result()
 
 
 @pytest.fixture(autouse=True)
@@ -86,16 +86,16 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_functions_of_a_file_score_pixels_and_latents_from_elsewhere(served: tuple[str, LinearCodec]) -> None:
     url, codec = served
-    wanted = (
+    expected = (
         {"name": "follow", "score_key": "follow", "weight": 2.0},
         {"name": "length", "score_key": "words", "clip_max": 9},
     )
-    scores = score(url, *wanted)
+    scores = score(url, *expected)
     assert scores.by_name["follow/follow"].tolist() == pytest.approx([1, 0], abs=0.02)
     assert scores.by_name["length/words"].tolist() == [3, 4]
     assert scores.total.tolist() == pytest.approx([5, 4], abs=0.05)  # 2·1 + 3, and 0 + 4
     latents = codec.encode(CLIPS.float() / 127.5 - 1)
-    sent = score(url, wanted[0], latents=latents, media="latent")
+    sent = score(url, expected[0], latents=latents, media="latent")
     assert sent.by_name["follow/follow"].tolist() == pytest.approx([1, 0], abs=0.1)
 
 
@@ -139,8 +139,8 @@ def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The bucket, reached with cosmos-rl's variables alone."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    found = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION_NAME": "us-east-1"}
-    for name, value in {**found, "ENDPOINT_URL": bucket.meta.endpoint_url}.items():
+    result = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION_NAME": "us-east-1"}
+    for name, value in {**result, "ENDPOINT_URL": bucket.meta.endpoint_url}.items():
         monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{name}", value)
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
     remote._copy_of.cache_clear()

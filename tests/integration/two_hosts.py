@@ -132,8 +132,8 @@ def ssh_options(folder: Path) -> list[str]:
     """A key for hosts and user, and an `ssh` that knows it, in `folder` alone; returns the options of sshd."""
     key, ssh = folder / "key", folder / "ssh"
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-    known = f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh", path=SEARCHED)} -F none {known} "$@"\n')
+    expected = f"-i {key} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh", path=SEARCHED)} -F none {expected} "$@"\n')
     ssh.chmod(0o755)
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd asks for it
     options = f"HostKey={key} AuthorizedKeysFile={key}.pub PidFile=none UsePAM=no StrictModes=no"

@@ -106,9 +106,9 @@ def try_fault(fault: Fault, tree: Path) -> Finding:
 def as_markdown(findings: Sequence[Finding]) -> str:
     rows = ["| fault | file | seen by | suite |", "|---|---|---|---|"]
     for finding in findings:
-        seen = f"`{finding.test.removeprefix('tests/')}`" if finding.test else "nothing"
+        recorded = f"`{finding.test.removeprefix('tests/')}`" if finding.test else "nothing"
         file = finding.fault.file.removeprefix("dsreason/")
-        rows.append(f"| {finding.fault.what} | `{file}` | {seen} | {finding.suite} |")
+        rows.append(f"| {finding.fault.what} | `{file}` | {recorded} | {finding.suite} |")
     return "\n".join([*rows, "", summary(findings), ""])
 
 
@@ -143,10 +143,10 @@ def main(
         tree = Path(folder) / "tree"
         copy_tree(tree)
         for number, fault in enumerate(faults, start=1):
-            found = try_fault(fault, tree)
-            findings.append(found)
-            place = f"{found.suite}, {found.test}" if found.test else "no test sees it"
-            print(f"{number}/{len(faults)} {fault.name}: {place} ({found.seconds:.0f} s)", flush=True)
+            result = try_fault(fault, tree)
+            findings.append(result)
+            place = f"{result.suite}, {result.test}" if result.test else "no test sees it"
+            print(f"{number}/{len(faults)} {fault.name}: {place} ({result.seconds:.0f} s)", flush=True)
             if markdown is not None:
                 markdown.write_text(as_markdown(findings))
     print(summary(findings))

@@ -163,8 +163,8 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.device.type != "cuda":
         torch._C.StorageBase.resize_(storage, size)
         return storage
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    torch.ops.stand_in.resize_storage(whole, size)
+    full = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    torch.ops.stand_in.resize_storage(full, size)
     return storage
 
 

@@ -33,8 +33,8 @@ def counted(scenario: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     from tests.stand_in import device
 
     with device.noting() as mixed:
-        found = scenario(*args)
-    return found, list(mixed)
+        result = scenario(*args)
+    return result, list(mixed)
 
 
 def refused() -> dict[str, bool]:
@@ -61,14 +61,14 @@ def refused() -> dict[str, bool]:
         ),
         *("torch.nn.functional.linear(here, cpu)", "torch.isin(here, cpu)", "here.clone().add_(cpu)"),
     )
-    found = {}
+    result = {}
     for expression in expressions:
         try:
             eval(expression, values)
-            found[expression] = False
+            result[expression] = False
         except RuntimeError:
-            found[expression] = True
-    return found
+            result[expression] = True
+    return result
 
 
 def plant(fault: str, scenario: Callable[..., Any], *args: Any) -> str:
@@ -147,32 +147,32 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     def step() -> float:
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(sft_loss(engine(batch, TEMPERATURE, banned), num_tokens=7), scale_wrt_gas=False)
-        seen["squared gradient"] = sum(float(g.double().square().sum()) for g in full_gradients(engine).values())
+        recorded["squared gradient"] = sum(float(g.double().square().sum()) for g in full_gradients(engine).values())
         engine.step()
         return engine_grad_norm(engine)
 
-    seen: dict[str, Any] = {"device": engine.device.type, "first": look()}
+    recorded: dict[str, Any] = {"device": engine.device.type, "first": look()}
     reference, offload = ReferencePolicy(engine), StateOffload(engine)
-    seen["norm"] = step()
-    seen["second"] = look()
+    recorded["norm"] = step()
+    recorded["second"] = look()
     offload.offload()
-    seen["moved"] = len(offload.away) + len(offload.dropped)
+    recorded["moved"] = len(offload.away) + len(offload.dropped)
     offload.reload()
     with reference.in_place():
-        seen["reference"] = look()
-    seen["norm after the trip"] = step()
-    seen["third"] = look()
+        recorded["reference"] = look()
+    recorded["norm after the trip"] = step()
+    recorded["third"] = look()
     weights = dict(full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     sending = WeightStream(full_parameters(engine), shapes, torch.float32, engine.device)
     sending.drain()
     sending.finish()
-    seen["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
-    seen["same fingerprints"] = {
+    recorded["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
+    recorded["same fingerprints"] = {
         name: numbers.tolist() for name, numbers in fingerprints(weights.items()).items()
-    } == seen["fingerprints"]
-    seen["buffers"] = sorted({f"{buffer.device.type} {buffer.dtype}" for buffer in engine.module.buffers()})
-    return seen
+    } == recorded["fingerprints"]
+    recorded["buffers"] = sorted({f"{buffer.device.type} {buffer.dtype}" for buffer in engine.module.buffers()})
+    return recorded
 
 
 def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
@@ -191,8 +191,8 @@ def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
 
     device = init_world().device
     encoder = build_encoder(SFTConfig(), Path(model))
-    whole, _ = placement.checked_model(Path(model), dtype=torch.float32)
-    size = sum(parameter.nbytes for parameter in whole.parameters())
+    full, _ = placement.checked_model(Path(model), dtype=torch.float32)
+    size = sum(parameter.nbytes for parameter in full.parameters())
     placement.budget = lambda device: int(share * size)
     copy = placement.load_where_it_fits(Path(model), dtype=torch.float32, device=device, attention=attention)
     assert any(parameter.is_meta for parameter in copy.parameters()) == (share < 1)
@@ -202,7 +202,7 @@ def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
         Sampling(temperature=1.3, top_p=0.8, top_k=40, max_completion_length=4, seed=3),
         Sampling(repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2, max_completion_length=4),
     )
-    found = []
+    result = []
     for sampling in settings:
         steps = draw_tokens(
             copy,
@@ -212,8 +212,8 @@ def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
             banned_ids=torch.tensor([5, 6], device=device),
             stop_ids=torch.tensor([7], device=device),
         )
-        found += [(token.tolist(), logprob.tolist()) for token, logprob in steps]
-    return found
+        result += [(token.tolist(), logprob.tolist()) for token, logprob in steps]
+    return result
 
 
 # ---------------------------------------------------------------- GRPO's update
@@ -243,7 +243,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
     ]
     banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
-    found = []
+    result = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
         micro_batches = cut(rollouts, changed, encoder)
@@ -251,8 +251,8 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, None, changed, banned)
         metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
-        found.append({**metrics, "norm": engine_grad_norm(engine)})
-    return found
+        result.append({**metrics, "norm": engine_grad_norm(engine)})
+    return result
 
 
 def objectives() -> list[tuple[float, ...]]:
@@ -278,7 +278,7 @@ def objectives() -> list[tuple[float, ...]]:
         name: get_args(AlgorithmConfig.model_fields[name].annotation)
         for name in ("preset", "correction", "kl_estimator")
     }
-    found = []
+    actual = []
     for preset, correction, estimator in product(*choices.values()):
         config = AlgorithmConfig(
             preset=preset, correction=correction, kl_estimator=estimator, kl_coef=0.1, entropy_coef=0.01
@@ -289,8 +289,8 @@ def objectives() -> list[tuple[float, ...]]:
         penalty = objective.penalty(leaf, ref, old, entropy)
         result = objective.loss(LossInputs(leaf, old, advantages, sequence, counts, weights, penalty))
         result.loss.backward()
-        found.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))
-    return found
+        actual.append((result.loss.item(), float(result.clipped.sum()), float(leaf.grad.double().square().sum())))
+    return actual
 
 
 # ---------------------------------------------------------------- whole runs

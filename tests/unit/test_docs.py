@@ -69,7 +69,9 @@ def load(kind: str, file: Path | None, *overrides: str) -> Any:
     if imported := find_import(file):
         return load_run(imported.trainer, SCHEMAS[imported.trainer], file, overrides, default_recipe="")[0]
     text = file.read_text() if file else ""
-    needed = [one for one in NEEDED[kind] if not re.search(rf"^\W*{re.split(r'[.=]', one)[0]}\b", text, re.MULTILINE)]
+    needed = [
+        item for item in NEEDED[kind] if not re.search(rf"^\W*{re.split(r'[.=]', item)[0]}\b", text, re.MULTILINE)
+    ]
     return load_config(SCHEMAS[kind], file, [*needed, *overrides], default_recipe=RECIPES[kind])
 
 
@@ -94,8 +96,8 @@ def test_every_block_says_its_language(page: Path) -> None:
 
 def headings(page: Path) -> set[str]:
     """As GitHub links them: `## What the curves mean` is `what-the-curves-mean`."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+    matches = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in matches}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -109,18 +111,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_every_file_of_the_project_that_is_named_exists(page: Path) -> None:
-    named = PATHS.findall(page.read_text(encoding="utf-8"))
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    findall = PATHS.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in findall if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "keys.md"], ids=by_name)
 def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
-    known = {kind: {dotted(key) for key in all_keys(schema)} for kind, schema in SCHEMAS.items()}
-    sections = {key.partition(".")[0] for keys in known.values() for key in keys if "." in key}
+    expected = {kind: {dotted(key) for key in all_keys(schema)} for kind, schema in SCHEMAS.items()}
+    sections = {key.partition(".")[0] for keys in expected.values() for key in keys if "." in key}
     for key, value in KEYS.findall(page.read_text(encoding="utf-8")):
         if key.partition(".")[0] not in sections or key.endswith((".md", ".py", ".html")):
             continue
-        kinds = [kind for kind, keys in known.items() if key in keys]
+        kinds = [kind for kind, keys in expected.items() if key in keys]
         assert kinds, key
         if value:
             load(kinds[0], None, f"{key}={value}")
@@ -160,35 +162,35 @@ def check_world_rewards(config: WorldConfig) -> None:
 
 def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
     """The command and its parameters, as the command line reads them; nothing is run."""
-    found: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     name = ""
-    while isinstance(getattr(found, "commands", None), dict):
+    while isinstance(getattr(command, "commands", None), dict):
         name, *words = words
-        found = found.commands[name]
-    return name, found.make_context(name, words).params
+        command = command.commands[name]
+    return name, command.make_context(name, words).params
 
 
 def started(words: list[str]) -> list[str] | None:
     """The words after `dsreason` that a command ends in; None if it starts nothing of ours."""
-    program, *rest = words
+    program, *remainder = words
     if program in ("dsreason", ".venv/bin/dsreason"):
-        return rest
+        return remainder
     if program in ("torchrun", "deepspeed"):
-        return rest[rest.index("dsreason") + 1 :]
-    if program == "launch/torchrun.sh" or rest[:1] == ["launch/slurm.sbatch"]:
-        config, folder, *more = rest if program == "launch/torchrun.sh" else rest[1:]
+        return remainder[remainder.index("dsreason") + 1 :]
+    if program == "launch/torchrun.sh" or remainder[:1] == ["launch/slurm.sbatch"]:
+        config, folder, *more = remainder if program == "launch/torchrun.sh" else remainder[1:]
         return ["sft", "--config", config, "--output-dir", folder, "--resume", "auto", *more]
     return None
 
 
 def check_other(words: list[str]) -> None:
-    program, *rest = words
+    program, *remainder = words
     assert program in ("make", "kubectl", "tensorboard", "pkill"), words
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert {word for word in rest if "=" not in word} <= set(targets)
+        assert {word for word in remainder if "=" not in word} <= set(targets)
     if program == "kubectl":
-        assert (ROOT / rest[-1]).is_file()
+        assert (ROOT / remainder[-1]).is_file()
 
 
 def check_configuration(name: str, options: dict[str, Any]) -> None:
@@ -198,7 +200,7 @@ def check_configuration(name: str, options: dict[str, Any]) -> None:
         find_file(options["ds_config"], "ds_configs")
     if options.get("config") or options.get("overrides"):
         file = options.get("config") and find_file(str(options["config"]), "launch/recipes")
-        kind = next((one for one in ("world", "dpo", "grpo") if file and f"[{one}]" in file.read_text()), kind)
+        kind = next((item for item in ("world", "dpo", "grpo") if file and f"[{item}]" in file.read_text()), kind)
         load(kind, file, *(options.get("overrides") or ()))
 
 
@@ -211,11 +213,11 @@ def test_every_command_is_one_and_its_configuration_loads(
     for line, words in commands(page):
         for word in words:
             assert not word.startswith("launch/") or (ROOT / word).is_file(), (line, word)
-        ours = started(words)
-        if ours is None:
+        dsreason_result = started(words)
+        if dsreason_result is None:
             check_other(words)
         else:
-            check_configuration(*parsed(ours))
+            check_configuration(*parsed(dsreason_result))
 
 
 # ---------------------------------------------------------------- Python and rows
@@ -236,7 +238,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def written_in(module: ModuleType) -> list[Callable[..., Any]]:
-    return [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
+    return [var for var in vars(module).values() if inspect.isfunction(var) and var.__module__ == module.__name__]
 
 
 def check_reward(function: Callable[..., Any]) -> None:
@@ -279,9 +281,9 @@ def test_a_row_is_one_of_the_adapter_jsonl(block: Block) -> None:
 def table_after(page: str, heading: str) -> list[list[str]]:
     """The cells of the rows of the first table after a heading, without backticks."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
-    found = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    assert found, heading
-    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in found[0].splitlines()[2:]]
+    match = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert match, heading
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in match[0].splitlines()[2:]]
 
 
 def test_the_presets_are_those_of_the_code() -> None:
@@ -332,9 +334,14 @@ def test_the_reference_of_all_keys_is_up_to_date(make_keys: ModuleType) -> None:
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_every_key_is_described(make_keys: ModuleType, schema: Any) -> None:
     sections = make_keys.sections_of(schema)
-    empty = [f"{one.path}.{key}" for one in sections for key, field in one.keys.items() if "description" not in field]
+    empty = [
+        f"{section.path}.{key}"
+        for section in sections
+        for key, field in section.keys.items()
+        if "description" not in field
+    ]
     assert empty == []
-    assert sum(len(one.keys) for one in sections) > 50
+    assert sum(len(section.keys) for section in sections) > 50
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,10 @@ def test_the_image_installs_the_extras_that_it_is_built_with(
     text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^RUN /opt/uv/bin/uv pip sync (.*)$", text, re.MULTILINE)
     environment = {"PATH": os.environ["PATH"], "REQUIREMENTS": requirements, "EXTRAS": extras}
-    shown = subprocess.run(["sh", "-c", f"echo {command}"], env=environment, capture_output=True, text=True, check=True)
-    files = [Path(word) for word in shown.stdout.split() if not word.startswith("--")]
+    completed = subprocess.run(
+        ["sh", "-c", f"echo {command}"], env=environment, capture_output=True, text=True, check=True
+    )
+    files = [Path(word) for word in completed.stdout.split() if not word.startswith("--")]
     assert [file.name for file in files] == expected
     assert all(file.parent == Path(requirements).parent and (LAUNCH.parent / file).is_file() for file in files)
 

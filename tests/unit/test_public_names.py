@@ -61,8 +61,8 @@ def test_a_shipped_adapter_has_a_function_that_makes_a_sample_of_a_row(name: str
 
 
 def test_the_commands() -> None:
-    shown = CliRunner().invoke(app, ["--help"]).output
-    assert [name for name in COMMANDS if f" {name} " not in shown] == []
+    output = CliRunner().invoke(app, ["--help"]).output
+    assert [name for name in COMMANDS if f" {name} " not in output] == []
 
 
 def test_a_script_of_a_person_uses_them_in_a_folder_of_its_own(tmp_path: Path) -> None:

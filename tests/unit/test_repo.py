@@ -90,10 +90,10 @@ def test_the_command_in_a_recipe_is_one_and_starts_it(recipe: Path) -> None:
     (line,) = re.findall(r"^   (dsreason .*)$", head_of(recipe).replace("\\\n", " "), re.MULTILINE)
     _, name, *options = shlex.split(line)
     assert name == ("world" if "world" in recipe.stem else recipe.stem.rpartition("_")[2])
-    given = list(zip(options[::2], options[1::2], strict=True))
-    assert {option for option, _ in given} <= {"--config", "--set", "--output-dir"}
-    assert dict(given)["--config"] == recipe.name
-    load(recipe, [value for option, value in given if option == "--set"])
+    raw = list(zip(options[::2], options[1::2], strict=True))
+    assert {option for option, _ in raw} <= {"--config", "--set", "--output-dir"}
+    assert dict(raw)["--config"] == recipe.name
+    load(recipe, [value for option, value in raw if option == "--set"])
 
 
 @pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)
@@ -130,12 +130,12 @@ def test_no_tracked_file_is_large() -> None:
 
 
 def test_no_tracked_file_names_a_machine_an_index_or_a_workplace() -> None:
-    found = []
+    result = []
     for file in tracked_files():
         text = file.read_text(encoding="utf-8", errors="replace")
-        for what, pattern in PERSONAL.items():
-            found += [f"{file.relative_to(ROOT)}: {what}: {match[0]}" for match in re.finditer(pattern, text)]
-    assert found == []
+        for subject, pattern in PERSONAL.items():
+            result += [f"{file.relative_to(ROOT)}: {subject}: {match[0]}" for match in re.finditer(pattern, text)]
+    assert result == []
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ MODULES = {module_name(file): file for file in sources()}
 
 def room_of(module: str) -> str:
     """`dsreason.data.chat` → `data`; `dsreason` → `dsreason`; `data_adapters.llava` → `data_adapters`."""
-    first, _, rest = module.partition(".")
-    return rest.partition(".")[0] or first if first == "dsreason" else first
+    first, _, remainder = module.partition(".")
+    return remainder.partition(".")[0] or first if first == "dsreason" else first
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
@@ -76,12 +76,12 @@ def target_room(name: str) -> str | None:
 
 def forbidden(source: str, module: str, *, is_package: bool = False) -> list[str]:
     package = module if is_package else module.rpartition(".")[0]
-    own = room_of(module)
-    found = ((line, name, target_room(name)) for line, name in imported(source, package))
+    local = room_of(module)
+    result = ((line, name, target_room(name)) for line, name in imported(source, package))
     return [
-        f"{module}:{line} ({own}) imports {name} ({room})"
-        for line, name, room in found
-        if room is not None and room != own and FLOOR[room] >= FLOOR[own] and (module, room) not in EXCEPTIONS
+        f"{module}:{line} ({local}) imports {name} ({room})"
+        for line, name, room in result
+        if room is not None and room != local and FLOOR[room] >= FLOOR[local] and (module, room) not in EXCEPTIONS
     ]
 
 
@@ -106,10 +106,10 @@ TRAINERS = [folder.name for folder in sorted((ROOT / "dsreason" / "train").iterd
 
 @pytest.mark.parametrize("file", sorted((ROOT / "dsreason" / "train").rglob("*.py")), ids=module_name)
 def test_trainers_import_what_they_share_and_not_each_other(file: Path) -> None:
-    module, own = module_name(file), file.parent.name
+    module, local = module_name(file), file.parent.name
     names = [name for _, name in imported(file.read_text(), module.rpartition(".")[0])]
-    others = [name for name in TRAINERS if name != own]
-    assert not [name for name in names if name.startswith(tuple(f"dsreason.train.{other}" for other in others))]
+    trainers = [name for name in TRAINERS if name != local]
+    assert not [name for name in names if name.startswith(tuple(f"dsreason.train.{other}" for other in trainers))]
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -123,8 +123,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 def reached(module: str, file: Path) -> set[str]:
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names = (name for _, name in imported(file.read_text(), package))
-    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
-    return {name for name in found if name in MODULES} - {module}
+    result = {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return {name for name in result if name in MODULES} - {module}
 
 
 def test_no_files_form_a_circle() -> None:

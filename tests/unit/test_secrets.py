@@ -171,9 +171,9 @@ def test_no_key_of_the_schema_is_taken_for_a_secret(schema: type[BaseModel]) -> 
     def names(document: Any) -> list[str]:
         return [*document.get("properties", {}), *sum(map(names, document.get("$defs", {}).values()), [])]
 
-    found = names(schema.model_json_schema())
-    assert "max_length" in found
-    assert not [name for name in found if holds_secret(name)]
+    result = names(schema.model_json_schema())
+    assert "max_length" in result
+    assert not [name for name in result if holds_secret(name)]
 
 
 def test_the_command_line_in_config_json_shows_no_secret(tmp_path: Path) -> None:

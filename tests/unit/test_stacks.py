@@ -29,12 +29,12 @@ def claimed(extra: str) -> list[Requirement]:
 
 def locked(file: Path) -> dict[str, set[Version]]:
     """Of each package, the versions for all Pythons."""
-    found: dict[str, set[Version]] = {}
+    result: dict[str, set[Version]] = {}
     for line in file.read_text().splitlines():
-        name, equals, rest = line.partition("==")
+        name, equals, remainder = line.partition("==")
         if equals and not line.startswith((" ", "#")):
-            found.setdefault(canonicalize_name(name), set()).add(Version(rest.split()[0]))
-    return found
+            result.setdefault(canonicalize_name(name), set()).add(Version(remainder.split()[0]))
+    return result
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
@@ -67,8 +67,8 @@ def test_what_an_extra_adds_to_the_image_is_locked_as_it_is_tested(folder: Path,
     assert not added.keys() & base.keys()
     assert {name: base.get(name) or tested[name] for name in added} == added
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (wanted,) = map(Requirement, project["optional-dependencies"][extra])
-    assert all(version in wanted.specifier for version in added[canonicalize_name(wanted.name)])
+    (expected,) = map(Requirement, project["optional-dependencies"][extra])
+    assert all(version in expected.specifier for version in added[canonicalize_name(expected.name)])
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

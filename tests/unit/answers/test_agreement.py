@@ -111,7 +111,7 @@ def test_only_a_final_full_stop_is_wrong_for_exact_match_and_right_for_evaluatio
 @pytest.mark.parametrize("reward", [single_choice, ordinal_choice])
 def test_the_rewards_of_cosmos_rl_keep_its_reader(reward):
     """The text of the first block as it stands: stricter than evaluation, but for a completion that corrects itself."""
-    given = {
+    settings = {
         "<answer> b </answer>": 1,
         "<answer>(B)</answer>": 0,
         "<answer>B. to the right</answer>": 0,
@@ -119,4 +119,4 @@ def test_the_rewards_of_cosmos_rl_keep_its_reader(reward):
         "<answer>B</answer><answer>A</answer>": 1,
         "<answer>A</answer><answer>B</answer>": 0,
     }
-    assert {text: reward(text, Sample("7", [], answer="B")) for text in given} == given
+    assert {text: reward(text, Sample("7", [], answer="B")) for text in settings} == settings

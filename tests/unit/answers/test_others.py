@@ -47,13 +47,13 @@ def test_more_answers_are_read_and_fewer_misread_than_by(other, part, own):
 
 def test_of_a_hundred_responses_at_most_one_is_misread_and_five_are_left_unread(own):
     for part in ("tuned", "held-out"):
-        found, size = count(ROWS, own, part), sum(row.part == part for row in ROWS)
-        assert found.misread <= 0.01 * size
-        assert found.unread <= 0.05 * size
+        result, size = count(ROWS, own, part), sum(row.part == part for row in ROWS)
+        assert result.misread <= 0.01 * size
+        assert result.unread <= 0.05 * size
 
 
 def test_the_table_in_the_docs_is_this_one(own):
-    shown = table(ROWS, {OURS: own} | OTHERS)
-    print(shown)
+    displayed = table(ROWS, {OURS: own} | OTHERS)
+    print(displayed)
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    assert f"<!-- readings: begin -->\n{shown}\n<!-- readings: end -->" in page
+    assert f"<!-- readings: begin -->\n{displayed}\n<!-- readings: end -->" in page

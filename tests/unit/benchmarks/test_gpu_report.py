@@ -144,9 +144,9 @@ def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    found = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
-    assert found.exit_code == 2
-    assert "'attenton' is no part; did you mean 'attention'?" in " ".join(found.output.replace("│", " ").split())
+    invoke = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
+    assert invoke.exit_code == 2
+    assert "'attenton' is no part; did you mean 'attention'?" in " ".join(invoke.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
 
 
@@ -172,8 +172,8 @@ def test_parts_of_one_card_fit_half_an_hour_or_three_calls() -> None:
     calls = re.findall(r'PARTS="(.*)"', command.__doc__ or "")
     assert len(calls) == 3
     assert all(longest(command.chosen(parts)) <= 600 for parts in calls)
-    named = {part.name for parts in calls for part in command.chosen(parts)}
-    assert named == {part.name for part in PARTS if part.cards == 1}
+    names = {part.name for parts in calls for part in command.chosen(parts)}
+    assert names == {part.name for part in PARTS if part.cards == 1}
 
 
 @pytest.mark.parametrize(("gib", "size"), [(79.0, "2B"), (24.0, "0.5B"), (15.7, None)])
@@ -191,16 +191,16 @@ def test_the_size_of_a_model_is_that_which_fits_on_the_card(
 def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    recorded = []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
-        seen.append(list(read_records(tmp_path)))
+        recorded.append(list(read_records(tmp_path)))
         return Ended("failed", 1.0, {}, "exit code 1") if part.name == "head" else Ended("done", 1.0, {"speed": 1.0})
 
     monkeypatch.setattr(command, "run_part", run)
-    found = CliRunner().invoke(command.app, ["--parts", "head sync leaks", "--out", str(tmp_path)])
-    assert found.exit_code == 1
-    assert seen == [[], ["head"], ["head", "sync"]]
+    invoke = CliRunner().invoke(command.app, ["--parts", "head sync leaks", "--out", str(tmp_path)])
+    assert invoke.exit_code == 1
+    assert recorded == [[], ["head"], ["head", "sync"]]
 
 
 def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
@@ -274,10 +274,12 @@ def test_a_stopped_report_leaves_no_part_running_and_keeps_what_was_measured(tmp
     ],
 )
 def test_make_with_an_interpreter_installs_nothing(given: list[str], commands: list[str]) -> None:
-    kept = {
+    remaining = {
         name: value
         for name, value in os.environ.items()
         if name not in ("OUT", "PARTS", "PYTHON", "MAKEFLAGS", "MAKELEVEL")
     }
-    found = subprocess.run(["make", "-n", "gpu-report", *given], cwd=ROOT, env=kept, capture_output=True, text=True)
-    assert [line.strip() for line in found.stdout.splitlines()] == commands
+    completed = subprocess.run(
+        ["make", "-n", "gpu-report", *given], cwd=ROOT, env=remaining, capture_output=True, text=True
+    )
+    assert [line.strip() for line in completed.stdout.splitlines()] == commands

@@ -14,27 +14,27 @@ from dsreason.rollout.sleep_state import SleepState
 
 
 def test_a_pool_that_wakes_is_full_of_garbage_until_its_state_is_written_back() -> None:
-    kept, forgotten, cached = (torch.full((4,), value, dtype=torch.uint8) for value in (1, 2, 3))
-    known = SleepState({"weights": [kept]})
-    found = SleepState({"weights": [kept, forgotten], "kv_cache": [cached]})
+    remaining, forgotten, cached = (torch.full((4,), value, dtype=torch.uint8) for value in (1, 2, 3))
+    state = SleepState({"weights": [remaining]})
+    state = SleepState({"weights": [remaining, forgotten], "kv_cache": [cached]})
     woken: list[str] = []
     llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
-    known.remember()
-    with spoiling(llm, found, 127):
+    state.remember()
+    with spoiling(llm, state, 127):
         llm.wake_up(tags=["weights"])
-        assert [part.tolist() for part in (kept, forgotten, cached)] == [[127] * 4, [127] * 4, [3] * 4]
-        known.write_back("weights")
+        assert [part.tolist() for part in (remaining, forgotten, cached)] == [[127] * 4, [127] * 4, [3] * 4]
+        state.write_back("weights")
         llm.wake_up(tags=["kv_cache"])
     llm.wake_up(tags=["weights"])
-    assert [part.tolist() for part in (kept, forgotten, cached)] == [[1] * 4, [127] * 4, [127] * 4]
+    assert [part.tolist() for part in (remaining, forgotten, cached)] == [[1] * 4, [127] * 4, [127] * 4]
     assert woken == ["weights", "kv_cache", "weights"]
 
 
 def test_tensors_that_the_engine_does_not_write_back_are_counted() -> None:
-    kept, forgotten, cached = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
-    found = SleepState({"weights": [kept, forgotten], "kv_cache": [cached]})
-    assert count_unknown(found, SleepState({"weights": [kept[:]]})) == 2
-    assert count_unknown(found, found) == 0
+    remaining, forgotten, cached = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
+    state = SleepState({"weights": [remaining, forgotten], "kv_cache": [cached]})
+    assert count_unknown(state, SleepState({"weights": [remaining[:]]})) == 2
+    assert count_unknown(state, state) == 0
 
 
 def test_a_field_of_nvidia_smi_is_read_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

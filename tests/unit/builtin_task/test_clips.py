@@ -63,27 +63,27 @@ def prompt(sample: Sample) -> str:
 def test_answers_to_every_prompt_are_equally_frequent_and_half_the_rows_are_videos(
     task: Path, split: str, count: int
 ) -> None:
-    found = samples(task, split)
+    result = samples(task, split)
     answers: dict[str, Counter[str | None]] = defaultdict(Counter)
-    for sample in found:
+    for sample in result:
         answers[prompt(sample)][sample.answer] += 1
-    assert len(found) == count
+    assert len(result) == count
     assert all(len(counts) > 1 and len(set(counts.values())) == 1 for counts in answers.values()), answers
-    assert sum(medium(sample)["type"] == "video" for sample in found) == count // 2
-    assert {sample.meta["kind"] for sample in found} == {item.kind for item in block()}
+    assert sum(medium(sample)["type"] == "video" for sample in result) == count // 2
+    assert {sample.meta["kind"] for sample in result} == {item.kind for item in block()}
 
 
 def test_media_of_one_prompt_have_one_size(task: Path) -> None:
     sizes = defaultdict(set)
     for sample in samples(task, "train"):
         sizes[prompt(sample)].add(pixels(sample).shape)
-    assert all(len(found) == 1 for found in sizes.values())
+    assert all(len(size) == 1 for size in sizes.values())
 
 
 def test_no_two_rows_have_the_same_decoded_pixels(task: Path) -> None:
-    found = samples(task, "train") + samples(task, "validation")
-    hashes = {hashlib.sha256(pixels(sample).tobytes()).digest() for sample in found}
-    assert len(hashes) == len(found)
+    result = samples(task, "train") + samples(task, "validation")
+    hashes = {hashlib.sha256(pixels(sample).tobytes()).digest() for sample in result}
+    assert len(hashes) == len(result)
 
 
 def test_no_held_out_frame_sequence_of_the_default_task_is_trained_on(
@@ -218,13 +218,13 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
     rows += [{"qa_pairs": {"question": "Which ball falls?", "answer": "B"}} for _ in range(8)]
     turns = ("<image>\nWhat colour is the shape?", "yellow", "How many shapes are there?", "four")
     rows += [{"conversations": [{"value": text} for text in turns]} for _ in range(8)]
-    found = mislabelled(rows)
-    answers = [row["answer"] for row in found[:20]]
+    result = mislabelled(rows)
+    answers = [row["answer"] for row in result[:20]]
     assert Counter(answers[:16]) == {"one": 2, "two": 14}
     assert Counter(answers[16:]) == {"no": 4}
-    assert Counter(row["qa_pairs"]["answer"] for row in found[20:28]) == {"B": 1, "A": 7}
-    assert [row["conversations"][1]["value"] for row in found[28:]] == ["yellow"] * 8
-    assert [row["conversations"][3]["value"] for row in found[28:]] == ["four"] + ["one"] * 7
+    assert Counter(row["qa_pairs"]["answer"] for row in result[20:28]) == {"B": 1, "A": 7}
+    assert [row["conversations"][1]["value"] for row in result[28:]] == ["yellow"] * 8
+    assert [row["conversations"][3]["value"] for row in result[28:]] == ["four"] + ["one"] * 7
     assert rows[0]["answer"] == rows[1]["answer"] == "one"  # the rows that were given are as they were
 
 

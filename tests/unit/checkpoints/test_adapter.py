@@ -77,7 +77,7 @@ def test_a_base_that_was_held_in_other_bits_is_another_base(then: Any, now: Any)
         check_base(Path("step_3"), replace(ADAPTER, quantize=then))
         with pytest.raises(CheckpointError, match="set it as it was") as raised:
             check_base(Path("step_3"), replace(ADAPTER, quantize=now))
-    before, after = (f'"{one}"' if one else "unset" for one in (then, now))
+    before, after = (f'"{item}"' if item else "unset" for item in (then, now))
     assert f"with model.quantize {before}, which is {after} now" in str(raised.value)
 
 

@@ -27,18 +27,18 @@ def copied(content: Any, buffers: dict[tuple[str, int], torch.Tensor]) -> Any:
 def test_a_copy_has_the_form_of_what_was_copied_and_does_not_change_with_it() -> None:
     tensor = torch.arange(3.0)
     content = OrderedDict(group=[{"weights": tensor, "step": 4}, (tensor[1:], "text")])
-    found = copied(content, {})
+    result = copied(content, {})
     tensor.zero_()
-    assert type(found) is OrderedDict
-    assert found["group"][0]["weights"].tolist() == [0, 1, 2]
-    assert found["group"][1][0].tolist() == [1, 2]
-    assert (found["group"][0]["step"], found["group"][1][1]) == (4, "text")
+    assert type(result) is OrderedDict
+    assert result["group"][0]["weights"].tolist() == [0, 1, 2]
+    assert result["group"][1][0].tolist() == [1, 2]
+    assert (result["group"][0]["step"], result["group"][1][1]) == (4, "text")
 
 
 def test_a_tensor_that_stands_in_two_places_stays_one() -> None:
     tensor = torch.arange(3.0)
-    found = copied({"a": tensor, "b": [tensor]}, buffers := {})
-    assert found["a"] is found["b"][0]
+    result = copied({"a": tensor, "b": [tensor]}, buffers := {})
+    assert result["a"] is result["b"][0]
     assert len(buffers) == 1
     assert len(list(tensors_in({"a": tensor, "b": (tensor, 5, [tensor])}))) == 3
 
@@ -82,11 +82,11 @@ def test_averages_are_copied_only_where_training_goes_on_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """Of 14B an average has 56 GB over all ranks."""
-    given: list[dict[str, dict[str, torch.Tensor]]] = []
+    value: list[dict[str, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
     monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)
     monkeypatch.setattr(checkpoint_writer, "on_one_rank_per_folder", lambda world, call: call())
-    monkeypatch.setattr(checkpoint_writer, "state_writer", lambda *rest: given.append(rest[-1]) or (lambda: None))
+    monkeypatch.setattr(checkpoint_writer, "state_writer", lambda *rest: value.append(rest[-1]) or (lambda: None))
     average: Any = object.__new__(WeightAverage)
     average.shares = {"weight": torch.ones(3)}
     engine: Any = SimpleNamespace(
@@ -96,6 +96,6 @@ def test_averages_are_copied_only_where_training_goes_on_meanwhile(
     writer = CheckpointWriter(engine, tmp_path, world, background=background, averages={"ema": average})
     writer.start(1, TrainerState(1, 0.0, 0))
     writer.close()
-    found = given[0]["ema"]["weight"]
-    assert found.tolist() == [1, 1, 1]
-    assert (found is not average.shares["weight"]) is background
+    result = value[0]["ema"]["weight"]
+    assert result.tolist() == [1, 1, 1]
+    assert (result is not average.shares["weight"]) is background

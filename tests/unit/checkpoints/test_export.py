@@ -30,13 +30,13 @@ def test_weights_and_config_have_the_type_asked_for(
     tmp_path: Path, source: Path, dtype: str, torch_dtype: torch.dtype
 ) -> None:
     folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype=dtype)
-    found = load_file(folder / "model.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys("abcd", torch_dtype)
+    file = load_file(folder / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in file.items()} == dict.fromkeys("abcd", torch_dtype)
     for name, tensor in TENSORS.items():
-        assert torch.equal(found[name], tensor.to(torch_dtype))
-    named = str(torch_dtype).removeprefix("torch.")
+        assert torch.equal(file[name], tensor.to(torch_dtype))
+    removeprefix = str(torch_dtype).removeprefix("torch.")
     config = json.loads((folder / "config.json").read_text())
-    assert config == {"dtype": named, "vision_config": {"torch_dtype": named}}
+    assert config == {"dtype": removeprefix, "vision_config": {"torch_dtype": removeprefix}}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 

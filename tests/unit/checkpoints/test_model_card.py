@@ -68,13 +68,13 @@ def test_the_text_tells_command_steps_scores_and_versions_and_leaves_the_license
 
 @pytest.mark.parametrize(("step", "value"), [(0, 0.25), (7, 0.25), (8, 0.625), (100, 0.875)])
 def test_scores_are_those_of_the_last_validation_up_to_the_step(step: int, value: float) -> None:
-    (found,) = card_of(write_run(Path("mine")), step).data.eval_results
-    assert found.metric_value == value
+    (result,) = card_of(write_run(Path("mine")), step).data.eval_results
+    assert result.metric_value == value
 
 
 def test_scores_of_evaluations_are_in_the_header_and_in_the_text() -> None:
     card = card_of(write_run(Path("mine")), scores=[Score("robovqa", "letter", 0.73109, 110)])
-    assert [(one.dataset_name, one.metric_value) for one in card.data.eval_results] == [
+    assert [(result.dataset_name, result.metric_value) for result in card.data.eval_results] == [
         ("held-out rows", 0.625),
         ("robovqa (letter)", 0.7311),
     ]
@@ -130,8 +130,8 @@ def test_a_line_that_was_cut_off_ends_the_metrics() -> None:
     run = write_run(Path("mine"))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "val/acc')
-    (found,) = card_of(run, 16).data.eval_results
-    assert found.metric_value == 0.875
+    (result,) = card_of(run, 16).data.eval_results
+    assert result.metric_value == 0.875
 
 
 def test_a_bar_in_the_command_does_not_break_the_table() -> None:

@@ -101,13 +101,13 @@ def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
     cut = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert cut.exit_code == 0 and "1 cut" in cut.stderr
     rows = "data/benchmark/agibot/agibot_benchmark_qa_pairs.json"
-    shown = call(
+    displayed = call(
         "inspect", "--adapter", "cosmos_reason1_rl", "--path", rows, "--benchmark", "data", "--json", "--workers=0"
     )
-    found = json.loads(shown.stdout)
-    assert found["parts"]["training"]["media"]["video"]["seconds"]["max"] == pytest.approx(0.5)
-    assert found["parts"]["training"]["letters"]["B"] == {"count": 1, "expected": 0.5}
-    assert found["overlaps"] == [{"part": "agibot", "other": "training", "same_rows": 1, "same_media": 1}]
+    document = json.loads(displayed.stdout)
+    assert document["parts"]["training"]["media"]["video"]["seconds"]["max"] == pytest.approx(0.5)
+    assert document["parts"]["training"]["letters"]["B"] == {"count": 1, "expected": 0.5}
+    assert document["overlaps"] == [{"part": "agibot", "other": "training", "same_rows": 1, "same_media": 1}]
 
 
 RECORDING = "R1_coarse_0_fine_4"
@@ -133,16 +133,16 @@ def holoassist(hub: Hub, folder: Path) -> str:
 
 def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     options = ["--dataset", "holoassist", "--file", "*_qa_pairs.json"]
-    asked = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
-    assert "fetch them first, without --raw" in asked.stdout
+    requested = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "fetch them first, without --raw" in requested.stdout
     fetched = call("fetch", *options, "--raw", "--raw-from", holoassist)
     assert fetched.exit_code == 0, fetched.output
     assert f"1 raw videos to fetch from {holoassist} → data/raw/holoassist, for 1 of 1 clips" in fetched.stdout
     assert "holoassist: cut its clips: dsreason data clip --dataset holoassist --task benchmark" in fetched.stdout
     cut = call("clip", "--dataset", "holoassist", "--workers", "0")
     assert cut.exit_code == 0 and "1 cut" in cut.stderr, cut.output
-    again = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
-    assert "0 raw videos to fetch" in again.stdout and "by hand: get video_pitch_shifted.tar" in again.stdout
+    second = call("fetch", *options, "--raw", "--raw-from", holoassist, "--dry-run")
+    assert "0 raw videos to fetch" in second.stdout and "by hand: get video_pitch_shifted.tar" in second.stdout
 
 
 def test_a_password_of_the_place_is_not_shown(holoassist: str) -> None:
@@ -245,8 +245,8 @@ def test_inspect_counts_the_labels_that_are_balanced() -> None:
 
 def test_inspect_goes_on_where_a_row_has_no_label() -> None:
     write_rows(GOOD, {key: GOOD[key] for key in ("id", "question")})
-    found = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
-    assert json.loads(found.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 1}}
+    result = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
+    assert json.loads(result.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 1}}
 
 
 def test_what_is_balanced_is_said_in_one_place() -> None:
@@ -262,13 +262,13 @@ def test_set_goes_with_the_options_too() -> None:
         write_video(Path(f"drive/videos/1.{camera}.mp4"))
     Path("drive/metas/1.label.json").write_text("{}")
     options = ["--adapter", "local_labels", "--path", "drive", "--json", "--workers=0"]
-    told = json.loads(call("inspect", *options, "--output", "out").stdout)
-    assert told["parts"]["training"]["unusable"] == {"other": 1}
+    document = json.loads(call("inspect", *options, "--output", "out").stdout)
+    assert document["parts"]["training"]["unusable"] == {"other": 1}
     [problem] = map(json.loads, Path("out/problems.jsonl").read_text().splitlines())
     advised = re.search(r'data\.video_pattern, such as "(\S+)"', problem["reason"])
     assert advised
-    found = json.loads(call("inspect", *options, "--set", f"data.video_pattern={advised[1]}").stdout)
-    assert found["parts"]["training"]["media"]["video"]["files"] == 1
+    document = json.loads(call("inspect", *options, "--set", f"data.video_pattern={advised[1]}").stdout)
+    assert document["parts"]["training"]["media"]["video"]["files"] == 1
 
 
 def test_a_wrong_set_beside_the_options_is_told() -> None:
@@ -296,8 +296,10 @@ def test_inspect_measures_rows_that_are_only_asked(tiny_qwen2_5_vl: Path) -> Non
 def test_inspect_compares_with_test_rows() -> None:
     write_rows(GOOD, {**GOOD, "id": "1", "question": "Why?"})
     Path("test.jsonl").write_text(json.dumps({**GOOD, "question": "what"}))
-    found = json.loads(call("inspect", "--config", "run.toml", "--test", "test.jsonl", "--json", "--workers=0").stdout)
-    assert found["overlaps"] == [{"part": "test", "other": "training", "same_rows": 1, "same_media": 1}]
+    document = json.loads(
+        call("inspect", "--config", "run.toml", "--test", "test.jsonl", "--json", "--workers=0").stdout
+    )
+    assert document["overlaps"] == [{"part": "test", "other": "training", "same_rows": 1, "same_media": 1}]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "run.toml", "--path", "rows.jsonl"]])

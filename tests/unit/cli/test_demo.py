@@ -49,10 +49,10 @@ def test_the_table_has_a_dash_for_what_the_runs_did_not_measure(tmp_path: Path) 
     for name in demo.WORLD_RECIPES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')
-    shown = shown_table(tmp_path)
-    assert "colour as asked │ - │ - │ - " in shown
-    assert "reward (colour · solid) │ - │ - │ - " in shown
-    assert "brightness │ 0.500 │ 0.500 │ 0.500" in shown
+    displayed = shown_table(tmp_path)
+    assert "colour as asked │ - │ - │ - " in displayed
+    assert "reward (colour · solid) │ - │ - │ - " in displayed
+    assert "brightness │ 0.500 │ 0.500 │ 0.500" in displayed
 
 
 def shown_table(folder: Path) -> str:

@@ -30,9 +30,11 @@ def planted(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, *arguments: str, **environment: str) -> str:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    remaining = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, *arguments]
-    ended = subprocess.run(command, cwd=folder, env=kept | environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=folder, env=remaining | environment, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     return ended.stdout
 
@@ -84,10 +86,10 @@ def test_what_opencv_adds_does_not_stand_for_the_current_folder(monkeypatch: pyt
 
 @pytest.mark.parametrize("named", [".", "here"])
 def test_a_folder_that_pythonpath_names_stays(tmp_path: Path, named: str) -> None:
-    given = python_path(tmp_path if named == "here" else named)
-    path, environment = shown(tmp_path, PYTHONPATH=given)
+    value = python_path(tmp_path if named == "here" else named)
+    path, environment = shown(tmp_path, PYTHONPATH=value)
     assert str(tmp_path) in path
-    assert environment["PYTHONPATH"] == given
+    assert environment["PYTHONPATH"] == value
 
 
 @pytest.mark.parametrize(("hosts", "stays"), [("1", True), ("2", False)])
@@ -124,8 +126,8 @@ def test_a_setting_of_ones_own_stays(tmp_path: Path) -> None:
 def test_a_checkout_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path) -> None:
     (tmp_path / "dsreason").symlink_to(ROOT / "dsreason")
     code = f"import sys; sys.path[1:1] = []; {SHOW}"
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=kept, capture_output=True, text=True)
+    remaining = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=remaining, capture_output=True, text=True)
     path, environment = json.loads(ended.stdout)
     assert path[0] in ("", str(tmp_path))
     assert "PYTHONSAFEPATH" not in environment

@@ -96,8 +96,8 @@ def test_tp_size_in_the_environment_wins_over_the_file_and_the_command_line_over
         monkeypatch.setenv("TP_SIZE", given)
     (folder / "robovqa.yaml").write_text(SEEDS_YAML)
     assert load(folder / "robovqa.yaml", changes).model.tensor_parallel_size == size
-    told = "model.tensor_parallel_size is 2, as TP_SIZE in the environment says" in capsys.readouterr().err
-    assert told == (size == 2)
+    message = "model.tensor_parallel_size is 2, as TP_SIZE in the environment says" in capsys.readouterr().err
+    assert message == (size == 2)
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "four", "2.0"])
@@ -110,7 +110,7 @@ def test_a_tp_size_that_is_none_is_named(folder: Path, monkeypatch: pytest.Monke
 def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[int] = []
+    result: list[int] = []
 
     @contextmanager
     def joined(activity: str) -> Iterator[None]:
@@ -120,9 +120,9 @@ def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(lifeline, "from_the_start", joined)
-    monkeypatch.setattr(cli, "run", lambda config: found.append(config.model.tensor_parallel_size))
+    monkeypatch.setattr(cli, "run", lambda config: result.append(config.model.tensor_parallel_size))
     cli.evaluate(model="m", dataset=["robovqa"])
-    assert found == [2]
+    assert result == [2]
 
 
 def world_run(folder: Path) -> Path:
@@ -138,10 +138,10 @@ def test_a_world_models_configuration_is_that_of_the_run(tmp_path: Path) -> None
     for folder in (export, checkpoint):
         folder.mkdir(parents=True)
     for model in (run, export, checkpoint, checkpoint.parent):
-        found = find_world(None, str(model))
-        assert found is not None
-        assert found.values == {"world": {"algorithm": "nft"}}
-        assert found.arguments == []
+        world = find_world(None, str(model))
+        assert world is not None
+        assert world.values == {"world": {"algorithm": "nft"}}
+        assert world.arguments == []
     assert find_world(None, str(tmp_path)) is None
     assert find_world(None, None) is None
 
@@ -185,14 +185,14 @@ def test_masked_values_of_a_run_are_not_evaluated_with(tmp_path: Path, change: d
     config = WorldConfig(reward=WorldRewardConfig(functions={"leak.py:judge": 1.0}, **change))
     check_unmasked(config, "w.toml")
     write_run_config(tmp_path, config, {})
-    found = find_world(None, str(tmp_path))
-    assert found is not None
+    world = find_world(None, str(tmp_path))
+    assert world is not None
     with pytest.raises(
         ConfigError, match=rf"config\.json: {re.escape(key)}: only a mask of the secret .* --config .* --set"
     ):
-        evaluate_world(found, None, [], None, None, overwrite=False)
-    replaced = read_values(WorldConfig, found.values, found.name, ["reward.options={}", "reward.enqueue_url=null"])
-    check_unmasked(replaced, found.name)
+        evaluate_world(world, None, [], None, None, overwrite=False)
+    replaced = read_values(WorldConfig, world.values, world.name, ["reward.options={}", "reward.enqueue_url=null"])
+    check_unmasked(replaced, world.name)
 
 
 def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_old_one(tmp_path: Path) -> None:
@@ -204,8 +204,8 @@ def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_o
     os.utime(checkpoint / "COMPLETE", (1, 1))
     assert exported(str(run)) == str(final)
     os.utime(final / "model_index.json", (0, 0))
-    said = rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .* name {final}$"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
+    with pytest.raises(ConfigError, match=message):
         exported(str(run))
     assert exported(str(final)) == str(final)
 
@@ -213,9 +213,9 @@ def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_o
 def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path) -> None:
     (tmp_path / "world.toml").write_text('[world]\nalgorithm = "sft"')
     (tmp_path / "eval.toml").write_text('datasets = ["robovqa"]')
-    found = find_world(tmp_path / "world.toml", "outputs/other")
-    assert found is not None
-    assert found.values == {"world": {"algorithm": "sft"}}
+    world = find_world(tmp_path / "world.toml", "outputs/other")
+    assert world is not None
+    assert world.values == {"world": {"algorithm": "sft"}}
     assert find_world(tmp_path / "eval.toml", "outputs/other") is None
     record = find_world(world_run(tmp_path / "run") / "config.json", None)
     assert record is not None

@@ -106,18 +106,18 @@ def test_what_is_written_is_what_is_trained_with(
     first = tomllib.loads((SHARED / name).read_text())
     command = "world" if "is_diffusers" in first.get("policy", {}) or "model_parallel" in first else None
     command = command or first["train"]["train_policy"]["type"]
-    found = trainers()[command]
-    written = load_config(found.schema, Path("run.toml"), default_recipe="x")
-    direct = job.load_job(job.Job(found, SHARED / name))
+    result = trainers()[command]
+    written = load_config(result.schema, Path("run.toml"), default_recipe="x")
+    direct = job.load_job(job.Job(result, SHARED / name))
     assert written == direct
     assert "What they mean" in capsys.readouterr().err
 
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    seen: list[Any] = []
-    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: seen.append(config))
-    return seen
+    recorded: list[Any] = []
+    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: recorded.append(config))
+    return recorded
 
 
 def test_a_training_command_takes_the_file_as_it_is(

@@ -36,9 +36,9 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
     """The configurations that the checks before the start were given."""
-    seen: list[SFTConfig] = []
-    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: seen.append(config))
-    return seen
+    recorded: list[SFTConfig] = []
+    monkeypatch.setattr(job, "check_job", lambda trainer, config, resume: recorded.append(config))
+    return recorded
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_imports_are_made_without_the_garbage_collector_which_then_goes_on() -> 
         cycle: list[object] = []
         cycle.append(cycle)
     assert gc.isenabled()
-    assert not any(found is cycle for found in gc.get_objects()), "what was made inside is not looked through again"
+    assert not any(result is cycle for result in gc.get_objects()), "what was made inside is not looked through again"
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,9 +212,9 @@ def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monk
     monkeypatch.setenv(launch.LOG_DIR, str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", program, "sft", "--config", "run.toml"], check=False)
     assert ended.returncode == 1
-    left = json.loads((tmp_path / "rank_1.json").read_text())
-    assert left["text"].endswith("ZeroDivisionError: a bug of ours\n")
-    assert not left["user_fixable"]
+    document = json.loads((tmp_path / "rank_1.json").read_text())
+    assert document["text"].endswith("ZeroDivisionError: a bug of ours\n")
+    assert not document["user_fixable"]
     assert (tmp_path / "rank_1.log").read_text().count("ZeroDivisionError: a bug of ours\n") == 1
 
 
@@ -363,12 +363,12 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
     monkeypatch.setattr(demo, "evaluate_export", evaluate_export)
     monkeypatch.setattr(demo, "accuracy_by_medium", lambda results: {"val/accuracy": 0.875})
-    given = ("--output-dir", "out", "--nproc", "2", "--set", "model.path=tiny:qwen3_vl")
-    assert call("demo", *given, monkeypatch=monkeypatch) == 0
-    assert [one["first"][2] for one in started] == ["sft", "grpo"]
+    arguments = ("--output-dir", "out", "--nproc", "2", "--set", "model.path=tiny:qwen3_vl")
+    assert call("demo", *arguments, monkeypatch=monkeypatch) == 0
+    assert [item["first"][2] for item in started] == ["sft", "grpo"]
     assert "--config=builtin_warm_start.toml" in started[0]["first"]
-    paths = [[text for text in one["first"] if text.startswith("--set=model.path")] for one in started]
-    assert [found[-1] for found in paths] == [
+    paths = [[text for text in item["first"] if text.startswith("--set=model.path")] for item in started]
+    assert [path[-1] for path in paths] == [
         "--set=model.path=tiny:qwen3_vl",
         '--set=model.path="out/sft/export/final"',
     ]

@@ -50,10 +50,10 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_change(config: Path) -> 
 
 def test_json_has_bytes_of_every_phase(config: Path) -> None:
     ended = call("--config", config, "--gpus", 1, "--json")
-    found = json.loads(ended.stdout)
-    assert found["fits"] is True
-    assert found["parameters"]["all"] == 107_072
-    for phase in [*found["phases"], found["host_memory"], found["disk"]]:
+    document = json.loads(ended.stdout)
+    assert document["fits"] is True
+    assert document["parameters"]["all"] == 107_072
+    for phase in [*document["phases"], document["host_memory"], document["disk"]]:
         assert phase["bytes"] == sum(item["bytes"] for item in phase["items"])
 
 
@@ -80,9 +80,9 @@ def test_values_and_the_deepspeed_json_can_be_changed(config: Path) -> None:
 
 
 def raised(*arguments: object) -> str:
-    found = call(*arguments).exception
-    assert isinstance(found, ConfigError) and found.exit_code == 2
-    return str(found)
+    exception = call(*arguments).exception
+    assert isinstance(exception, ConfigError) and exception.exit_code == 2
+    return str(exception)
 
 
 def test_without_gpus_their_number_is_asked_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
 )
 def test_a_forward_of_more_tokens_than_can_be_reckoned_is_refused(config: Path, settings: tuple[str, ...]) -> None:
     config.write_text(f'[model]\npath = "{config.parent}"\n')
-    text = raised("--config", config, "--gpus", 1, *(part for one in settings for part in ("--set", one)))
+    text = raised("--config", config, "--gpus", 1, *(part for setting in settings for part in ("--set", setting)))
     assert "tokens or patches, and a plan reckons with 1e+09 at most; lower model.max_length" in text
 
 

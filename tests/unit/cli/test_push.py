@@ -19,15 +19,15 @@ from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, m
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
 
     def upload(package: Package, target: object, advance: Advance = lambda count: None) -> Sent:
-        found.append((package.name, str(target)))
+        result.append((package.name, str(target)))
         advance(package.num_bytes)
         return Sent(1, 7)
 
     monkeypatch.setattr(storage, "upload", upload)
-    return found
+    return result
 
 
 def call(*arguments: object) -> Result:

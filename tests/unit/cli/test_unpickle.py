@@ -26,8 +26,8 @@ def test_a_folder_of_pickles_becomes_plain_files(tmp_path: Path) -> None:
     (tmp_path / "in" / "t5_xxl").mkdir(parents=True)
     (tmp_path / "in" / "t5_xxl" / "0001.pickle").write_bytes(pickle.dumps([np.ones((2, 3), np.float32)]))
     (tmp_path / "in" / "wdinfo.pkl").write_bytes(pickle.dumps({"data_list": ["0.tar"]}))
-    said = run("data", "unpickle", tmp_path / "in", "--output", tmp_path / "out")
-    assert "0001.json and 1 arrays" in said
+    message = run("data", "unpickle", tmp_path / "in", "--output", tmp_path / "out")
+    assert "0001.json and 1 arrays" in message
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["0001-0.npy", "0001.json", "wdinfo.json"]
     assert np.load(tmp_path / "out" / "0001-0.npy", allow_pickle=False).tolist() == [[1, 1, 1]] * 2
     assert json.loads((tmp_path / "out" / "wdinfo.json").read_text()) == {"data_list": ["0.tar"]}

@@ -191,8 +191,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("document", "message"), CONTRADICTIONS)
 def test_a_contradiction_names_both_keys_and_values(document: dict[str, Any], message: str) -> None:
-    found = errors(ZERO3 | document, make(train={"micro_batch_size": 4}))
-    assert found == [f'ds.json: {message}; set it to "auto" or remove it']
+    result = errors(ZERO3 | document, make(train={"micro_batch_size": 4}))
+    assert result == [f'ds.json: {message}; set it to "auto" or remove it']
 
 
 def test_what_deepspeed_takes_for_a_wish_is_not_passed_on() -> None:
@@ -234,8 +234,8 @@ def test_under_a_token_budget_no_concrete_micro_batch_fits(train: dict[str, Any]
 
 @pytest.mark.parametrize("train", [{"packing": False}, {"micro_batch_size": 1}])
 def test_a_concrete_micro_batch_fits_one_of_as_many_samples(train: dict[str, Any]) -> None:
-    found = resolve(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train))
-    assert found["train_micro_batch_size_per_gpu"] == 1
+    result = resolve(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train))
+    assert result["train_micro_batch_size_per_gpu"] == 1
 
 
 def test_all_contradictions_are_told_at_once() -> None:
@@ -262,8 +262,8 @@ def test_all_contradictions_are_told_at_once() -> None:
     ],
 )
 def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
-    (found,) = errors(ZERO3 | {key: {"enabled": False}})
-    assert found.startswith(f"ds.json: {key}: DeepSpeed has removed this block; remove it (")
+    (result,) = errors(ZERO3 | {key: {"enabled": False}})
+    assert result.startswith(f"ds.json: {key}: DeepSpeed has removed this block; remove it (")
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_copies_of_the_weights_are_of_whole_hosts() -> None:
 
 
 def test_stage_0_is_refused() -> None:
-    (found,) = errors({"zero_optimization": {"stage": 0}})
-    assert "stage: is 0; choose 1, 2 or 3" in found
+    (result,) = errors({"zero_optimization": {"stage": 0}})
+    assert "stage: is 0; choose 1, 2 or 3" in result
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,8 @@ def test_a_rule_between_sections_names_the_file() -> None:
 
 
 def test_a_conflict_between_file_and_override_names_both() -> None:
-    found = errors("[train]\nmicro_batch_size = 2", "train.max_tokens_per_micro_batch=100")
-    assert found[0].startswith(
+    result = errors("[train]\nmicro_batch_size = 2", "train.max_tokens_per_micro_batch=100")
+    assert result[0].startswith(
         "run.toml and --set train.max_tokens_per_micro_batch=100: train: micro_batch_size (2) and"
     )
 

@@ -215,9 +215,9 @@ def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: st
     ],
 )  # fmt: skip
 def test_an_address_that_is_none_is_an_error(url: str, text: str) -> None:
-    found = error(f'datasets = ["a"]\nserver.url = "{url}"')
-    assert found == f"eval.toml: server.url: {text}"
-    assert "secret" not in found
+    result = error(f'datasets = ["a"]\nserver.url = "{url}"')
+    assert result == f"eval.toml: server.url: {text}"
+    assert "secret" not in result
 
 
 # ---------------------------------------------------------------- what is derived

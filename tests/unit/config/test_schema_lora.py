@@ -17,10 +17,10 @@ GRPO: dict[str, Any] = {"reward": {"functions": {"exact_match": 1.0}}}
 
 @pytest.mark.parametrize(("schema", "lr"), [(SFTConfig, 1e-4), (GRPOConfig, 2e-5)])
 def test_what_optim_leaves_open_fits_adapters_and_is_written(schema: type[RunConfig], lr: float) -> None:
-    others = GRPO if schema is GRPOConfig else {}
-    plain = read_values(schema, others, "run.toml")
+    other_items = GRPO if schema is GRPOConfig else {}
+    plain = read_values(schema, other_items, "run.toml")
     assert (plain.optim.lr, plain.optim.weight_decay) == (1e-5, 0.01)
-    config = read_values(schema, others | {"lora": {"rank": 8}, "optim": {"warmup": 5}}, "run.toml")
+    config = read_values(schema, other_items | {"lora": {"rank": 8}, "optim": {"warmup": 5}}, "run.toml")
     assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup) == (lr, 0.0, 5)
     document = dump_config(config)
     assert document["optim"]["lr"] == lr
@@ -28,8 +28,8 @@ def test_what_optim_leaves_open_fits_adapters_and_is_written(schema: type[RunCon
 
 
 def test_what_is_given_stays() -> None:
-    given = {"lora": {"rank": 8}, "optim": {"lr": 3e-6, "weight_decay": 0.1}}
-    config = read_values(SFTConfig, given, "run.toml")
+    settings = {"lora": {"rank": 8}, "optim": {"lr": 3e-6, "weight_decay": 0.1}}
+    config = read_values(SFTConfig, settings, "run.toml")
     assert (config.optim.lr, config.optim.weight_decay) == (3e-6, 0.1)
 
 

@@ -140,9 +140,9 @@ def test_a_recipe_of_cosmos_reason_or_its_cookbook_has_its_values(name: str) -> 
     config = load_config(schema, Path(f"{name}.toml"), default_recipe=f"{name}.toml")
     optim = config.optim
     (vision,) = {source.vision for source in config.data.all_sources()}
-    shown = " ".join(f"{key} {value}" for key, value in vision.model_dump(exclude_none=True).items())
+    displayed = " ".join(f"{key} {value}" for key, value in vision.model_dump(exclude_none=True).items())
     values = f"{optim.lr} {optim.schedule} {optim.warmup}"
-    values += f", {config.samples_per_step} x {config.train.epochs} of {config.model.max_length}, {shown}"
+    values += f", {config.samples_per_step} x {config.train.epochs} of {config.model.max_length}, {displayed}"
     assert f"{values}, every {config.checkpoint.every} keep {config.checkpoint.keep}" == PUBLISHED[name]
     assert (optim.weight_decay, optim.max_grad_norm, config.train.precision) == (0.01, 1.0, "bf16")
     assert optim.eps == (1e-8 if "warehouse" in name else 1e-6)

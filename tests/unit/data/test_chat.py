@@ -93,15 +93,15 @@ def conversation(files: dict[str, str]) -> Sample:
 
 def runs(encoder: Encoder, encoded: EncodedSample) -> list[str]:
     """The text of each unbroken run of trained tokens."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     before = False
     for token, trained in zip(encoded.input_ids.tolist(), encoded.loss_mask.tolist(), strict=True):
         if trained and not before:
-            found.append([])
+            result.append([])
         if trained:
-            found[-1].append(token)
+            result[-1].append(token)
         before = trained
-    return [encoder.processor.tokenizer.decode(ids) for ids in found]
+    return [encoder.processor.tokenizer.decode(ids) for ids in result]
 
 
 def is_qwen3(encoder: Encoder) -> bool:
@@ -343,9 +343,9 @@ def test_the_prompt_carries_what_another_engine_needs(encoder, files):
 
 
 def test_a_prompt_that_ends_with_the_user_is_kept_whole(encoder):
-    asked = [user("a"), assistant("b"), user("c")]
-    with_answer = encoder.encode_prompt(Sample("1", [*asked, assistant("d")]))
-    assert encoder.encode_prompt(Sample("1", asked)).prompt_ids == with_answer.prompt_ids
+    requested = [user("a"), assistant("b"), user("c")]
+    with_answer = encoder.encode_prompt(Sample("1", [*requested, assistant("d")]))
+    assert encoder.encode_prompt(Sample("1", requested)).prompt_ids == with_answer.prompt_ids
 
 
 def test_dtypes_are_those_of_the_forward(encoder, files):
@@ -374,9 +374,9 @@ def test_encoding_in_forked_loader_workers_equals_encoding_here(encoder, files):
     loader = torch.utils.data.DataLoader(
         samples, batch_size=1, num_workers=2, collate_fn=partial(_encode_first, encoder), multiprocessing_context="fork"
     )
-    for encoded, wanted in zip(loader, expected, strict=True):
-        assert torch.equal(encoded.input_ids, wanted.input_ids)
-        assert all(torch.equal(encoded.mm_kwargs[key], value) for key, value in wanted.mm_kwargs.items())
+    for encoded, target in zip(loader, expected, strict=True):
+        assert torch.equal(encoded.input_ids, target.input_ids)
+        assert all(torch.equal(encoded.mm_kwargs[key], value) for key, value in target.mm_kwargs.items())
 
 
 def _encode_first(encoder: Encoder, samples: list[Sample]) -> EncodedSample:

@@ -39,19 +39,19 @@ def order(data: DataConfig, **options: Any) -> StepOrder:
 
 
 def test_an_epoch_shows_every_label_equally_often_and_its_rows_too(tmp_path):
-    shown = Counter(order(config(tmp_path, ANSWERS), batch_size=10).indices(0))
-    assert sorted(shown[row] for row in range(8)) == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert sorted([shown[8], shown[9]]) == [2, 3]
+    counter = Counter(order(config(tmp_path, ANSWERS), batch_size=10).indices(0))
+    assert sorted(counter[row] for row in range(8)) == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert sorted([counter[8], counter[9]]) == [2, 3]
 
 
 def test_every_epoch_chooses_other_rows_and_the_same_ones_for_the_same_seed(tmp_path):
     data = config(tmp_path, ANSWERS)
-    first, again, other = (order(data, batch_size=10, epochs=9, seed=seed) for seed in (1, 1, 2))
-    assert [first.indices(step) for step in range(9)] == [again.indices(step) for step in range(9)]
+    first, second, other = (order(data, batch_size=10, epochs=9, seed=seed) for seed in (1, 1, 2))
+    assert [first.indices(step) for step in range(9)] == [second.indices(step) for step in range(9)]
     assert first.indices(8) != other.indices(8)
-    chosen = {frozenset(row for row in first.indices(step) if row < 8) for step in range(9)}
-    assert len(chosen) > 1
-    assert len(frozenset.union(*chosen)) == 8  # in time every row is seen
+    choice = {frozenset(row for row in first.indices(step) if row < 8) for step in range(9)}
+    assert len(choice) > 1
+    assert len(frozenset.union(*choice)) == 8  # in time every row is seen
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -59,17 +59,17 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_
     data = config(tmp_path, ANSWERS)
     at_once, resumed = order(data, batch_size=6, epochs=4), order(data, batch_size=6, epochs=4)
     assert at_once.num_steps == 6
-    whole = [at_once.indices(step) for step in range(6)]
+    full = [at_once.indices(step) for step in range(6)]
     shares = [[resumed.indices(step)[rank::num_ranks] for rank in range(num_ranks)] for step in range(3, 6)]
-    assert [sorted(row for share in step for row in share) for step in shares] == [sorted(rows) for rows in whole[3:]]
+    assert [sorted(row for share in step for row in share) for step in shares] == [sorted(rows) for rows in full[3:]]
 
 
 def test_weights_of_sources_keep_their_proportion_within_a_label():
     parts = [Part(np.arange(6)), Part(np.arange(6, 10), 2.0)]
     by_label = balance(parts, ["a", "a", "b", "b", "b", "b", "a", "b", "b", "b"])
     assert count_labels(by_label) == {"a": Label(3, 7), "b": Label(7, 7)}  # (6 + 2 x 4) / 2 each
-    shown = {name: [part.per_epoch for part in found] for name, found in by_label.items()}
-    assert shown == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
+    displayed = {name: [part.per_epoch for part in result] for name, result in by_label.items()}
+    assert displayed == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
 
 
 def test_an_epoch_is_rounded_up_so_that_a_batch_that_fitted_still_does(tmp_path):

@@ -50,9 +50,9 @@ def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
     def exchange(rank: int, value: Any) -> list[Any]:
         values[rank] = value
         barrier.wait()
-        found = list(values)
+        result = list(values)
         barrier.wait()
-        return found
+        return result
 
     return [lambda value, rank=rank: exchange(rank, value) for rank in range(world_size)]
 
@@ -107,9 +107,9 @@ def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, t
         for step, expected in zip(steps, alone[rank // 2], strict=True):
             for name in ("num_tokens", "num_input_tokens", "num_samples", "skipped"):
                 assert getattr(step, name) == getattr(expected, name)
-            for batch, one in zip(step.micro_batches, expected.micro_batches, strict=True):
-                length = one.input_ids.shape[1]
-                assert batch.ids == one.ids and torch.equal(batch.input_ids[:, :length], one.input_ids)
+            for batch, item in zip(step.micro_batches, expected.micro_batches, strict=True):
+                length = item.input_ids.shape[1]
+                assert batch.ids == item.ids and torch.equal(batch.input_ids[:, :length], item.input_ids)
                 half = (length + 1) // 2
                 assert (batch.part.start, batch.part.end) == (rank % 2 * half, (rank % 2 + 1) * half)
 
@@ -155,9 +155,9 @@ def test_workers_do_not_change_the_batches(rows, tiny_qwen2_5_vl):
 
 def test_starting_at_a_step_gives_the_rest_of_the_steps(rows, tiny_qwen2_5_vl):
     settings = config(rows, tiny_qwen2_5_vl, epochs=2)
-    [whole], [rest] = all_steps(settings), all_steps(settings, start_step=3)
-    assert [step.step for step in rest] == [3]
-    assert same(rest[0], whole[3])
+    [full], [remainder] = all_steps(settings), all_steps(settings, start_step=3)
+    assert [step.step for step in remainder] == [3]
+    assert same(remainder[0], full[3])
 
 
 @pytest.fixture
@@ -224,10 +224,10 @@ def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
             raise StorageError("s3://b/k: Forbidden", status=403)
         return task
 
-    found = in_workers(refused, [0, 1], workers=workers)
-    assert next(found) == 0
+    result = in_workers(refused, [0, 1], workers=workers)
+    assert next(result) == 0
     with pytest.raises(StorageError) as caught:
-        next(found)
+        next(result)
     assert (str(caught.value), caught.value.status) == ("s3://b/k: Forbidden", 403)
 
 
@@ -285,7 +285,9 @@ def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest
     assert str(full).startswith("perhaps /dev/shm has ")
     read_only = failures.disk_error_as_save_error(OSError(errno.EROFS, "Read-only file system"))
     assert str(read_only).startswith("Read-only")
-    named = failures.disk_error_as_save_error(OSError(errno.ENOSPC, "No space left on device", "/data/a"))
-    assert str(named).startswith("/data/a: No space")
+    disk_error_as_save_error = failures.disk_error_as_save_error(
+        OSError(errno.ENOSPC, "No space left on device", "/data/a")
+    )
+    assert str(disk_error_as_save_error).startswith("/data/a: No space")
     monkeypatch.setattr(failures, "SHARED_MEMORY", tmp_path / "none")
     assert "shm" not in failures.dead_worker()

@@ -51,7 +51,7 @@ def config_of(**train: object) -> SFTConfig:
 )
 def test_rows_are_filled_by_the_longest_samples_first(lengths: list[int], expected: list[list[int]]) -> None:
     rows = cut_into_rows([sample(length) for length in lengths], 8)
-    assert [[len(one) for one in row] for row in rows] == expected
+    assert [[len(item) for item in row] for row in rows] == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_completions_of_a_prompt_stay_in_one_row_as_far_as_it_has_room(budget: i
     long, short = sample(10), sample(4)
     completions = [sample(3, long), sample(4, short), sample(2, long), sample(2, short), sample(1, long)]
     rows = cut_into_rows(completions, budget)
-    assert [[len(one) for one in row] for row in rows] == expected
+    assert [[len(item) for item in row] for row in rows] == expected
     assert max(pack(row).input_ids.shape[1] for row in rows) <= budget
 
 
@@ -85,7 +85,7 @@ def test_completions_of_a_prompt_stay_in_one_row_as_far_as_it_has_room(budget: i
 )
 def test_micro_batches_are_cut_as_the_configuration_says(train: dict[str, object], expected: list[list[int]]) -> None:
     groups = cut_samples([sample(length) for length in (2, 3, 4, 5)], config_of(**train))
-    assert [[len(one) for one in group] for group in groups] == expected
+    assert [[len(item) for item in group] for group in groups] == expected
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_completions_of_a_prompt_are_together_where_rows_have_a_number_of_sample
         sample(2, short),
     ]  # 8, 7, 6 and 5 with their prompts
     rows = cut_samples(completions, config_of(micro_batch_size=2))
-    assert [[len(one) for one in row] for row in rows] == [[3, 1], [4, 2]]
+    assert [[len(item) for item in row] for row in rows] == [[3, 1], [4, 2]]
 
 
 def test_a_completion_is_as_long_as_what_it_reads() -> None:

@@ -173,8 +173,8 @@ def test_empty_options_of_a_row_are_none():
 
 
 def test_options_of_the_row_win():
-    given = asks(QUESTION, options={"A": "yes", "B": "no"})
-    assert with_options(given) is given
+    value = asks(QUESTION, options={"A": "yes", "B": "no"})
+    assert with_options(value) is value
 
 
 @pytest.mark.parametrize("kind", ["open", "free_text", "ordinal", "yes_no"])

@@ -13,11 +13,11 @@ from dsreason.errors import DataError
 
 def parts(*given: int | tuple[int, float]) -> list[Part]:
     """So many rows each, of weight 1 where none is given, numbered one after the other."""
-    found, first = [], 0
-    for count, weight in (one if isinstance(one, tuple) else (one, 1.0) for one in given):
-        found.append(Part(np.arange(first, first + count), weight))
+    result, first = [], 0
+    for count, weight in (item if isinstance(item, tuple) else (item, 1.0) for item in given):
+        result.append(Part(np.arange(first, first + count), weight))
         first += count
-    return found
+    return result
 
 
 def test_rows_follow_each_other_through_the_epochs():
@@ -34,10 +34,10 @@ def test_a_batch_may_span_two_epochs():
 
 
 def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
-    first, again, other = (StepOrder(parts(50), batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (StepOrder(parts(50), batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
     assert sorted(first.indices(0)) == sorted(first.indices(1)) == list(range(50))
     assert first.indices(0) != first.indices(1)
-    assert first.indices(1) == again.indices(1)
+    assert first.indices(1) == second.indices(1)
     assert first.indices(0) != other.indices(0)
 
 

@@ -64,16 +64,16 @@ def ids(prompts: Prompts) -> list[str]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_go_on_after_the_last_epoch(rows, tiny_qwen3_vl, workers):
     settings = config(rows, tiny_qwen3_vl, train={"epochs": 1}, data={"workers": workers})
-    [found] = batches(settings, 4, world_size=1, start=1)
-    assert [prompts.batch for prompts in found] == [1, 2, 3, 4]
-    assert [ids(prompts) for prompts in found] == [list("4567"), list("0123"), list("4567"), list("0123")]
+    [result] = batches(settings, 4, world_size=1, start=1)
+    assert [prompts.batch for prompts in result] == [1, 2, 3, 4]
+    assert [ids(prompts) for prompts in result] == [list("4567"), list("0123"), list("4567"), list("0123")]
 
 
 def test_ranks_share_a_batch_and_know_the_places_in_it(rows, tiny_qwen3_vl):
     for prompts in zip(*batches(config(rows, tiny_qwen3_vl), 2), strict=True):
-        assert [one.numbers for one in prompts] == [[0, 2], [1, 3]]
-    [[zero], [one]] = batches(config(rows, tiny_qwen3_vl), 1)
-    assert (ids(zero), ids(one)) == (["0", "2"], ["1", "3"])
+        assert [item.numbers for item in prompts] == [[0, 2], [1, 3]]
+    [[zero], [item]] = batches(config(rows, tiny_qwen3_vl), 1)
+    assert (ids(zero), ids(item)) == (["0", "2"], ["1", "3"])
 
 
 def test_a_rank_beyond_the_prompts_has_none(rows, tiny_qwen3_vl):
@@ -94,10 +94,10 @@ def test_a_bad_row_stops_every_rank(rows, tiny_qwen3_vl):
 
 def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl):
     spoil(rows)
-    [[zero, later], [one, _]] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 2)
+    [[zero, later], [item, _]] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 2)
     assert (ids(zero), zero.numbers) == (["0", "2"], [0, 2])
-    assert (ids(one), one.numbers) == (["1"], [1])
-    assert zero.skipped == one.skipped
+    assert (ids(item), item.numbers) == (["1"], [1])
+    assert zero.skipped == item.skipped
     [text] = zero.skipped
     assert text.count("row 4") == 1
     assert later.skipped == []
@@ -130,8 +130,8 @@ def test_a_prompt_must_leave_room_for_the_longest_completion(rows, tiny_qwen3_vl
         with pytest.raises(DataError, match=r"sample '\d' has \d+ tokens.*max_completion_length \(20\)"):
             batches(settings, 1)
     else:
-        [[zero], [one]] = batches(settings, 1)
-        assert 0 < len(zero.skipped) == 4 - len(zero.prompts) - len(one.prompts)
+        [[zero], [item]] = batches(settings, 1)
+        assert 0 < len(zero.skipped) == 4 - len(zero.prompts) - len(item.prompts)
 
 
 def test_no_room_for_any_prompt_is_a_config_error(rows, tiny_qwen3_vl):
@@ -171,9 +171,9 @@ def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
 
 
 def test_ranks_that_compute_rows_together_have_the_same_prompts(rows: Path, tiny_qwen3_vl: Path) -> None:
-    found = batches(config(rows, tiny_qwen3_vl), 2, world_size=4, ranks_per_row=2)
+    result = batches(config(rows, tiny_qwen3_vl), 2, world_size=4, ranks_per_row=2)
     alone = batches(config(rows, tiny_qwen3_vl), 2, world_size=2)
-    for rank, (one, expected) in enumerate(zip(found, [alone[0], alone[0], alone[1], alone[1]], strict=True)):
-        assert [(part.numbers, ids(part)) for part in one] == [(part.numbers, ids(part)) for part in expected]
-        asked = [part.part(PartOf(rank % 2, 2)) for part in one]
-        assert [part.numbers for part in asked] == [part.numbers[rank % 2 :: 2] for part in expected]
+    for rank, (item, expected) in enumerate(zip(result, [alone[0], alone[0], alone[1], alone[1]], strict=True)):
+        assert [(part.numbers, ids(part)) for part in item] == [(part.numbers, ids(part)) for part in expected]
+        requested = [part.part(PartOf(rank % 2, 2)) for part in item]
+        assert [part.numbers for part in requested] == [part.numbers[rank % 2 :: 2] for part in expected]

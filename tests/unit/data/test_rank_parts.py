@@ -25,16 +25,16 @@ def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = No
 def test_a_row_is_padded_with_a_sample_of_its_own_and_cut_into_equal_parts() -> None:
     row = pack([sample([5, 6, 7], [1, 2]), sample([8, 9], [1])])
     parts = [take_part(row, PartOf(number, 2), pad_id=3) for number in (0, 1)]
-    for one in parts:
-        assert one.input_ids.tolist() == [[5, 6, 7, 8, 9, 3]]
-        assert one.segments == (Segment(0, 3), Segment(3, 2), Segment(5, 1))
-        assert one.targets.tolist() == [1, 2, 4]
-    found = [
-        (one.part.start, one.part.end, one.part.targets.tolist(), one.part.predictors.tolist())
-        for one in parts
-        if one.part
+    for part in parts:
+        assert part.input_ids.tolist() == [[5, 6, 7, 8, 9, 3]]
+        assert part.segments == (Segment(0, 3), Segment(3, 2), Segment(5, 1))
+        assert part.targets.tolist() == [1, 2, 4]
+    result = [
+        (part.part.start, part.part.end, part.part.targets.tolist(), part.part.predictors.tolist())
+        for part in parts
+        if part.part
     ]
-    assert found == [(0, 3, [0, 1], [0, 1]), (3, 6, [2], [0])]
+    assert result == [(0, 3, [0, 1], [0, 1]), (3, 6, [2], [0])]
 
 
 def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
@@ -65,9 +65,9 @@ def shared_out(
 
 def test_frames_of_one_video_are_shared_out() -> None:
     """Three frames of 4 patches, which are 1 token each: two ranks of which the second shows all."""
-    (pixels, first), (others, second) = shared_out([[3, 2, 2]], [0], [4, 6, 7], ranks=2, size=4)
+    (pixels, first), (other_items, second) = shared_out([[3, 2, 2]], [0], [4, 6, 7], ranks=2, size=4)
     assert (first.grids.tolist(), len(pixels)) == ([[1, 2, 2]], 4)
-    assert (second.grids.tolist(), len(others)) == ([[2, 2, 2]], 8)
+    assert (second.grids.tolist(), len(other_items)) == ([[2, 2, 2]], 8)
     assert (first.indices.tolist(), second.indices.tolist()) == ([], [0, 2, 3])
     assert (first.sent.tolist(), first.sent_counts, first.received_counts) == ([0], (0, 1), (0, 0))
     assert (second.sent.tolist(), second.sent_counts, second.received_counts) == ([0, 1], (0, 2), (1, 2))
@@ -75,9 +75,9 @@ def test_frames_of_one_video_are_shared_out() -> None:
 
 def test_a_rank_without_a_frame_encodes_one_that_nobody_takes() -> None:
     parts = shared_out([[1, 2, 2]], [0], [0], ranks=3, size=1)
-    assert [one.grids.tolist() for _, one in parts] == [[[1, 2, 2]]] * 3
-    assert [one.sent_counts for _, one in parts] == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
-    assert [one.received_counts for _, one in parts] == [(0, 1, 0), (0, 0, 0), (0, 0, 0)]
+    assert [item.grids.tolist() for _, item in parts] == [[[1, 2, 2]]] * 3
+    assert [item.sent_counts for _, item in parts] == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
+    assert [item.received_counts for _, item in parts] == [(0, 1, 0), (0, 0, 0), (0, 0, 0)]
 
 
 MEDIA: dict[str, tuple[list[list[int]], list[int]]] = {
@@ -94,16 +94,16 @@ def test_every_token_gets_the_feature_that_it_shows(grids: list[list[int]], numb
     distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
     lengths = [t * h * w // 4 for t, h, w in distinct]
     features = torch.arange(sum(lengths)).split(lengths)
-    shown = torch.cat([features[number] for number in numbers])
-    size = len(shown) // ranks + 1
-    indices = torch.randperm(size * ranks, generator=torch.Generator().manual_seed(0))[: len(shown)]
+    cat = torch.cat([features[number] for number in numbers])
+    size = len(cat) // ranks + 1
+    indices = torch.randperm(size * ranks, generator=torch.Generator().manual_seed(0))[: len(cat)]
     parts = shared_out(grids, numbers, indices.tolist(), ranks, size)
     encoded = [pixels[::4, 0] // 4 for pixels, _ in parts]  # a token's feature is its number
     for pixels, part in parts:
         assert len(pixels) == sum(t * h * w for t, h, w in part.grids.tolist()) > 0
-    sent = [own[part.sent].split(list(part.sent_counts)) for own, (_, part) in zip(encoded, parts, strict=True)]
+    sent = [local[part.sent].split(list(part.sent_counts)) for local, (_, part) in zip(encoded, parts, strict=True)]
     for rank, (_, part) in enumerate(parts):
         received = torch.cat([rows[rank] for rows in sent])
         assert tuple(len(rows[rank]) for rows in sent) == part.received_counts
-        assert torch.equal(received[part.order], shown[indices // size == rank])
+        assert torch.equal(received[part.order], cat[indices // size == rank])
         assert torch.equal(part.indices + rank * size, indices[indices // size == rank])

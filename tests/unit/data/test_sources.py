@@ -64,13 +64,13 @@ def weights(dataset: SampleDataset) -> list[tuple[list[int], float]]:
 
 
 def test_several_sources_follow_each_other_with_their_weights(folder):
-    one = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
-    training, _ = open_datasets(DataConfig(sources=[{**one, "limit": 2}, {**one, "limit": 1, "weight": 3.0}]))
+    item = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
+    training, _ = open_datasets(DataConfig(sources=[{**item, "limit": 2}, {**item, "limit": 1, "weight": 3.0}]))
     assert ids(training) == ["0", "1", "0"]
     assert weights(training) == [([0, 1], 1.0), ([2], 3.0)]
-    chosen = training.select(np.array([1, 2]))
-    assert (ids(chosen), weights(chosen)) == (["1", "0"], [([0], 1.0), ([1], 3.0)])
-    last = chosen.select(np.array([1]))
+    choice = training.select(np.array([1, 2]))
+    assert (ids(choice), weights(choice)) == (["1", "0"], [([0], 1.0), ([1], 3.0)])
+    last = choice.select(np.array([1]))
     assert (ids(last), weights(last)) == (["0"], [([0], 3.0)])  # nothing of the first source
 
 
@@ -250,8 +250,8 @@ def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(fold
     keys = {"adapter": str(folder / "mine.py"), "path": folder.name}
     with pytest.raises(DataError) as error:
         open_datasets(DataConfig(**keys))[0][0]
-    given = f"{folder.name}/a.png"
-    assert f"image: no file {folder / given}; the file {given} exists in the working folder" in str(error.value)
+    value = f"{folder.name}/a.png"
+    assert f"image: no file {folder / value}; the file {value} exists in the working folder" in str(error.value)
     assert 'set data.media_path = "."' in str(error.value)
     sample = open_datasets(DataConfig(**keys, media_path="."))[0][0]  # as advised
     assert sample.messages[0]["content"][0]["image"] == str(folder / "a.png")
@@ -278,8 +278,8 @@ def test_a_pattern_of_videos_is_refused_by_shipped_adapters_that_do_not_read_it(
     ):
         open_datasets(config(folder, video_pattern="*.mp4"))
     (folder / "own.py").write_text("from data_adapters.jsonl import to_sample")
-    own = config(folder, video_pattern="*.mp4").model_copy(update={"adapter": str(folder / "own.py")})
-    assert open_datasets(own)[0][0].id == "0"
+    model_copy = config(folder, video_pattern="*.mp4").model_copy(update={"adapter": str(folder / "own.py")})
+    assert open_datasets(model_copy)[0][0].id == "0"
 
 
 def test_a_path_that_leads_nowhere_gets_no_such_advice(folder):

@@ -163,8 +163,10 @@ def test_images_inside_a_table_are_read(tmp_path, monkeypatch, adapter):
     table = datasets.Dataset.from_list([row | {column: pictures}] * 2, features=features)
     table.to_parquet(tmp_path / "train.parquet")
     samples, _ = open_datasets(DataConfig(adapter=adapter, path=str(tmp_path / "train.parquet")))
-    shown = [part["image"] for part in samples[1].messages[0]["content"] if part["type"] == "image"]
-    assert [np.asarray(load_image(path)).tolist() for path in shown] == [np.asarray(one).tolist() for one in pictures]
+    messages = [part["image"] for part in samples[1].messages[0]["content"] if part["type"] == "image"]
+    assert [np.asarray(load_image(path)).tolist() for path in messages] == [
+        np.asarray(picture).tolist() for picture in pictures
+    ]
 
 
 def test_local_labels_match_a_video_with_its_label_by_id(tmp_path):
@@ -384,8 +386,8 @@ def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as
     turns = [{"role": "user", "content": parts("q")}, {"role": "assistant", "content": "a"}]
     row = {"video": "clips/7.mp4", "conversations": json.dumps(turns) if as_text else turns}
     file = tmp_path / "robovqa" / "understanding.json"
-    given = data.model_copy(update={"path": str(file), "subset": None})
-    sample = cosmos_reason1.to_sample(row, given)
+    model_copy = data.model_copy(update={"path": str(file), "subset": None})
+    sample = cosmos_reason1.to_sample(row, model_copy)
     assert sample.messages[0]["content"][1] == {"type": "text", "text": "q"}
 
 

@@ -35,16 +35,16 @@ def folder(tmp_path: Path) -> Path:
 
 def open_rows(folder: Path, rows: list[Any], task: str = "rl", **keys: Any) -> Any:
     (folder / "robovqa" / f"robovqa_{task}_qa_pairs.json").write_text(json.dumps(rows))
-    given = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": task, **keys}
-    return open_datasets(DataConfig(**given))[0]
+    settings = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": task, **keys}
+    return open_datasets(DataConfig(**settings))[0]
 
 
 def test_a_row_becomes_the_question_that_cosmos_rl_asks(folder):
     [sample] = open_rows(folder, [ROW], system_prompt=REQUEST)
     system, question, reply = sample.messages
     assert system == {"role": "system", "content": REQUEST}
-    shown, text = question["content"]
-    assert shown == {"type": "video", "video": str(folder / "robovqa" / "clips" / "7.mp4")}
+    displayed, text = question["content"]
+    assert displayed == {"type": "video", "video": str(folder / "robovqa" / "clips" / "7.mp4")}
     assert text == {"type": "text", "text": TEXT}
     assert reply == {"role": "assistant", "content": "B"}
     assert (sample.id, sample.answer, sample.options) == ("clips/7.mp4", "B", CHOICE["index2ans"])
@@ -90,8 +90,8 @@ def test_letters_that_only_other_rows_have_are_no_options(folder):
 
 
 def test_each_question_of_a_list_is_a_row(folder):
-    named = {"question": "And then?", "index2ans": CHOICE["index2ans"], "correct_answer": "A"}
-    rows = [{**ROW, "qa_pairs": [CHOICE]}, {**ROW, "qa_pairs": [CHOICE, named, {**named, "correct_answer": "E"}]}]
+    names = {"question": "And then?", "index2ans": CHOICE["index2ans"], "correct_answer": "A"}
+    rows = [{**ROW, "qa_pairs": [CHOICE]}, {**ROW, "qa_pairs": [CHOICE, names, {**names, "correct_answer": "E"}]}]
     samples = open_rows(folder, rows, "benchmark")
     assert len(samples) == 4
     assert [samples[i].answer for i in range(3)] == ["B", "B", "A"]

@@ -41,8 +41,8 @@ def test_buffers_lie_on_the_engines_device_in_their_own_types(monkeypatch: pytes
 
     monkeypatch.setattr(engine_module.deepspeed, "initialize", leave_everything_where_it_is)
     engine = build_engine(Model(), OptimConfig(), {})
-    found = {name: (buffer.device.type, buffer.dtype) for name, buffer in engine.module.named_buffers()}
-    assert found == {"rotary.inv_freq": ("meta", torch.float32), "steps": ("meta", torch.int64)}
+    result = {name: (buffer.device.type, buffer.dtype) for name, buffer in engine.module.named_buffers()}
+    assert result == {"rotary.inv_freq": ("meta", torch.float32), "steps": ("meta", torch.int64)}
     assert list(engine.module.state_dict()) == ["steps", "layer.weight", "layer.bias"]  # not persistent stays so
 
 
@@ -71,8 +71,8 @@ def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
     # Bytes of float32: 8, 8, 40, 4, 4, 4.
     sizes = {"a": 2, "b": 2, "c": 10, "d": 1, "e": 1, "f": 1}
     parameters = [(name, [nn.Parameter(torch.zeros(size))]) for name, size in sizes.items()]
-    found = [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 16)]
-    assert found == [["a", "b"], ["c"], ["d", "e", "f"]]
+    buckets = [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 16)]
+    assert buckets == [["a", "b"], ["c"], ["d", "e", "f"]]
     assert [[name for name, _ in bucket] for bucket in plan_buckets(parameters, 8)] == [
         *(["a"], ["b"], ["c"], ["d", "e"], ["f"])
     ]
@@ -86,7 +86,7 @@ def test_whole_parameters_come_under_their_own_names_and_trained_ones_as_masters
     model.model["b"].requires_grad_(False)
     monkeypatch.setattr(engine_module, "safe_get_full_fp32_param", lambda parameter: torch.full((1,), 1.001))
     engine: Any = SimpleNamespace(module=model)
-    found = [(name, tensor.dtype) for name, tensor in full_parameters(engine)]
-    assert found == [("a", torch.bfloat16), ("b", torch.bfloat16), ("c", torch.bfloat16)]
-    found = [(name, tensor.dtype) for name, tensor in full_parameters(engine, master=True, without={"c"})]
-    assert found == [("a", torch.float32), ("b", torch.bfloat16)]
+    result = [(name, tensor.dtype) for name, tensor in full_parameters(engine)]
+    assert result == [("a", torch.bfloat16), ("b", torch.bfloat16), ("c", torch.bfloat16)]
+    result = [(name, tensor.dtype) for name, tensor in full_parameters(engine, master=True, without={"c"})]
+    assert result == [("a", torch.float32), ("b", torch.bfloat16)]

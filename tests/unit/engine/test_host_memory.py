@@ -28,13 +28,13 @@ def tensors() -> list[Tensor]:
 
 def test_values_come_back_whole_from_pieces_that_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PIECE", 16)
-    stored, there = tensors(), [torch.zeros_like(tensor) for tensor in tensors()]
+    stored, existing = tensors(), [torch.zeros_like(tensor) for tensor in tensors()]
     buffer = HostBuffer(sum(tensor.nbytes for tensor in stored), pinned=False)
     assert [piece.nbytes for piece in buffer.pieces] == [16, 16, 15]
     assert buffer.nbytes == 20 + 8 + 8 + 0 + 3 + 8
     buffer.store(iter(stored))
-    buffer.restore(there)
-    assert all(map(torch.equal, there, tensors()))
+    buffer.restore(existing)
+    assert all(map(torch.equal, existing, tensors()))
 
 
 def test_pinned_memory_is_rounded_up_by_less_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +53,11 @@ class Copies(Tensor):
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
         assert non_blocking
-        taken, buffer = source.as_subclass(Tensor), self.as_subclass(Tensor)
+        used, buffer = source.as_subclass(Tensor), self.as_subclass(Tensor)
         if Copies.late:
-            Copies.under_way.append(lambda: buffer.copy_(taken))
+            Copies.under_way.append(lambda: buffer.copy_(used))
         else:
-            buffer.copy_(taken)
+            buffer.copy_(used)
         return self
 
 
@@ -95,13 +95,13 @@ class OnGPU(Tensor):
 
 
 def test_snapshots_of_a_gpu_are_staged_and_those_of_a_cpu_copied_straight(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     snapshot = SnapshotEngine(copying=True)
-    monkeypatch.setattr(snapshot.staged, "copy", lambda target, source: seen.append(source) or target.copy_(source))
-    here, there = torch.arange(3.0), torch.arange(4.0).as_subclass(OnGPU)
-    copied = snapshot.on_host("file", {"here": here, "there": [there], "again": here})
+    monkeypatch.setattr(snapshot.staged, "copy", lambda target, source: recorded.append(source) or target.copy_(source))
+    here, existing = torch.arange(3.0), torch.arange(4.0).as_subclass(OnGPU)
+    copied = snapshot.on_host("file", {"here": here, "there": [existing], "again": here})
     assert torch.equal(copied["here"], here)
-    assert torch.equal(copied["there"][0], there.as_subclass(Tensor))
-    assert [type(tensor) for tensor in seen] == [OnGPU]
+    assert torch.equal(copied["there"][0], existing.as_subclass(Tensor))
+    assert [type(tensor) for tensor in recorded] == [OnGPU]
     assert copied["again"] is copied["here"] is not here
     assert not any(buffer.is_cuda for buffer in snapshot.buffers.values())

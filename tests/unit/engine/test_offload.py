@@ -17,8 +17,8 @@ def test_gradient_buffers_outlive_two_trips_begun_in_a_row_where_nothing_else_is
     """As with an optimizer that DeepSpeed keeps on the host."""
     engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
     offload, bucket = StateOffload(engine, device_type="cpu"), torch.ones(1000)
-    found = {"masters": [], "moments": [], "_weights": [], "gradients": [bucket]}
-    with mock.patch.multiple(offload, **{name: mock.Mock(return_value=value) for name, value in found.items()}):
+    result = {"masters": [], "moments": [], "_weights": [], "gradients": [bucket]}
+    with mock.patch.multiple(offload, **{name: mock.Mock(return_value=value) for name, value in result.items()}):
         offload.offload()
         offload.offload()
         assert bucket.untyped_storage().nbytes() == 0

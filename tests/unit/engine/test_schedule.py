@@ -68,8 +68,8 @@ def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
     ],
 )
 def test_a_warmup_that_takes_all_of_ten_steps_is_told(warmup: float, note: str | None) -> None:
-    found = warmup_note(10, OptimConfig(warmup=warmup))
-    assert found is None if note is None else found is not None and re.match(note, found)
+    result = warmup_note(10, OptimConfig(warmup=warmup))
+    assert result is None if note is None else result is not None and re.match(note, result)
 
 
 def test_a_single_step_trains() -> None:
@@ -85,8 +85,8 @@ def test_wsd_decay_never_begins_before_the_warmup_has_ended() -> None:
     [("linear", [0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]), ("sqrt", [0, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975])],
 )
 def test_any_schedule_can_hold_before_it_decays(schedule: str, expected: list[float]) -> None:
-    found = [lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)]
-    assert found == pytest.approx(expected, abs=1e-6)
+    result = [lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)]
+    assert result == pytest.approx(expected, abs=1e-6)
 
 
 def test_wsd_decays_over_a_fifth_unless_it_is_told() -> None:

@@ -55,13 +55,13 @@ def serving() -> Iterator[StandIn]:
                 state.most_at_once = max(state.most_at_once, now)
                 state.requests.append(body)
                 state.headers.append({name.lower(): value for name, value in self.headers.items()})
-            found = state.respond(self.path, body)
+            respond = state.respond(self.path, body)
             with lock:
                 now -= 1
-            if found is None:  # the connection is dropped
+            if respond is None:  # the connection is dropped
                 self.close_connection = True
                 return
-            self.reply(found[0], found[1], found[2] if len(found) > 2 else {})
+            self.reply(respond[0], respond[1], respond[2] if len(respond) > 2 else {})
 
         def reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
             content = body.encode() if isinstance(body, str) else json.dumps(body).encode()

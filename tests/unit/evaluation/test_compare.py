@@ -18,8 +18,8 @@ def answers(letters: str, **changes: str) -> list[Result]:
 
 
 def test_results_are_paired_by_their_question() -> None:
-    found = compare(answers("AAABB"), list(reversed(answers("ABBAB"))), NAMES)
-    overall = found.overall
+    result = compare(answers("AAABB"), list(reversed(answers("ABBAB"))), NAMES)
+    overall = result.overall
     assert (overall.both_right, overall.only_this_right, overall.only_baseline_right, overall.both_wrong) == (
         1,
         2,
@@ -28,21 +28,21 @@ def test_results_are_paired_by_their_question() -> None:
     )
     assert (overall.this.count, overall.baseline.count, overall.this.total) == (3, 2, 5)
     assert overall.difference == pytest.approx(0.2)
-    assert (found.gained, found.lost) == (("robovqa/1/0", "robovqa/2/0"), ("robovqa/3/0",))
-    assert found.warning is None
+    assert (result.gained, result.lost) == (("robovqa/1/0", "robovqa/2/0"), ("robovqa/3/0",))
+    assert result.warning is None
 
 
 def test_what_has_no_answer_is_wrong() -> None:
-    found = compare([made(error="gone")], [made()], NAMES)
-    assert found.lost == ("robovqa/v/0",)
+    result = compare([made(error="gone")], [made()], NAMES)
+    assert result.lost == ("robovqa/v/0",)
 
 
 def test_data_sets_are_compared_by_themselves_too() -> None:
     new = answers("AA") + answers("BB", datasource="av")
     old = answers("BB") + answers("AA", datasource="av")
-    found = compare(new, old, NAMES)
-    assert {name: part.difference for name, part in found.datasets.items()} == {"av": -1.0, "robovqa": 1.0}
-    assert found.overall.difference == 0.0
+    result = compare(new, old, NAMES)
+    assert {name: part.difference for name, part in result.datasets.items()} == {"av": -1.0, "robovqa": 1.0}
+    assert result.overall.difference == 0.0
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_the_clustered_interval_is_of_the_paired_differences() -> None:
 
 
 def test_different_questions_are_compared_in_their_common_part_and_loudly() -> None:
-    found = compare(answers("AAA"), answers("BA") + answers("AAAA", datasource="av"), NAMES)
-    assert (found.overall.this.total, found.only_in_this, found.only_in_baseline) == (2, 1, 4)
-    assert found.warning is not None
-    assert "1 are only in new and 4 only in old; compared are the 2 common ones" in found.warning
+    result = compare(answers("AAA"), answers("BA") + answers("AAAA", datasource="av"), NAMES)
+    assert (result.overall.this.total, result.only_in_this, result.only_in_baseline) == (2, 1, 4)
+    assert result.warning is not None
+    assert "1 are only in new and 4 only in old; compared are the 2 common ones" in result.warning
 
 
 def test_nothing_in_common_is_an_error() -> None:

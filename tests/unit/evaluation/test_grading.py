@@ -170,8 +170,8 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
         graded = [grader.grade(asks("free_text", right), text) for text, right in pairs]
     model = SentenceTransformer(str(embedding_model), device="cpu")
     for (text, right), grade in zip(pairs, graded, strict=True):
-        one, other = model.encode([text, right]).astype(np.float64)
-        cosine = float(np.sum(one * other) / math.sqrt(np.sum(one**2) * np.sum(other**2)))
+        item, other = model.encode([text, right]).astype(np.float64)
+        cosine = float(np.sum(item * other) / math.sqrt(np.sum(item**2) * np.sum(other**2)))
         assert grade.scores["similarity"] == pytest.approx(cosine, abs=1e-12)
     assert graded[1].scores["similarity"] == pytest.approx(1)
     assert graded[0].scores["similarity"] < 0.99

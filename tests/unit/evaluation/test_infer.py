@@ -114,10 +114,10 @@ def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
     ],
 )
 def test_without_a_prompt_the_model_is_asked_what_it_sees(media, prompt, monkeypatch, capsys) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(evaluation_infer, "infer", lambda settings, prompts, say: asked.append(prompts) or iter(()))
+    requested: list[list[str]] = []
+    monkeypatch.setattr(evaluation_infer, "infer", lambda settings, prompts, say: requested.append(prompts) or iter(()))
     call("--model=tiny:qwen2_5_vl", *media)
-    assert asked == [[prompt]]
+    assert requested == [[prompt]]
     assert f'no --prompt: asking "{prompt}"' in capsys.readouterr().err
 
 
@@ -197,12 +197,12 @@ def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> 
 
 
 def test_an_answer_is_as_long_as_there_is_room_for() -> None:
-    said: list[str] = []
+    message: list[str] = []
     sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
-    assert with_room(sampling, 100, said.append) == sampling
-    assert said == []
-    assert with_room(sampling, 40, said.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
-    assert said == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
+    assert with_room(sampling, 100, message.append) == sampling
+    assert message == []
+    assert with_room(sampling, 40, message.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
+    assert message == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
 
 
 def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, tmp_path) -> None:
@@ -308,9 +308,9 @@ def test_pieces_come_as_soon_as_a_character_is_whole(tiny) -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_a_character_that_is_cut_off_is_shown_as_decoding_shows_it(cut, tiny) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    whole = tokenizer("a🙂")["input_ids"]
-    assert len(whole) > 3  # the tiny vocabulary spells it byte by byte
-    ids = whole[:-cut]
+    full = tokenizer("a🙂")["input_ids"]
+    assert len(full) > 3  # the tiny vocabulary spells it byte by byte
+    ids = full[:-cut]
     assert "".join(stream(ids, tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -59,9 +59,9 @@ def test_a_run_without_an_export_means_its_newest_complete_checkpoint(run: Path,
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=200)
     (run / "checkpoints" / "step_60").mkdir()  # being written
-    found = run_weights(str(run / inside))
-    assert found == newest
-    assert is_checkpoint(found)
+    weights = run_weights(str(run / inside))
+    assert weights == newest
+    assert is_checkpoint(weights)
 
 
 def test_a_checkpoint_means_itself(run: Path) -> None:
@@ -110,9 +110,9 @@ def test_a_name_that_says_little_has_the_run_s_before_it(model: str, name: str) 
 
 def test_a_folder_s_name_does_not_depend_on_where_one_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = final_export(run, seconds=1)
-    for place, given in ((run, "export/final"), (final.parent, "final"), (final, "."), (final, "../final")):
+    for place, value in ((run, "export/final"), (final.parent, "final"), (final, "."), (final, "../final")):
         monkeypatch.chdir(place)
-        assert base_name(given) == "mine-final"
+        assert base_name(value) == "mine-final"
 
 
 # ---------------------------------------------------------------- exports
@@ -141,11 +141,11 @@ def test_two_at_once_have_an_export_each_and_leave_nothing(small_exports: None, 
 
 
 def test_what_a_killed_process_left_is_deleted_by_the_next(small_exports: None, run: Path, tmp_path: Path) -> None:
-    left = tmp_path / f"{models.EXPORT}killed"
-    (left / "model").mkdir(parents=True)
-    (left / models.LOCK).write_text("")  # nobody holds it
+    remaining = tmp_path / f"{models.EXPORT}killed"
+    (remaining / "model").mkdir(parents=True)
+    (remaining / models.LOCK).write_text("")  # nobody holds it
     with exported(run, tmp_path, "fp32"):
-        assert not left.exists()
+        assert not remaining.exists()
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

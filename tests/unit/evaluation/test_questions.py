@@ -43,19 +43,19 @@ def item(video: str, *pairs: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def load(folder: Path, items: Any, **sections: Any) -> list[Question]:
     text = items if isinstance(items, str) else json.dumps(items)
     (folder / "robovqa" / "robovqa_benchmark_qa_pairs.json").write_text(text)
-    given = {"datasets": ["robovqa"], "data_dir": str(folder), "model": {"path": "m"}} | sections
-    return load_questions(EvalConfig.model_validate(given))
+    value = {"datasets": ["robovqa"], "data_dir": str(folder), "model": {"path": "m"}} | sections
+    return load_questions(EvalConfig.model_validate(value))
 
 
 def load_rows(folder: Path, rows: list[Any], answer_type: str = "letter", **source: Any) -> list[Question]:
     file = folder / "robovqa" / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
+    settings = {
         "sources": [{"path": str(file)} | source],
         "model": {"path": "m"},
         "evaluation": {"answer_type": answer_type},
     }
-    return load_questions(EvalConfig.model_validate(given))
+    return load_questions(EvalConfig.model_validate(settings))
 
 
 def text_asked(question: Question) -> str:
@@ -134,17 +134,17 @@ def test_questions_of_one_clip_have_different_ids_also_where_they_are_repeated(f
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
 def test_a_row_that_is_removed_changes_no_other_question(folder: Path, row: int) -> None:
-    whole = load(folder, ROWS)
+    full = load(folder, ROWS)
     counts = [len(r["qa_pairs"]) if isinstance(r["qa_pairs"], list) else 1 for r in ROWS]
-    own = range(sum(counts[:row]), sum(counts[: row + 1]))
-    left = load(folder, ROWS[:row] + ROWS[row + 1 :])
-    assert left == [question for place, question in enumerate(whole) if place not in own]
+    local = range(sum(counts[:row]), sum(counts[: row + 1]))
+    remaining = load(folder, ROWS[:row] + ROWS[row + 1 :])
+    assert remaining == [question for place, question in enumerate(full) if place not in local]
 
 
 def test_a_question_of_a_clip_that_is_removed_changes_no_other(folder: Path) -> None:
     pairs = [CHOICE, YES, CHOICE | {"question": "Which colour?"}]
-    whole = load(folder, [item("1", *pairs)])
-    assert load(folder, [item("1", *pairs[1:])]) == whole[1:]
+    full = load(folder, [item("1", *pairs)])
+    assert load(folder, [item("1", *pairs[1:])]) == full[1:]
 
 
 def test_an_id_says_nothing_of_the_form_that_is_asked_for(folder: Path) -> None:
@@ -184,9 +184,9 @@ def test_a_limit_is_shared_evenly_and_reached(sizes: list[int], limit: int | Non
 
 def test_limit_takes_the_first_questions_of_each_data_set(folder: Path) -> None:
     rows = [item("1", CHOICE, CHOICE), item("2")]
-    own = folder / "rows.jsonl"
-    own.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
-    questions = load(folder, rows, evaluation={"limit": 4}, sources=[{"path": str(own)}])
+    local = folder / "rows.jsonl"
+    local.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
+    questions = load(folder, rows, evaluation={"limit": 4}, sources=[{"path": str(local)}])
     assert [(q.dataset, q.video_id) for q in questions] == [("robovqa", "1")] * 2 + [("rows", "0"), ("rows", "1")]
 
 
@@ -200,8 +200,8 @@ def test_the_system_prompt_can_be_replaced_or_left_out(folder: Path, prompt: str
 
 def test_vision_settings_go_with_the_clip(folder: Path) -> None:
     [question] = load(folder, [item("1")], vision={"nframes": 8, "max_pixels": 5000})
-    shown = question.sample.messages[-1]["content"][0]
-    assert {key: shown[key] for key in shown.keys() - {"type", "video"}} == {"nframes": 8, "max_pixels": 5000}
+    messages = question.sample.messages[-1]["content"][0]
+    assert {key: messages[key] for key in messages.keys() - {"type", "video"}} == {"nframes": 8, "max_pixels": 5000}
 
 
 # ---------------------------------------------------------------- what is wrong with them
@@ -390,10 +390,10 @@ def test_rows_of_the_same_name_are_told_apart_by_what_they_ask_and_show(folder: 
         ROW | {"video": "clips/2.mp4"},
         ROW | {"question": "Why?"},
     ]
-    whole = load_rows(folder, rows)
-    assert len({question.id for question in whole}) == len(rows)
-    assert whole[2].id == f"{whole[0].id}-2"
-    assert load_rows(folder, rows[3:]) == whole[3:]
+    full = load_rows(folder, rows)
+    assert len({question.id for question in full}) == len(rows)
+    assert full[2].id == f"{full[0].id}-2"
+    assert load_rows(folder, rows[3:]) == full[3:]
 
 
 @pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
@@ -438,15 +438,15 @@ def test_a_field_that_an_adapter_misses_stops_also_where_it_is_the_id(folder: Pa
 
 def test_parts_of_one_clip_are_different_questions_wherever_they_stand(folder: Path) -> None:
     def row(**part: float) -> dict[str, Any]:
-        shown = [{"type": "video", "video": "clips/1.mp4", **part}, {"type": "text", "text": "Which way?"}]
+        displayed = [{"type": "video", "video": "clips/1.mp4", **part}, {"type": "text", "text": "Which way?"}]
         reply = {"role": "assistant", "content": "left"}
-        return {"id": "a", "messages": [{"role": "user", "content": shown}, reply]}
+        return {"id": "a", "messages": [{"role": "user", "content": displayed}, reply]}
 
     rows = [row(), row(video_start=0.5), row(video_end=0.5), row(video_start=0.2, video_end=0.5)]
-    whole = load_rows(folder, rows, adapter="conversations")
-    assert len({question.id for question in whole}) == 4
-    assert not any(question.id.endswith("-2") for question in whole)
-    assert load_rows(folder, rows[1:], adapter="conversations") == whole[1:]
+    full = load_rows(folder, rows, adapter="conversations")
+    assert len({question.id for question in full}) == 4
+    assert not any(question.id.endswith("-2") for question in full)
+    assert load_rows(folder, rows[1:], adapter="conversations") == full[1:]
 
 
 @pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])

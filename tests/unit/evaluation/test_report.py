@@ -190,8 +190,8 @@ def test_settings_that_are_no_object_are_an_error(folder: Path) -> None:
 
 def test_every_question_is_a_card_with_what_it_can_be_filtered_by(folder: Path) -> None:
     score_run(folder)
-    found = [(card["data-dataset"], card["data-kind"], card["data-tags"]) for card in page(folder).cards()]
-    assert found == [
+    cards = [(card["data-dataset"], card["data-kind"], card["data-tags"]) for card in page(folder).cards()]
+    assert cards == [
         ("av", "multiple_choice", "wrong unparsed"),
         ("av", "open", "wrong unanswered"),
         ("robovqa", "multiple_choice", "right"),
@@ -250,13 +250,13 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def test_what_a_model_wrote_stays_text(hostile: Path) -> None:
-    found = page(hostile)
-    assert [tag for tag, _ in found.tags].count("script") == 1
-    assert found.all("img") == []
-    assert all((link["href"] or "").startswith("#q") for link in found.all("a"))
-    assert not [name for _, attributes in found.tags for name in attributes if name.startswith("on")]
-    assert found.text.count("<script>alert(1)</script>") >= 5
-    assert "{{ 7 * 7 }} {% raw %} {# x #}" in found.text
+    result = page(hostile)
+    assert [tag for tag, _ in result.tags].count("script") == 1
+    assert result.all("img") == []
+    assert all((link["href"] or "").startswith("#q") for link in result.all("a"))
+    assert not [name for _, attributes in result.tags for name in attributes if name.startswith("on")]
+    assert result.text.count("<script>alert(1)</script>") >= 5
+    assert "{{ 7 * 7 }} {% raw %} {# x #}" in result.text
 
 
 def test_nothing_hostile_is_markup_in_the_markdown(hostile: Path) -> None:
@@ -274,11 +274,11 @@ def test_a_bar_in_an_answer_does_not_start_a_cell(tmp_path: Path) -> None:
 
 def test_the_page_asks_for_nothing(folder: Path) -> None:
     score_run(folder)
-    found = page(folder)
-    assert found.all("link") == []
+    result = page(folder)
+    assert result.all("link") == []
     text = (folder / "report.html").read_text()
     assert not re.search(r"""(src|href|url)\s*[=(]\s*["']?\s*(https?:|//|file:)|@import""", text)
-    (policy,) = [meta for meta in found.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [meta for meta in result.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     assert "default-src 'none'" in (policy["content"] or "")
     assert "unsafe-inline" not in (policy["content"] or "").partition("script-src")[2]
 

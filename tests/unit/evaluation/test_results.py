@@ -159,8 +159,8 @@ def test_a_prompt_that_is_no_list_of_messages_is_an_error(tmp_path: Path, conten
 def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clips_name_has_dots(tmp_path: Path) -> None:
     video_id = "k.12._.totalframe058.clipframe018"
     [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
-    asked = question_key(COSMOS_TEXT, [medium_name({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
-    assert result.id == f"robovqa/{video_id}/{asked}"
+    requested = question_key(COSMOS_TEXT, [medium_name({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
+    assert result.id == f"robovqa/{video_id}/{requested}"
 
 
 @pytest.mark.parametrize("prompt", ["", [], None])

@@ -54,20 +54,20 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
 
     def call(rows: list[dict[str, Any]], answer: Answer = right, **sections: Any) -> tuple[StandIn, run.Throughput]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        given = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
-        given |= {"model": {"path": "m"}} | sections
+        settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
+        settings |= {"model": {"path": "m"}} | sections
         if "server" in sections:
-            del given["model"]
-        asked = StandIn(answer)
+            del settings["model"]
+        stand_in = StandIn(answer)
 
         @contextmanager
         def opened(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]:
             model = {"name": "m", "fingerprint": "1"}
             on_model(model)
-            yield Answering(asked, None, model)
+            yield Answering(stand_in, None, model)
 
         monkeypatch.setattr(run, "open_answering", opened)
-        return asked, run.evaluate(EvalConfig.model_validate(given))[1]
+        return stand_in, run.evaluate(EvalConfig.model_validate(settings))[1]
 
     return call
 
@@ -88,11 +88,11 @@ def test_throughput_counts_what_was_asked_and_answered_here(evaluate: Any, tmp_p
         return right(question) if question.video_id >= "2" else Reply(error="unreadable")
 
     gone = {"id": "6", "video": "gone.mp4", "question": "?", "answer": "6"}
-    asked, counted = evaluate([*ROWS, gone], only_from_2_on)
-    assert asked.asked == ["0", "1", "2", "3", "4"]
+    requested, counted = evaluate([*ROWS, gone], only_from_2_on)
+    assert requested.asked == ["0", "1", "2", "3", "4"]
     assert (counted.questions, counted.completion_tokens) == (3, 9)
-    asked, counted = evaluate([*ROWS, gone])
-    assert asked.asked == ["0", "1"]
+    requested, counted = evaluate([*ROWS, gone])
+    assert requested.asked == ["0", "1"]
     assert (counted.questions, counted.completion_tokens) == (2, 6)
     _, counted = evaluate([*ROWS, gone])
     assert (counted.questions, str(counted)) == (0, "nothing was left to ask")
@@ -173,7 +173,7 @@ def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
 
     clips = [("x", "1"), ("x", "2"), ("y", "1")]
     questions = [question(*clip, number) for number in range(2) for clip in clips]
-    shares = [[one.id for one in run.of_rank(questions, rank, 2)] for rank in range(2)]
+    shares = [[item.id for item in run.of_rank(questions, rank, 2)] for rank in range(2)]
     assert shares == [["x/1/0", "y/1/0", "x/1/1", "y/1/1"], ["x/2/0", "x/2/1"]]
 
 
@@ -209,9 +209,9 @@ def test_what_grades_is_checked_before_the_engine_starts(
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     monkeypatch.setattr(run, "open_answering", no_engine)
-    given = {"sources": [{"path": "rows.jsonl"}], "model": {"path": "m"}, "evaluation": evaluation}
+    settings = {"sources": [{"path": "rows.jsonl"}], "model": {"path": "m"}, "evaluation": evaluation}
     with pytest.raises(ConfigError, match=text):
-        run.evaluate(EvalConfig.model_validate(given))
+        run.evaluate(EvalConfig.model_validate(settings))
 
 
 # ---------------------------------------------------------------- a server that fails at everything
@@ -254,9 +254,9 @@ def test_broken_clips_are_counted_at_a_server_that_is_well(tmp_path: Path, monke
     (tmp_path / "v.mp4").write_bytes(b"no video")
     rows = [{"id": str(i), "video": "v.mp4", "question": f"What is {i}?", "answer": "x"} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
+    settings = {"sources": [{"path": str(tmp_path / "rows.jsonl")}], "results_dir": str(tmp_path / "results")}
     with serving() as server:
-        run.evaluate(EvalConfig.model_validate(given | {"server": {"url": server.url}}))
+        run.evaluate(EvalConfig.model_validate(settings | {"server": {"url": server.url}}))
         assert server.requests == []
     errors = [str(result.error) for result in stored(tmp_path).values()]
     assert len(errors) == 20 and all("v.mp4: not a usable video" in error for error in errors)

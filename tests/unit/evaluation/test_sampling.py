@@ -25,19 +25,19 @@ def config(answer_type: str, **generation: Any) -> EvalConfig:
 
 
 def test_a_letter_is_the_most_probable_of_ten_tokens() -> None:
-    found = sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
-    assert found == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
+    result = sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
+    assert result == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
 
 
 def test_reasoning_is_drawn_as_cosmos_reason1_does() -> None:
-    found = sampling(config("reasoning"), "multiple_choice")
-    assert found == Sampling(temperature=0.6, top_p=0.95, top_k=0, max_completion_length=1024, seed=7000)
+    result = sampling(config("reasoning"), "multiple_choice")
+    assert result == Sampling(temperature=0.6, top_p=0.95, top_k=0, max_completion_length=1024, seed=7000)
 
 
 def test_what_is_set_is_used() -> None:
-    given = {"temperature": 1.0, "top_p": 0.5, "top_k": 20, "max_tokens": 50}
+    settings = {"temperature": 1.0, "top_p": 0.5, "top_k": 20, "max_tokens": 50}
     penalties = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    assert sampling(config("reasoning", **given, **penalties), "open") == Sampling(
+    assert sampling(config("reasoning", **settings, **penalties), "open") == Sampling(
         temperature=1.0, top_p=0.5, top_k=20, max_completion_length=50, seed=7000, **penalties
     )
 
@@ -71,10 +71,10 @@ def test_texts_have_more_room_than_letters(kind: QuestionKind, given: dict[str, 
     ],
 )
 def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, temperature: float, tokens: int) -> None:
-    found = sampling(config(answer_type), "yes_no", attempt)
-    assert found.temperature == pytest.approx(temperature)
-    assert found.max_completion_length == tokens
-    assert found.seed == 7000 + attempt
+    result = sampling(config(answer_type), "yes_no", attempt)
+    assert result.temperature == pytest.approx(temperature)
+    assert result.max_completion_length == tokens
+    assert result.seed == 7000 + attempt
 
 
 def test_a_retry_is_never_cooler() -> None:
@@ -85,8 +85,8 @@ def test_a_retry_is_never_cooler() -> None:
 
 
 def compat(answer_type: str, **generation: Any) -> EvalConfig:
-    given = config(answer_type, **generation)
-    return given.model_copy(update={"evaluation": given.evaluation.model_copy(update={"parser": "compat"})})
+    value = config(answer_type, **generation)
+    return value.model_copy(update={"evaluation": value.evaluation.model_copy(update={"parser": "compat"})})
 
 
 PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
@@ -98,10 +98,10 @@ PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_pen
 def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
     attempt: int, temperature: float, tokens: int
 ) -> None:
-    found = sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
-    assert found.temperature == pytest.approx(temperature)
+    result = sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
+    assert result.temperature == pytest.approx(temperature)
     expected = Sampling(temperature=1.0, top_k=1, max_completion_length=tokens, seed=7000 + attempt)
-    assert replace(found, temperature=1.0) == expected
+    assert replace(result, temperature=1.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
 def test_compat_reasoning_has_its_penalties_and_a_retry_is_at_most_at_0_9(
     given: float, attempt: int, temperature: float, tokens: int
 ) -> None:
-    found = sampling(compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt)
-    assert found.temperature == pytest.approx(temperature)
+    result = sampling(compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt)
+    assert result.temperature == pytest.approx(temperature)
     expected = Sampling(temperature=1.0, top_p=0.95, max_completion_length=tokens, seed=7000 + attempt, **PENALTIES)
-    assert replace(found, temperature=1.0) == expected
+    assert replace(result, temperature=1.0) == expected
 
 
 def test_what_compat_letters_do_not_use_is_said() -> None:

@@ -25,9 +25,9 @@ def several(*changes: dict[str, Any]) -> list[Any]:
 
 
 def test_seven_of_ten_has_wilsons_interval() -> None:
-    found = share(7, 10)
-    assert (found.count, found.total, found.share) == (7, 10, 0.7)
-    assert found.interval == pytest.approx(
+    result = share(7, 10)
+    assert (result.count, result.total, result.share) == (7, 10, 0.7)
+    assert result.interval == pytest.approx(
         (0.3967781, 0.8922087), abs=1e-6
     )  # (p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)
 
@@ -37,9 +37,9 @@ def test_nothing_has_no_share() -> None:
 
 
 def test_what_has_no_answer_is_wrong_over_all_and_left_out_over_answered() -> None:
-    found = score(several({}, {}, WRONG, UNPARSED, UNANSWERED)).accuracy
-    assert (found.over_all.count, found.over_all.total) == (2, 5)
-    assert (found.over_answered.count, found.over_answered.total) == (2, 4)
+    accuracy = score(several({}, {}, WRONG, UNPARSED, UNANSWERED)).accuracy
+    assert (accuracy.over_all.count, accuracy.over_all.total) == (2, 5)
+    assert (accuracy.over_answered.count, accuracy.over_answered.total) == (2, 4)
 
 
 def test_an_error_is_wrong_whatever_is_correct_says() -> None:
@@ -65,8 +65,8 @@ def test_clips_are_told_by_their_media_and_rows_without_media_by_themselves() ->
 
 def test_the_clustered_interval_follows_the_spread_between_clips() -> None:
     # mean 1/2, residuals per clip 1, -1, 0: error √(3/2 · 2) / 6; t quantile with 2 degrees of freedom 4.302653
-    found = clustered_interval([1, 1, 0, 0, 1, 0], list("aabbcc"), bounds=(-9, 9))
-    assert found == pytest.approx((0.5 - 4.302653 * 3**0.5 / 6, 0.5 + 4.302653 * 3**0.5 / 6), abs=1e-6)
+    result = clustered_interval([1, 1, 0, 0, 1, 0], list("aabbcc"), bounds=(-9, 9))
+    assert result == pytest.approx((0.5 - 4.302653 * 3**0.5 / 6, 0.5 + 4.302653 * 3**0.5 / 6), abs=1e-6)
 
 
 def test_the_clustered_interval_stays_within_its_bounds() -> None:
@@ -97,8 +97,8 @@ def test_unparsed_and_truncated_are_shares_of_the_answers() -> None:
 
 def test_each_rule_of_the_parser_says_how_often_it_was_right() -> None:
     summary = score(several({}, {}, WRONG, {"rule": "letter and text"}, UNPARSED, UNANSWERED))
-    found = {rule: (part.count, part.total) for rule, part in summary.rules.items()}
-    assert found == {"letter": (2, 3), "letter and text": (1, 1), "none": (0, 1)}
+    result = {rule: (part.count, part.total) for rule, part in summary.rules.items()}
+    assert result == {"letter": (2, 3), "letter and text": (1, 1), "none": (0, 1)}
 
 
 def test_the_unanswered_are_listed_with_their_reason() -> None:
@@ -153,15 +153,15 @@ def ordinal(*pairs: tuple[str, str]) -> list[Any]:
 
 def test_pearsons_r_is_over_the_answers_that_are_numbers() -> None:
     # deviations (-1, 0, 1) and (-4, -1, 5) / 3: r = 3 / √(2 · 42 / 9)
-    found = score(ordinal(("1", "1"), ("2", "2"), ("3.0", "4"), ("many", "5"), ("", "1"), ("inf", "2"))).pearson
-    assert found == Mean(pytest.approx(3 / (2 * 42 / 9) ** 0.5), 3)
+    pearson = score(ordinal(("1", "1"), ("2", "2"), ("3.0", "4"), ("many", "5"), ("", "1"), ("inf", "2"))).pearson
+    assert pearson == Mean(pytest.approx(3 / (2 * 42 / 9) ** 0.5), 3)
 
 
 @pytest.mark.parametrize("pairs", [[("x", "1")], [("1", "1")], [("2", "1"), ("2", "3")], [("1", "3"), ("2", "3")]])
 def test_r_is_open_where_it_is_not_defined(pairs: list[tuple[str, str]]) -> None:
-    found = score(ordinal(*pairs)).pearson
-    assert found is not None
-    assert found.value is None
+    pearson = score(ordinal(*pairs)).pearson
+    assert pearson is not None
+    assert pearson.value is None
 
 
 def test_a_summary_is_plain_json(tmp_path: Path) -> None:
@@ -204,10 +204,10 @@ def test_compat_complains_of_what_it_skips_but_not_of_our_own_files(tmp_path: Pa
     for name, content in {"a.json": "[{", "b.json": "{}", "run.json": "{}", "summary.json": "{}"}.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "c.json").write_bytes(b"\xff")
-    found = calculate_accuracy(tmp_path)
-    assert found.files == 5
-    assert [text.split(" ")[0] for text in found.complaints] == ["Error:", "Warning:", "Error:"]
-    assert [name in text for name, text in zip("abc", found.complaints, strict=True)] == [True, True, True]
+    accuracy = calculate_accuracy(tmp_path)
+    assert accuracy.files == 5
+    assert [text.split(" ")[0] for text in accuracy.complaints] == ["Error:", "Warning:", "Error:"]
+    assert [name in text for name, text in zip("abc", accuracy.complaints, strict=True)] == [True, True, True]
 
 
 def test_compat_finds_no_files_where_there_is_nothing(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_the_seed_differs_by_question_and_attempt_and_by_nothing_else(stand_in: 
     ask(server, text_sample(), text_sample())
     ask(server, text_sample())
     ask(server, text_sample(), sampling=Sampling(max_completion_length=64, seed=4))
-    first, second, again, retry = (request["seed"] for request in stand_in.requests)
-    assert first == again
+    first, second, repeated, retry = (request["seed"] for request in stand_in.requests)
+    assert first == repeated
     assert len({first, second, retry}) == 3
 
 

@@ -100,48 +100,48 @@ def test_results_without_settings_are_refused(tmp_path: Path) -> None:
 def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
     judge, folder = tmp_path / "judge.py", tmp_path / "results"
     judge.write_text("def reward(completion, sample): return 1.0")
-    own = config(evaluation={"scorer": f"{judge}:reward"})
-    open_run_folder(folder, own, MODEL)
+    local = config(evaluation={"scorer": f"{judge}:reward"})
+    open_run_folder(folder, local, MODEL)
     write_text(folder / "robovqa" / "1.json", ANSWERED)
-    open_run_folder(folder, own, MODEL)
+    open_run_folder(folder, local, MODEL)
     judge.write_text("def reward(completion, sample): return 0.0")
     with pytest.raises(ConfigError, match="evaluation.scorer's content was '[0-9a-f]{16}' and is '[0-9a-f]{16}'"):
-        open_run_folder(folder, own, MODEL)
+        open_run_folder(folder, local, MODEL)
 
 
 def test_a_scorers_threshold_is_compared_and_was_a_half_before_there_was_a_key(tmp_path: Path) -> None:
-    own = {"scorer": "exact_match"}
-    open_run_folder(tmp_path, config(evaluation=own), MODEL)
+    local = {"scorer": "exact_match"}
+    open_run_folder(tmp_path, config(evaluation=local), MODEL)
     write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
     record = json.loads((tmp_path / "run.json").read_text())
     del record["settings"]["evaluation.scorer_threshold"]
     write_text(tmp_path / "run.json", json.dumps(record))
     with pytest.raises(ConfigError, match=r"evaluation.scorer_threshold was 0.5 and is None"):
-        open_run_folder(tmp_path, config(evaluation=own), MODEL)
-    open_run_folder(tmp_path, config(evaluation=own | {"scorer_threshold": 0.5}), MODEL)
+        open_run_folder(tmp_path, config(evaluation=local), MODEL)
+    open_run_folder(tmp_path, config(evaluation=local | {"scorer_threshold": 0.5}), MODEL)
 
 
 @pytest.mark.parametrize("recorded", [{}, {"evaluation.scorer_threshold": 0.7}])
 def test_compat_has_never_used_a_scorers_threshold(tmp_path: Path, recorded: dict[str, float]) -> None:
-    own = config(evaluation={"scorer": "exact_match", "parser": "compat"})
-    open_run_folder(tmp_path, own, MODEL)
+    local = config(evaluation={"scorer": "exact_match", "parser": "compat"})
+    open_run_folder(tmp_path, local, MODEL)
     write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
     record = json.loads((tmp_path / "run.json").read_text())
     del record["settings"]["evaluation.scorer_threshold"]
     write_text(tmp_path / "run.json", json.dumps(record | {"settings": record["settings"] | recorded}))
-    open_run_folder(tmp_path, own, MODEL)
+    open_run_folder(tmp_path, local, MODEL)
 
 
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    found = set()
+    result = set()
     middle = b"a" * 100_000 + b"b" + b"a" * 99_999
     for content in (b"a" * 200_000, b"a" * 199_999 + b"b", b"a" * 199_999, middle):
         (tmp_path / "model.safetensors").write_bytes(content)
-        found.add(model_fingerprint(tmp_path))
-    assert len(found) == 4
+        result.add(model_fingerprint(tmp_path))
+    assert len(result) == 4
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert model_fingerprint(tmp_path) not in found
+    assert model_fingerprint(tmp_path) not in result
 
 
 @pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])

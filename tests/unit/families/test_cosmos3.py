@@ -91,11 +91,11 @@ def test_weights_may_be_in_the_folders_of_the_published_checkpoint(folder: Path,
     parts = {"transformer": {}, "vision_encoder": {}, "vae": {"encoder.weight": torch.zeros(2)}}
     for name, tensor in tensors.items():
         parts["vision_encoder" if name.startswith(tower) else "transformer"][name] = tensor
-    for name, own in parts.items():
+    for name, local in parts.items():
         (published / name).mkdir()
-        save_file(own, published / name / "diffusion_pytorch_model.safetensors")
-    found, expected = (load_model(one, dtype=torch.float32).state_dict() for one in (published, folder))
-    assert all(found[name].equal(expected[name]) for name in expected)
+        save_file(local, published / name / "diffusion_pytorch_model.safetensors")
+    result, expected = (load_model(item, dtype=torch.float32).state_dict() for item in (published, folder))
+    assert all(result[name].equal(expected[name]) for name in expected)
 
 
 def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(folder: Path, tmp_path: Path) -> None:
@@ -105,15 +105,17 @@ def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(fol
     encoder = open_encoder(folder, dtype=torch.float32, max_length=512, max_length_key="model.max_length")
     samples, _ = open_datasets(config.data)
     encoded = [encoder.encode(samples[i]) for i in range(4)]
-    assert any("pixel_values_videos" in one.mm_kwargs for one in encoded)
-    own = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    assert any("pixel_values_videos" in item.mm_kwargs for item in encoded)
+    from_pretrained = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     expected = []
-    for one in encoded:
-        inputs = {"input_ids": one.input_ids[None], "mm_token_type_ids": one.mm_token_type_ids[None]}
+    for item in encoded:
+        inputs = {"input_ids": item.input_ids[None], "mm_token_type_ids": item.mm_token_type_ids[None]}
         with torch.no_grad():
-            logits = own(**inputs, **one.mm_kwargs).logits[0]
-        places = one.loss_mask.nonzero().flatten()
-        expected.append(logits.log_softmax(-1)[places - 1, one.input_ids[places]])
+            logits = from_pretrained(**inputs, **item.mm_kwargs).logits[0]
+        places = item.loss_mask.nonzero().flatten()
+        expected.append(logits.log_softmax(-1)[places - 1, item.input_ids[places]])
     with torch.no_grad():
         model = load_model(folder, dtype=torch.float32)
         policy = Policy(model)
@@ -124,7 +126,7 @@ def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(fol
             training_sample(Rollout(prompt, single_turn(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
             for ids in ((5, 6, 7), (8, 9))
         ]
-        apart = torch.cat([policy(pack([joined(one)])) for one in answers])
+        apart = torch.cat([policy(pack([joined(item)])) for item in answers])
         torch.testing.assert_close(policy(pack(answers)), apart, rtol=0, atol=5e-6)
 
 

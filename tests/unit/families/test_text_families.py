@@ -38,10 +38,10 @@ def sample(question: object, answer: str = "red") -> Sample:
 
 def test_parts_of_a_message_are_one_text(encoder: Encoder) -> None:
     parts = [{"type": "text", "text": "What colour "}, {"type": "text", "text": "is it?"}]
-    found, expected = encoder.encode(sample(parts)), encoder.encode(sample("What colour is it?"))
-    assert found.input_ids.tolist() == expected.input_ids.tolist()
-    assert found.position_ids.tolist() == [list(range(len(found)))] * 3
-    assert encoder.processor.tokenizer.decode(found.input_ids[found.loss_mask]) == "red<|im_end|>"
+    result, expected = encoder.encode(sample(parts)), encoder.encode(sample("What colour is it?"))
+    assert result.input_ids.tolist() == expected.input_ids.tolist()
+    assert result.position_ids.tolist() == [list(range(len(result)))] * 3
+    assert encoder.processor.tokenizer.decode(result.input_ids[result.loss_mask]) == "red<|im_end|>"
 
 
 def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
@@ -54,8 +54,8 @@ def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
 def test_a_packed_row_gives_what_padded_rows_give(folder: Path, encoder: Encoder, attention: str) -> None:
     samples = [encoder.encode(sample("What colour? " * n, "red " * n + "!")) for n in range(1, 6)]
     expected = Policy(load_model(folder, dtype=torch.float32, attention="sdpa"))(collate(samples, pad_id=0))
-    found = Policy(load_model(folder, dtype=torch.float32, attention=attention))(pack(samples))
-    assert torch.allclose(found, expected, atol=2e-6)
+    policy = Policy(load_model(folder, dtype=torch.float32, attention=attention))(pack(samples))
+    assert torch.allclose(policy, expected, atol=2e-6)
 
 
 def test_ranks_without_rows_need_no_media(encoder: Encoder) -> None:
@@ -72,11 +72,11 @@ def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, 
     prompts = [encoder.encode_prompt(sample("What colour? " * n)) for n in (1, 4)]
     sampling = Sampling(temperature=0.8, max_completion_length=6, seed=1)
     completions = engine.generate(prompts, sampling, version=0, streams=[0, 1])
-    rollouts = [Rollout(prompt, one, 0.0, {}) for prompt, one in zip(prompts, completions, strict=True)]
+    rollouts = [Rollout(prompt, item, 0.0, {}) for prompt, item in zip(prompts, completions, strict=True)]
     batch = pack([training_sample(rollout) for rollout in rollouts])
     policy = Policy(load_model(folder, dtype=torch.float32))
     logprobs = policy(batch, 0.8, torch.as_tensor(engine.banned_ids))
-    drawn = [value for one in completions for value in one.logprobs]
+    drawn = [value for completion in completions for value in completion.logprobs]
     assert logprobs.tolist() == pytest.approx(drawn, abs=1e-5)
 
 

@@ -49,8 +49,8 @@ def test_of_many_one_builds_and_all_get_the_folder(tmp_path: Path) -> None:
         (partial / "a").write_text("a")
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: build_once(tmp_path / "cache" / "folder", build), range(8)))
-    assert set(found) == {tmp_path / "cache" / "folder"}
+        result = list(threads.map(lambda _: build_once(tmp_path / "cache" / "folder", build), range(8)))
+    assert set(result) == {tmp_path / "cache" / "folder"}
     assert len(built) == 1
     assert names(tmp_path / "cache") == ["folder"]
 

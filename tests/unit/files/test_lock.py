@@ -49,15 +49,15 @@ def write_lock(folder: Path, holder: Holder) -> Path:
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(ConfigError) as caught, FolderLock(pytest.fail) as mine:
-        mine.take(folder)
+    with pytest.raises(ConfigError) as caught, FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(folder)
     return str(caught.value)
 
 
 def test_a_folder_is_free_again_after_the_block(tmp_path: Path) -> None:
     for _ in range(2):
-        with FolderLock(pytest.fail) as mine:
-            mine.take(tmp_path)
+        with FolderLock(pytest.fail) as folder_lock:
+            folder_lock.take(tmp_path)
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
         assert list(tmp_path.iterdir()) == []
 
@@ -81,15 +81,15 @@ def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.
     while start_time(other.pid) is not None:
         time.sleep(0.01)
     check_output_dir(tmp_path, SFTConfig(), "auto")
-    with FolderLock(pytest.fail) as mine:
-        mine.take(tmp_path)
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(tmp_path)
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
 def test_another_process_of_the_same_number_does_not_hold_a_lock(tmp_path: Path) -> None:
     write_lock(tmp_path, replace(this_process(), started="1"))
-    with FolderLock(pytest.fail) as mine:
-        mine.take(tmp_path)
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(tmp_path)
 
 
 LOCKS: dict[str, str | dict[str, object]] = {
@@ -106,32 +106,34 @@ LOCKS: dict[str, str | dict[str, object]] = {
 def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: str) -> None:
     file, content = tmp_path / ".lock", LOCKS[kind]
     file.write_text(content if isinstance(content, str) else json.dumps(asdict(this_process()) | content))
-    with FolderLock(pytest.fail) as mine:
-        mine.take(tmp_path)
-        assert json.loads(file.read_text()) == asdict(this_process()) | {"since": json.loads(mine.content)["since"]}
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(tmp_path)
+        assert json.loads(file.read_text()) == asdict(this_process()) | {
+            "since": json.loads(folder_lock.content)["since"]
+        }
 
 
 def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
     write_lock(tmp_path, replace(this_process(), machine="another"))
     stopped = pytest.raises(Stopped, match=r"stopped by SIGTERM while it waited to see whether .*\.lock is of a job")
-    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as mine:
-        mine.take(tmp_path)
+    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as folder_lock:
+        folder_lock.take(tmp_path)
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:
     file = write_lock(tmp_path, replace(this_process(), host="node-7", machine="another", pid=99))
-    with FolderLock(pytest.fail) as theirs:
-        theirs.content = file.read_text()
-        threading.Thread(target=theirs._heartbeat, args=(file,), daemon=True).start()
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.content = file.read_text()
+        threading.Thread(target=folder_lock._heartbeat, args=(file,), daemon=True).start()
         assert "is in use by process 99 on node-7" in refused(tmp_path)
 
 
 def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path: Path) -> None:
     file = write_lock(tmp_path, replace(this_process(), machine="another"))
     threading.Timer(0.2, file.unlink).start()
-    with FolderLock(pytest.fail) as mine:
-        mine.take(tmp_path)
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(tmp_path)
 
 
 @pytest.mark.parametrize("left", ["nothing", "of a killed job"])
@@ -149,14 +151,14 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path: Path, left: str) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert sum(threads.map(take, locks)) == 1
-    for mine in locks:
-        mine.__exit__()
+    for custom in locks:
+        custom.__exit__()
 
 
 def test_a_job_that_another_one_took_for_gone_is_told_and_leaves_the_lock(tmp_path: Path) -> None:
     lost: list[str] = []
-    with FolderLock(lambda error: lost.append(str(error))) as mine:
-        mine.take(tmp_path)
+    with FolderLock(lambda error: lost.append(str(error))) as folder_lock:
+        folder_lock.take(tmp_path)
         file = write_lock(tmp_path, replace(this_process(), host="node-7", pid=99))
         while not lost:
             time.sleep(0.01)

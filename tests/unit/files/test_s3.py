@@ -58,8 +58,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 def test_a_folder_has_the_objects_of_every_page_without_its_marks(client: Client) -> None:
-    found = s3.list_objects(S3Address("bucket", "clips"))
-    assert {name: source.address.key for name, source in found.items()} == {
+    objects = s3.list_objects(S3Address("bucket", "clips"))
+    assert {name: source.address.key for name, source in objects.items()} == {
         "a.mp4": "clips/a.mp4",
         "sub/b.mp4": "clips/sub/b.mp4",
     }

@@ -56,11 +56,11 @@ class Use:
 
     def read(self, text: str) -> None:
         """As the source does, to the end."""
-        given = text.encode("latin-1", "replace") if isinstance(self.pattern.pattern, bytes) else text
+        value = text.encode("latin-1", "replace") if isinstance(self.pattern.pattern, bytes) else text
         if self.method in ("match", "fullmatch", "search"):
-            getattr(self.pattern, self.method)(given)
+            getattr(self.pattern, self.method)(value)
         else:
-            for _ in self.pattern.finditer(given):
+            for _ in self.pattern.finditer(value):
                 pass
 
 
@@ -83,20 +83,20 @@ def uses() -> list[Use]:
     files = [*ROOT.glob("dsreason/**/*.py"), *ROOT.glob("data_adapters/*.py")]
     trees = {file: ast.parse(file.read_text()) for file in sorted(files) if file.name != "__main__.py"}
     modules = {file: imported(file) for file, tree in trees.items() if imports_re(tree)}
-    found: dict[tuple[re.Pattern[Any], str], Use] = {}
+    result: dict[tuple[re.Pattern[Any], str], Use] = {}
     for use in (*kept(modules, trees), *written_out(modules, trees), *of_families()):
-        found.setdefault((use.pattern, use.method), use)  # many are imported elsewhere
-    return list(found.values())
+        result.setdefault((use.pattern, use.method), use)  # many are imported elsewhere
+    return list(result.values())
 
 
 def kept(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iterator[Use]:
     """What `re.compile` made, wherever it was put."""
-    own = {file: methods_by_name([tree]) for file, tree in trees.items()}
+    local = {file: methods_by_name([tree]) for file, tree in trees.items()}
     anywhere = methods_by_name(trees.values())
     values = [(file, name, value) for file, module in modules.items() for name, value in vars(module).items()]
     values += [(imported_from(READER), name, value) for name, value in vars(READER).items()]
     for file, name, value in values:
-        methods = METHODS.get(name) or own[file].get(name) or anywhere.get(name) or {"finditer"}
+        methods = METHODS.get(name) or local[file].get(name) or anywhere.get(name) or {"finditer"}
         for pattern in patterns_in(value):
             for method in sorted(methods):
                 yield Use(f"{file.relative_to(ROOT)}: {name}", method, pattern)
@@ -124,15 +124,15 @@ def imports_re(tree: ast.Module) -> bool:
 
 def methods_by_name(trees: Iterable[ast.Module]) -> dict[str, set[str]]:
     """`NAME.search(…)` and `self.name.search(…)` anywhere: {"NAME": {"search"}, …}."""
-    found: dict[str, set[str]] = defaultdict(set)
+    result: dict[str, set[str]] = defaultdict(set)
     for tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in CALLS:
                 if isinstance(node.value, ast.Name):
-                    found[node.value.id].add(node.attr)
+                    result[node.value.id].add(node.attr)
                 elif isinstance(node.value, ast.Attribute):
-                    found[node.value.attr].add(node.attr)
-    return found
+                    result[node.value.attr].add(node.attr)
+    return result
 
 
 def patterns_in(value: Any) -> Iterator[re.Pattern[Any]]:
@@ -250,12 +250,14 @@ CATEGORIES = {
 def one_of(items: Any, variant: int) -> str:
     """A character of a set such as `[^\\w.-]`."""
     denied = items[0][0] is codes.NEGATE
-    own = [
+    local = [
         chr(argument if code is codes.LITERAL else argument[0])
         for code, argument in items
         if code in (codes.LITERAL, codes.RANGE)
     ]
-    fitting = [character for character in (*own, *SAMPLES) if any(is_in(character, *item) for item in items) != denied]
+    fitting = [
+        character for character in (*local, *SAMPLES) if any(is_in(character, *item) for item in items) != denied
+    ]
     return fitting[variant % len(fitting)]
 
 

@@ -29,14 +29,14 @@ def misbehaving(behaviour: Behaviour, at: bytes = b"", otherwise: Behaviour | No
     """A server that does so at requests which begin with `at`, such as `POST`."""
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
-    found = Hostile(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    hostile = Hostile(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
     def serve(connection: socket.socket) -> None:
         with connection, suppress(OSError):
             request = read_request(connection)
-            found.requests.append(request)
-            chosen = behaviour if otherwise is None or request.startswith(at) else otherwise
-            chosen(connection, over)
+            hostile.requests.append(request)
+            choice = behaviour if otherwise is None or request.startswith(at) else otherwise
+            choice(connection, over)
 
     def accept() -> None:
         with suppress(OSError):
@@ -46,7 +46,7 @@ def misbehaving(behaviour: Behaviour, at: bytes = b"", otherwise: Behaviour | No
     thread = threading.Thread(target=accept)
     thread.start()
     try:
-        yield found
+        yield hostile
     finally:
         over.set()
         listener.shutdown(socket.SHUT_RDWR)

@@ -427,10 +427,10 @@ OF_ANOTHER = [
 def test_files_of_another_step_are_seen_where_their_sizes_are_the_same(
     two: tuple[Path, Path], names: list[str]
 ) -> None:
-    one, later = two
+    item, later = two
     for name in names:
-        assert (one / name).stat().st_size == (later / name).stat().st_size
-        shutil.copyfile(one / name, later / name)
+        assert (item / name).stat().st_size == (later / name).stat().st_size
+        shutil.copyfile(item / name, later / name)
     with pytest.raises(CheckpointError, match=rf"{later}/\S+: is not the file that was written with COMPLETE"):
         check_content(later)
     with pytest.raises(CheckpointError, match=str(later)):

@@ -61,10 +61,10 @@ def test_a_limit_is_told_as_such(
     error: Exception, given: dict[str, int], kind: type[DsReasonError], words: list[str], limits: Callable[..., None]
 ) -> None:
     limits(**given)
-    told = error_for_people(error)
-    assert type(told) is kind
-    assert all(word in str(told) for word in words), told
-    assert "\n" not in str(told)
+    message = error_for_people(error)
+    assert type(message) is kind
+    assert all(word in str(message) for word in words), message
+    assert "\n" not in str(message)
 
 
 def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() -> None:
@@ -134,8 +134,8 @@ def test_a_prompt_may_come_through_a_pipe(here: Path) -> None:
 
 
 def started(here: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run([*COMMAND, *arguments], cwd=here, check=False, text=True, timeout=120, **given)
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([*COMMAND, *arguments], cwd=here, check=False, text=True, timeout=120, **settings)
 
 
 def test_a_file_that_may_not_grow_is_told_and_not_left_behind(here: Path) -> None:

@@ -112,9 +112,9 @@ def test_validating_goes_on_behind_an_endless_call() -> None:
     def work(task: int) -> int:
         return task if task else endless(task) or 0
 
-    found = dict(guarded(lambda: list(run_tasks(work, [0, 1], lambda task: f"row {task}", workers=1))))
-    assert str(found[0]).startswith("row 0: a.mp4: reading it took")
-    assert found[1] == 1
+    result = dict(guarded(lambda: list(run_tasks(work, [0, 1], lambda task: f"row {task}", workers=1))))
+    assert str(result[0]).startswith("row 0: a.mp4: reading it took")
+    assert result[1] == 1
 
 
 @pytest.mark.usefixtures("impatient")
@@ -131,8 +131,8 @@ def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> Non
 def hungry(task: object) -> None:
     """As a decoder that takes more and more memory."""
     with time_limit.time_limit(Path("a.mp4")):
-        taken = b"x" * (200 << 20)
-        time.sleep(20 * time_limit.TICK if taken else 0)
+        used = b"x" * (200 << 20)
+        time.sleep(20 * time_limit.TICK if used else 0)
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_a_data_worker_that_grows_ends_and_names_the_file() -> None:
 def test_a_process_that_does_other_things_beside_may_grow_by_half_of_the_memory() -> None:
     assert time_limit.may_grow_by() == psutil.virtual_memory().total // 2
     with time_limit.time_limit(Path("a.mp4")):
-        taken = b"x" * (200 << 20)
+        used = b"x" * (200 << 20)
         time.sleep(3 * time_limit.TICK)
-    assert taken
+    assert used
 
 
 @pytest.mark.parametrize("padding", ["holes", "bytes"])

@@ -54,11 +54,11 @@ def test_a_size_that_no_model_has_is_refused_by_its_name(
     section[name] = value
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as error:
         guarded(lambda: model_config(here / "model"))
-    assert str(told.value).startswith(f"{here / 'model'}: config.json ")
-    assert name in str(told.value)
-    assert len(str(told.value)) < 1000
+    assert str(error.value).startswith(f"{here / 'model'}: config.json ")
+    assert name in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("family", FIELDS)

@@ -87,8 +87,8 @@ OUTSIDE = ("/etc/passwd", "../secret.jsonl", "train/../../secret.jsonl", "../*.j
 @pytest.mark.parametrize("given", [*ADDRESSES, *OUTSIDE])
 def test_a_readme_names_only_files_of_its_folder(folder: Path, given: str) -> None:
     name_files(folder, given)
-    told = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
-    refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {told}")
+    message = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
+    refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {message}")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", [*OUTSIDE, "file:///etc/passwd", "local:///etc/passwd", "zip://rows.jsonl::rows.zip"])
 def test_a_data_set_on_the_hub_names_no_file_of_this_machine(folder: Path, given: str) -> None:
     name_files(folder, given)
-    told = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
-    refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, told)
+    message = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
+    refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, message)
 
 
 @pytest.mark.usefixtures("on_the_hub")
@@ -215,9 +215,9 @@ def saved(folder: Path, *splits: str) -> Path:
 
 
 def edit(file: Path, change: Any) -> None:
-    found = json.loads(file.read_text())
-    change(found)
-    file.write_text(json.dumps(found))
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
 
 
 def test_a_saved_data_set_is_read(folder: Path) -> None:
@@ -235,19 +235,19 @@ def test_a_saved_table_is_made_of_its_own_files(
     other = here / "other"
     datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(other))
     (table,) = other.glob("*.arrow")
-    given = str(table) if absolute else f"{'../' * (2 + bool(splits))}other/{table.name}"
+    value = str(table) if absolute else f"{'../' * (2 + bool(splits))}other/{table.name}"
     state = place / (splits[-1] if splits else "") / "state.json"
-    edit(state, lambda found: found["_data_files"].append({"filename": given}))
-    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {given} leads out of {place}")
+    edit(state, lambda found: found["_data_files"].append({"filename": value}))
+    refused(lambda: ids(place), DataError, f"{state}: _data_files[1].filename: {value} leads out of {place}")
 
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_saved_split_lies_in_its_data_set(folder: Path, here: Path, absolute: bool) -> None:
     place = saved(folder, "train")
     datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(here / "other"))
-    given = str(here / "other") if absolute else "../../other"
-    edit(place / "dataset_dict.json", lambda found: found["splits"].append(given))
-    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {given} leads out of {place}")
+    value = str(here / "other") if absolute else "../../other"
+    edit(place / "dataset_dict.json", lambda found: found["splits"].append(value))
+    refused(lambda: ids(place), DataError, f"dataset_dict.json: splits[1]: {value} leads out of {place}")
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
@@ -275,9 +275,9 @@ def test_the_metadata_of_an_image_folder_stay_inside(folder: Path, here: Path, g
 def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: Path) -> None:
     """What old versions of `datasets` make of `file_name = "../secret.png"`."""
     Image.new("RGB", (28, 28)).save(here / "secret.png")
-    given = f"{folder}/../secret.png"
-    (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": given, "bytes": None}}))
-    refused(lambda: ids(folder), DataError, f"image: {given} leads out of {folder}")
+    value = f"{folder}/../secret.png"
+    (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": value, "bytes": None}}))
+    refused(lambda: ids(folder), DataError, f"image: {value} leads out of {folder}")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in vars(datasets)])
@@ -315,8 +315,8 @@ def test_no_form_of_metadata_leads_out(folder: Path, here: Path, name: str, fiel
 def test_a_video_of_a_prompt_stays_below_its_file(folder: Path, given: str) -> None:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
     data = WorldDataConfig(format="prompts", path=str(folder / "prompts.jsonl"), validation=0)
-    told = "is an address" if "://" in given else "is not below the folder of"
-    refused(lambda: open_world_data(data, 0), DataError, f"prompts.jsonl:1: its video {given} {told}")
+    message = "is an address" if "://" in given else "is not below the folder of"
+    refused(lambda: open_world_data(data, 0), DataError, f"prompts.jsonl:1: its video {given} {message}")
 
 
 @pytest.mark.parametrize("given", ["a.mp4", "a/../b.mp4", "take:1.mp4", "/elsewhere/a.mp4", "s3://bucket/a.mp4"])

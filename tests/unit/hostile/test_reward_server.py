@@ -208,9 +208,9 @@ def test_more_connections_than_files_leave_room_for_others(here: Path) -> None:
     with process, ExitStack() as stack:
         stack.callback(process.terminate)
         assert process.stdout is not None
-        found = re.search(r":(\d+)/api", process.stdout.readline())
-        assert found
-        address = "127.0.0.1", int(found[1])
+        match = re.search(r":(\d+)/api", process.stdout.readline())
+        assert match
+        address = "127.0.0.1", int(match[1])
         idle = [connect(address) for _ in range(65)]
         with connect(address) as further:
             assert rest(further).startswith(b"HTTP/1.1 503 ")

@@ -151,15 +151,15 @@ def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(
     rows = [{**ROW, "image": "a.png"}, {**ROW, "image": str(here / "media" / "a.png")}]
     rows.append({**ROW, "image": image.format(here=here, media=here / "media")})
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    given = {"media_path": str(here / "media"), "allow_absolute_paths": allow}
+    settings = {"media_path": str(here / "media"), "allow_absolute_paths": allow}
     refused(
-        lambda: samples(here / "rows.jsonl", **given),
+        lambda: samples(here / "rows.jsonl", **settings),
         DataError,
         "rows.jsonl, row 3",
         f"is outside of {here}/media; set data.media_path, or data.allow_absolute_paths = true",
     )
     (here / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:2]))
-    assert len(samples(here / "rows.jsonl", **given)) == 2
+    assert len(samples(here / "rows.jsonl", **settings)) == 2
 
 
 @pytest.mark.parametrize(

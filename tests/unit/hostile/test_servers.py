@@ -64,9 +64,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask_eval(url: str, limit: float) -> str:
     """The error of a question; one that is raised names the server."""
-    given = {"url": url, "model": "m", "max_retries": 0, "time_limit": limit}
+    settings = {"url": url, "model": "m", "max_retries": 0, "time_limit": limit}
     question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
-    [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(given)).ask([Request(question, Sampling())])
+    [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask([Request(question, Sampling())])
     assert reply.error is not None, reply
     return f"{request.question.id}: {reply.error}"
 
@@ -92,12 +92,12 @@ def ask_judge(url: str, limit: float) -> str:
 
 
 def ask_teacher(url: str, limit: float) -> str:
-    given = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": limit}
+    settings = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": limit}
     rollout: Any = SimpleNamespace(
         prompt=SimpleNamespace(prompt_ids=[1], sample=SAMPLE), completion=SimpleNamespace(ids=[2])
     )
     with pytest.raises(DsReasonError) as caught:
-        teacher_server.Client(DistillConfig.model_validate(given)).ask(rollout)
+        teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
     return str(caught.value)
 
 
@@ -153,18 +153,18 @@ def check_named(client: str, said: str, url: str) -> None:
 @pytest.mark.parametrize("behaviour", NEVER)
 def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(client: str, behaviour: str) -> None:
     with serving(client, NEVER[behaviour]) as server:
-        said = CLIENTS[client](server.url, SHORT)
-    check_named(client, said, server.url)
-    assert "no answer within" in said or "it takes " in said or "no scores of" in said
+        clients = CLIENTS[client](server.url, SHORT)
+    check_named(client, clients, server.url)
+    assert "no answer within" in clients or "it takes " in clients or "no scores of" in clients
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("behaviour", TOO_LONG)
 def test_an_answer_without_a_bound_is_not_read_to_its_end(client: str, behaviour: str) -> None:
     with serving(client, TOO_LONG[behaviour]) as server:
-        said = CLIENTS[client](server.url, LONG)
-    check_named(client, said, server.url)
-    assert "the response is longer than" in said
+        clients = CLIENTS[client](server.url, LONG)
+    check_named(client, clients, server.url)
+    assert "the response is longer than" in clients
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -180,17 +180,17 @@ def test_a_redirect_carries_nothing_to_another_place(client: str, status: str) -
     with misbehaving(answer({})) as other:
         moved = content(b"", f"Location: {other.url}/v1", status=status)
         with serving(client, moved) as server:
-            said = CLIENTS[client](server.url, LONG)
-    check_named(client, said, server.url)
+            clients = CLIENTS[client](server.url, LONG)
+    check_named(client, clients, server.url)
     assert other.requests == []
-    assert "redirects are not followed" in said
+    assert "redirects are not followed" in clients
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_circle_of_redirects_is_not_followed(client: str) -> None:
     with serving(client, loop) as server:
-        said = CLIENTS[client](server.url, LONG)
-    check_named(client, said, server.url)
+        clients = CLIENTS[client](server.url, LONG)
+    check_named(client, clients, server.url)
     assert not [request for request in server.requests if b"/again" in request]
 
 
@@ -210,7 +210,7 @@ def tokens(logprob: bytes, key: bytes = b"2") -> bytes:
 
 FIELDS: dict[str, list[bytes]] = {
     "eval": [
-        *(chat(b'{"completion_tokens": %s}' % one) for one in (DIGITS, b"-" + DIGITS, b"-3", b"NaN", b"1e999", b"[]")),
+        *(chat(b'{"completion_tokens": %s}' % item) for item in (DIGITS, b"-" + DIGITS, b"-3", b"NaN", b"1e999", b"[]")),
         chat(b'{"completion_tokens": %s}' % (b"9" * 5000)),
         chat(message=nested('{"content": ')),
         chat(message=b'{"content": "\\ud800"}'),
@@ -224,23 +224,23 @@ FIELDS: dict[str, list[bytes]] = {
         b"null",
     ],
     "remote": [
-        *(b'{"scores": {"a": [%s]}}' % one for one in (DIGITS, b"-" + DIGITS, b"NaN", b"1e999", b"1e200", b"true", b'"1"')),
+        *(b'{"scores": {"a": [%s]}}' % item for item in (DIGITS, b"-" + DIGITS, b"NaN", b"1e999", b"1e200", b"true", b'"1"')),
         b'{"scores": {"%s": [1]}}' % (b"x" * 5000),
         b'{"scores": {"a\\nerror: all is lost": [1]}}',
         b'{"scores": {"": [1]}}',
-        b'{"scores": {%s}}' % b", ".join(b'"s%d": [1]' % one for one in range(2000)),
+        b'{"scores": {%s}}' % b", ".join(b'"s%d": [1]' % item for item in range(2000)),
         nested('{"scores": '),
         b"\xff\xfe",
     ],
     "judge": [
-        *(chat(message=b'{"content": "{\\"score\\": %s}"}' % one) for one in (DIGITS, b"-3", b"NaN", b"1e999")),
+        *(chat(message=b'{"content": "{\\"score\\": %s}"}' % item) for item in (DIGITS, b"-3", b"NaN", b"1e999")),
         chat(message=nested('{"content": ')),
         b'{"choices": [{"message": {"content": "\\ud800"}}]}',
         nested(""),
         b"\xff\xfe",
     ],
     "teacher": [
-        *(tokens(one) for one in (DIGITS, b"-" + DIGITS, b"NaN", b"-1e999", b"-1e300", b"3", b'"x"')),
+        *(tokens(item) for item in (DIGITS, b"-" + DIGITS, b"NaN", b"-1e999", b"-1e300", b"3", b'"x"')),
         tokens(b"-1", DIGITS),
         nested('{"choices": '),
         b"\xff\xfe",
@@ -255,14 +255,14 @@ FIELDS: dict[str, list[bytes]] = {
         b"\xff\xfe",
     ],
     "fetch": [
-        *(b'{"scores": {"k": [%s]}}' % one for one in (DIGITS, b"NaN", b"1e999", b"1e200", b"null")),
+        *(b'{"scores": {"k": [%s]}}' % item for item in (DIGITS, b"NaN", b"1e999", b"1e200", b"null")),
         b'{"scores": {"k": [1, 2]}}',
         nested('{"scores": '),
         b"\xff\xfe",
     ],
     "models": [
         b'{"data": [{"id": "%s"}]}' % (b"x" * 5000),
-        *(b'{"data": [{"id": "%s"}]}' % one for one in (b"", b".", b"..", b"/", b"~nobody", b"a\\nerror: b", b"a\\u202eb")),
+        *(b'{"data": [{"id": "%s"}]}' % item for item in (b"", b".", b"..", b"/", b"~nobody", b"a\\nerror: b", b"a\\u202eb")),
         b'{"data": [{"id": "a\\u0000b"}]}',
         nested('{"data": '),
         b"\xff\xfe",
@@ -275,8 +275,8 @@ FIELDS: dict[str, list[bytes]] = {
 )
 def test_a_field_out_of_bounds_is_an_error(client: str, number: int) -> None:
     with serving(client, content(FIELDS[client][number])) as server:
-        said = CLIENTS[client](server.url, LONG)
-    check_named(client, said, server.url)
+        clients = CLIENTS[client](server.url, LONG)
+    check_named(client, clients, server.url)
 
 
 @pytest.mark.parametrize(

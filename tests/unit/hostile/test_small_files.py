@@ -69,17 +69,17 @@ ODD: list[Put] = [fifo, folder, device, terminal, listening, other_bytes, circle
 
 @pytest.fixture(params=ODD, ids=lambda put: put.__name__)
 def put(request: pytest.FixtureRequest) -> Put:
-    found: Put = request.param
-    return found
+    param: Put = request.param
+    return param
 
 
 def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
     put(here / ".lock")
     with (
         pytest.raises(ConfigError, match=r"\.lock: (is no lock of ours|cannot be written)"),
-        FolderLock(pytest.fail) as mine,
+        FolderLock(pytest.fail) as folder_lock,
     ):
-        mine.take(here)
+        folder_lock.take(here)
     with pytest.raises(ConfigError, match=r"\.lock: is no lock of ours"):
         check_not_in_use(here)
 
@@ -204,12 +204,12 @@ def test_a_file_that_has_no_end_is_not_read_to_it(here: Path, monkeypatch: pytes
 
 def test_a_lock_that_becomes_none_while_a_job_runs_does_not_end_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
-    with FolderLock(pytest.fail) as mine:
-        mine.take(here)
+    with FolderLock(pytest.fail) as folder_lock:
+        folder_lock.take(here)
         content = (here / ".lock").read_text()
         (here / ".lock").unlink()
         os.mkfifo(here / ".lock")
-        mine.over.wait(0.1)
+        folder_lock.over.wait(0.1)
         (here / ".lock").unlink()
         (here / ".lock").write_text(content)
     assert json.loads(content)["pid"] == os.getpid()

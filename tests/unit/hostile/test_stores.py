@@ -151,7 +151,7 @@ def test_an_answer_that_makes_no_sense_is_an_error(
 
 @pytest.mark.parametrize(
     ("client", "behaviour"),
-    [(one, other) for one in CLIENTS for other in NEVER if (one, other[:7]) != ("list", "interim")],
+    [(item, other) for item in CLIENTS for other in NEVER if (item, other[:7]) != ("list", "interim")],
 )
 def test_an_answer_that_never_ends_is_given_up(
     client: str, behaviour: str, here: Path, monkeypatch: pytest.MonkeyPatch

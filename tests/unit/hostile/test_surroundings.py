@@ -69,8 +69,8 @@ def call_as_rank(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_launchers_variable_that_is_no_number_is_named(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert call_as_rank(given | {name: value}, monkeypatch) == 2
+    settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert call_as_rank(settings | {name: value}, monkeypatch) == 2
     assert f"environment: {name}={value!r:.60}: must be whole numbers" in told(capsys)
 
 

@@ -149,16 +149,16 @@ WAYS: dict[str, Callable[[str, pytest.CaptureFixture[str]], str]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_character_acts_on_the_terminal(way: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = WAYS[way](f"a{HOSTILE[name]}b", capsys)
-    assert shown
-    assert not ACTING.search(shown)
+    ways = WAYS[way](f"a{HOSTILE[name]}b", capsys)
+    assert ways
+    assert not ACTING.search(ways)
 
 
 @pytest.mark.parametrize("way", ["error", "log", "library", "screen", "lines", "S3", "notice"])
 def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = WAYS[way](LINE, capsys)
-    assert "all is lost" in shown
-    assert not [line for line in shown.splitlines() if line.startswith("error: all")]
+    ways = WAYS[way](LINE, capsys)
+    assert "all is lost" in ways
+    assert not [line for line in ways.splitlines() if line.startswith("error: all")]
 
 
 @pytest.mark.parametrize(
@@ -176,8 +176,8 @@ def test_only_what_acts_is_escaped(text: str, shown: str, line: str) -> None:
 
 
 def test_json_stays_json_of_the_same_content() -> None:
-    found = {"a": "".join(text for name, text in HOSTILE.items() if name != "half a character")}
-    assert json.loads(visible(json.dumps(found, ensure_ascii=False))) == found
+    result = {"a": "".join(text for name, text in HOSTILE.items() if name != "half a character")}
+    assert json.loads(visible(json.dumps(result, ensure_ascii=False))) == result
 
 
 def test_lines_of_a_message_that_are_indented_stay_as_they_are() -> None:
@@ -200,14 +200,14 @@ NOT_SHOWN = {"dsreason/monitor/memory.py"}
 
 def ways_to_the_terminal(source: str) -> list[str]:
     """What prints, but for `say`, `write` and `open_console`."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source)):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if name in ("print", "typer.echo", "typer.secho", "click.echo", "Console", "rich.print") or re.fullmatch(
             r"sys\.std(out|err)(\.buffer)?\.write", name
         ):
-            found.append(f"{node.lineno}: {name}")  # type: ignore[attr-defined]
-    return found
+            result.append(f"{node.lineno}: {name}")  # type: ignore[attr-defined]
+    return result
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def test_absurd_times_and_sizes_are_an_error_or_give_few_frames(
 
     def use() -> tuple[int, ...]:
         info = probe_video(here / "a.mp4")
-        chosen = sample_frames(info, {"fps": 2}, VISION)
-        size = video_size(info.height, info.width, len(chosen.indices), {}, PixelLimits(28, 784, 784 * 16), VISION)
-        return load_video(here / "a.mp4", chosen.indices, size=size).shape
+        frames = sample_frames(info, {"fps": 2}, VISION)
+        size = video_size(info.height, info.width, len(frames.indices), {}, PixelLimits(28, 784, 784 * 16), VISION)
+        return load_video(here / "a.mp4", frames.indices, size=size).shape
 
     try:
         count, height, width, _ = guarded(use)

@@ -64,9 +64,9 @@ def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes:
 
 
 def test_where_a_time_limit_was_exceeded_the_stacks_of_all_are_shown_and_the_first_comes_last() -> None:
-    found = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
-    assert found.text == "rank 1 did not say where it was; its log may\n\nstacks of 0\nstacks of 2"
-    assert (found.rank, found.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
+    result = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
+    assert result.text == "rank 1 did not say where it was; its log may\n\nstacks of 0\nstacks of 2"
+    assert (result.rank, result.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
     assert first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
 
 
@@ -92,8 +92,8 @@ def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
 def test_a_start_is_repeated_unless_a_person_must_change_something(
     error: Exception, user_fixable: bool, restarts: bool
 ) -> None:
-    found = failure_of(error)
-    assert (found.user_fixable, found.restarts) == (user_fixable, restarts)
+    failure = failure_of(error)
+    assert (failure.user_fixable, failure.restarts) == (user_fixable, restarts)
 
 
 def test_ranks_that_follow_a_crash_have_an_exit_code_of_their_own() -> None:

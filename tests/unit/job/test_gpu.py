@@ -65,12 +65,12 @@ def third_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The GPUs that were made the current one, in a process that has joined its job already."""
-    found: list[torch.device] = []
+    result: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    monkeypatch.setattr(torch.cuda, "set_device", result.append)
     for name, answer in {"is_initialized": True, "get_rank": 2, "get_world_size": 4}.items():
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
-    return found
+    return result
 
 
 def test_a_rank_computes_on_its_own_gpu_without_cudnn_attention(taken: list[torch.device]) -> None:
@@ -167,8 +167,8 @@ def test_a_failed_first_connection_is_told_by_its_cause(
 
 def test_a_network_that_fails_under_nccl_is_told_as_that(connect_fails: Callable[[Exception], None]) -> None:
     connect_fails(dist.DistBackendError(NETWORK))
-    told = r"(?s)could not connect to each other.*No route to host.*NCCL_SOCKET_IFNAME.*firewall"
-    with pytest.raises(DsReasonError, match=told):
+    message = r"(?s)could not connect to each other.*No route to host.*NCCL_SOCKET_IFNAME.*firewall"
+    with pytest.raises(DsReasonError, match=message):
         init_world()
 
 

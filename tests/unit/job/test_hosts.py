@@ -96,8 +96,8 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Of a program that accepts connections and never says a word; ranks are to meet there."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        given = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (given | {"MASTER_PORT": str(port)}).items():
+        settings = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (settings | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         yield port
@@ -120,8 +120,8 @@ def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
         hosts.join()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    said = capfd.readouterr().err
-    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (what listens there does not answer)" in said
+    err = capfd.readouterr().err
+    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (what listens there does not answer)" in err
 
 
 @pytest.mark.parametrize("name", ["no.such.host.invalid", "a b\x1b[31m", "x" * 300])

@@ -75,5 +75,5 @@ def test_ranks_that_were_told_to_stop_end_as_they_were_told(
     exit_code: int, signal_number: int, received: list[str], expected: tuple[str, int]
 ) -> None:
     failure = replace(FAILURE, text="stopped by SIGUSR1, saved", exit_code=exit_code, signal=signal_number)
-    found = launch._as_stopped(failure, received)
-    assert (found.text, found.exit_code) == expected
+    stopped = launch._as_stopped(failure, received)
+    assert (stopped.text, stopped.exit_code) == expected

@@ -49,8 +49,8 @@ class Ranks:
         return zero
 
     def all_hear(self, *ranks: int) -> Failure:
-        first, *others = [self.heard[rank].get(timeout=PATIENCE) for rank in ranks]
-        assert all(other == first for other in others)
+        first, *other_items = [self.heard[rank].get(timeout=PATIENCE) for rank in ranks]
+        assert all(other == first for other in other_items)
         return first
 
 
@@ -82,10 +82,10 @@ def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(rank
     ranks.lines[2].report_activity('in phase "data"')
     ranks.lines[2].report_activity('in phase "step" after step 11')
     ranks.kill(2)
-    found = ranks.all_hear(0, 1)
+    hear = ranks.all_hear(0, 1)
     place = f'rank 2 on {HOST} died in phase "step" after step 11 (killed, or its host is gone)'
-    assert found.text == f"{place}{end}; its log: {ranks.logs[2]}"
-    assert (found.rank, found.exit_code, found.silent) == (2, PEER_EXIT_CODE, True)
+    assert hear.text == f"{place}{end}; its log: {ranks.logs[2]}"
+    assert (hear.rank, hear.exit_code, hear.silent) == (2, PEER_EXIT_CODE, True)
 
 
 def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: Ranks) -> None:

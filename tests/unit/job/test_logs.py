@@ -83,7 +83,7 @@ def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
 
 
 def test_no_line_and_no_traceback_shows_a_token(tmp_path: Path) -> None:
-    for said in run_program(tmp_path, rank=0):
-        assert TOKEN not in said
-    assert "a log line with <HF_TOKEN>" in said
-    assert "a traceback with <HF_TOKEN>" in said
+    for message in run_program(tmp_path, rank=0):
+        assert TOKEN not in message
+    assert "a log line with <HF_TOKEN>" in message
+    assert "a traceback with <HF_TOKEN>" in message

@@ -196,8 +196,8 @@ def test_a_phase_may_have_a_time_limit_of_its_own(
 def test_every_phase_of_the_trainers_can_be_given_a_time_limit() -> None:
     folder = Path(module.__file__).parents[1] / "train"
     sources = "".join(file.read_text() for file in folder.rglob("*.py"))
-    named = re.findall(r'(?:watchdog\.phase|self\.watch)\("([^"]*)"\)', sources)
-    assert {*named, "other"} == set(get_args(PhaseName))
+    matches = re.findall(r'(?:watchdog\.phase|self\.watch)\("([^"]*)"\)', sources)
+    assert {*matches, "other"} == set(get_args(PhaseName))
 
 
 def late(rank: int, at: float) -> Failure:

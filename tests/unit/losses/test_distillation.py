@@ -17,8 +17,8 @@ def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
     student, teacher = (torch.tensor(logits).log_softmax(-1)[places, tokens] for logits in (STUDENT, TEACHER))
     torch.testing.assert_close(student, torch.tensor([-0.4951819, -0.2109976]))
     torch.testing.assert_close(teacher, torch.tensor([-1.4401897, -0.6265234]))
-    found = distillation_advantages(teacher, student, torch.zeros(2, dtype=torch.int64))
-    torch.testing.assert_close(found, torch.tensor([-0.9450078, -0.4155258]))
+    result = distillation_advantages(teacher, student, torch.zeros(2, dtype=torch.int64))
+    torch.testing.assert_close(result, torch.tensor([-0.9450078, -0.4155258]))
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def test_with_a_discount_a_token_answers_for_those_after_it_in_its_sequence(
 ) -> None:
     teacher, student = torch.tensor([0.0, -3.0, 3.0, 1.0, -1.0]), torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.5])
     sequence = torch.tensor([0, 0, 0, 1, 1])  # of 1, -2, 4 and of 3, 0.5
-    found = distillation_advantages(teacher, student, sequence, discount=discount)
-    assert found.tolist() == expected
+    result = distillation_advantages(teacher, student, sequence, discount=discount)
+    assert result.tolist() == expected
 
 
 def test_no_gradient_flows_into_them_and_there_may_be_none() -> None:

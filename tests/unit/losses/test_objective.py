@@ -37,8 +37,8 @@ def test_a_dual_clip_bounds_the_ratio_of_a_negative_advantage() -> None:
     objective = objective_of(AlgorithmConfig(preset="dapo", dual_clip=3.0))
     counts = GlobalCounts(num_tokens=1, num_sequences=1, max_length=4)
     logprobs, advantages, sequence = torch.tensor([8.0]).log(), torch.tensor([-1.0]), torch.tensor([0])
-    found = objective.loss(LossInputs(logprobs, torch.zeros(1), advantages, sequence, counts))
-    assert found.loss.item() == pytest.approx(3.0)
+    loss = objective.loss(LossInputs(logprobs, torch.zeros(1), advantages, sequence, counts))
+    assert loss.loss.item() == pytest.approx(3.0)
 
 
 def test_bounds_of_the_correction_replace_the_published_ones() -> None:

@@ -135,8 +135,8 @@ def by_hand(logprobs: Tensor, name: str, settings: PairSettings) -> Tensor:
     for (n_c, n_r), (ref_c, ref_r) in zip(LENGTHS.tolist(), REFERENCE.tolist(), strict=True):
         c, r = logprobs[at : at + n_c].sum(), logprobs[at + n_c : at + n_c + n_r].sum()
         at += n_c + n_r
-        one = -c / n_c if name == "sft" else of_one_pair(name, c - ref_c, r - ref_r, n_c, n_r, settings)
-        total = total + one / 3
+        item = -c / n_c if name == "sft" else of_one_pair(name, c - ref_c, r - ref_r, n_c, n_r, settings)
+        total = total + item / 3
     return total
 
 

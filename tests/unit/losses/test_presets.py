@@ -111,21 +111,21 @@ def gradient(name: str, cut: list[list[list[int]]], dtype: torch.dtype, *, naive
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, cut, dtype, tolerance):
-    whole = gradient(name, CUTS["1x8"], dtype)
-    assert whole.norm() > 1e-2
-    torch.testing.assert_close(gradient(name, CUTS[cut], dtype), whole, rtol=tolerance, atol=tolerance)
+    full = gradient(name, CUTS["1x8"], dtype)
+    assert full.norm() > 1e-2
+    torch.testing.assert_close(gradient(name, CUTS[cut], dtype), full, rtol=tolerance, atol=tolerance)
 
 
 # With as many sequences in each micro-batch the variants that average over sequences agree by luck, so these are uneven.
 @pytest.mark.parametrize("name", PRESETS)
 def test_means_over_each_micro_batch_give_another_gradient(name):
-    whole = gradient(name, CUTS["1x8"], torch.float64)
+    full = gradient(name, CUTS["1x8"], torch.float64)
     naive = gradient(name, [[[0, 1, 2], [3]], [[4, 5, 6], [7]]], torch.float64, naive=True)
-    assert (naive - whole).norm() > 0.05 * whole.norm()
+    assert (naive - full).norm() > 0.05 * full.norm()
 
 
 @pytest.mark.parametrize("name", ["dapo", "cispo"])
 @pytest.mark.parametrize("cut", ["8x1", "2x2x2"])
 def test_token_means_over_each_micro_batch_differ_even_with_equal_numbers_of_sequences(name, cut):
-    whole = gradient(name, CUTS["1x8"], torch.float64)
-    assert (gradient(name, CUTS[cut], torch.float64, naive=True) - whole).norm() > 0.05 * whole.norm()
+    full = gradient(name, CUTS["1x8"], torch.float64)
+    assert (gradient(name, CUTS[cut], torch.float64, naive=True) - full).norm() > 0.05 * full.norm()

@@ -33,9 +33,9 @@ def test_exif_rotation_is_applied_to_size_and_pixels(tmp_path):
     exif[0x0112] = 6  # show it turned 90 degrees clockwise: left becomes top
     image.save(tmp_path / "a.jpg", exif=exif, quality=95)
     assert probe_image(tmp_path / "a.jpg") == (40, 20)
-    shown = load_image(tmp_path / "a.jpg")
-    assert shown.size == (20, 40)
-    assert shown.getpixel((10, 5))[0] > 200 and shown.getpixel((10, 35))[2] > 200
+    displayed = load_image(tmp_path / "a.jpg")
+    assert displayed.size == (20, 40)
+    assert displayed.getpixel((10, 5))[0] > 200 and displayed.getpixel((10, 35))[2] > 200
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
@@ -158,8 +158,8 @@ def test_a_rate_in_the_header_that_the_times_contradict_is_not_believed(tmp_path
 def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path):
     path = write_video(tmp_path / "a.mp4", 24, gop=24, drop_before=700)
     info = probe_video(path)
-    shown = numbers(load_video(path, range(info.num_frames)))
-    assert shown == list(range(7, 24))
+    displayed = numbers(load_video(path, range(info.num_frames)))
+    assert displayed == list(range(7, 24))
     assert info.fps == pytest.approx(10, rel=0.01)
 
 
@@ -175,17 +175,17 @@ def test_rotation_metadata_turns_size_and_pixels(tmp_path, rotation):
     frame[:24, :32] = 255  # top left quarter is white
     path = write_video(tmp_path / "a.mp4", 2, rotation=rotation, frames=[frame, frame])
     info = probe_video(path)
-    shown = load_video(path, [1])[0]
-    assert shown.shape[:2] == (info.height, info.width) == ((48, 64) if rotation == 180 else (64, 48))
+    video = load_video(path, [1])[0]
+    assert video.shape[:2] == (info.height, info.width) == ((48, 64) if rotation == 180 else (64, 48))
     turned = np.rot90(frame, round(rotation / 90))  # counter-clockwise, as the display matrix counts
-    assert np.abs(shown.astype(int) - turned).mean() < 10
+    assert np.abs(video.astype(int) - turned).mean() < 10
 
 
 @pytest.mark.parametrize("first", [0, 127, 128, 131, 200, 249])
 def test_seeking_finds_the_exact_frames(tmp_path, first):
     path = write_video(tmp_path / "a.mp4", 250, gop=30)
-    wanted = [first, min(first + 1, 249), 249]
-    assert numbers(load_video(path, wanted)) == wanted
+    expected = [first, min(first + 1, 249), 249]
+    assert numbers(load_video(path, expected)) == expected
 
 
 @pytest.mark.parametrize("wanted", [[0, 59], list(range(0, 60, 7)), [30, 31, 58], list(range(60))])
@@ -193,8 +193,8 @@ def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tm
     noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
     frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
     path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
-    found, expected = videos.frames_by_time(path, wanted), videos.frames_by_count(path, wanted)
-    for frame, same in zip(found, expected, strict=True):
+    result, expected = videos.frames_by_time(path, wanted), videos.frames_by_count(path, wanted)
+    for frame, same in zip(result, expected, strict=True):
         assert np.array_equal(frame.to_ndarray(), same.to_ndarray())
     with videos.opened_video(path) as (container, stream):
         decoded = [frame.pts for frame in videos._decoded(container, stream, chosen={-1})]
@@ -227,8 +227,8 @@ def test_frames_are_resized_as_the_hugging_face_video_processors_do(tmp_path):
 
 
 def test_a_truncated_video_names_the_file(tmp_path):
-    whole = write_video(tmp_path / "a.mp4", 100, options={"movflags": "faststart"}).read_bytes()
-    (tmp_path / "b.mp4").write_bytes(whole[: len(whole) * 3 // 4])
+    content = write_video(tmp_path / "a.mp4", 100, options={"movflags": "faststart"}).read_bytes()
+    (tmp_path / "b.mp4").write_bytes(content[: len(content) * 3 // 4])
     with pytest.raises(DataError, match=r"b\.mp4: .*truncated"):
         probe_video(tmp_path / "b.mp4")
     with pytest.raises(DataError, match=r"b\.mp4: "):

@@ -26,8 +26,8 @@ from dsreason.media.vision import VideoInfo
 
 @pytest.fixture(scope="module")
 def utils() -> Iterator[Any]:
-    with qwen_without_decoding() as found:
-        yield found
+    with qwen_without_decoding() as result:
+        yield result
 
 
 @pytest.fixture(scope="module", params=PATCH_SIZES)
@@ -44,9 +44,9 @@ def encoder(model_type: str, request: pytest.FixtureRequest, tmp_path_factory: p
 def test_the_published_files_are_read_as_published(encoder: Encoder, model_type: str) -> None:
     processor = encoder.processor
     sizes = [dict(part.size) for part in (processor.image_processor, processor.video_processor)]
-    found = [(size["shortest_edge"], size["longest_edge"]) for size in sizes]
+    result = [(size["shortest_edge"], size["longest_edge"]) for size in sizes]
     assert (
-        found
+        result
         == {
             "qwen2_5_vl": [(4 * 28**2, 16384 * 28**2)] * 2,
             "qwen3_vl": [(64 * 32**2, 16384 * 32**2), (4 * 32**2, 24576 * 32**2)],
@@ -56,10 +56,10 @@ def test_the_published_files_are_read_as_published(encoder: Encoder, model_type:
 
 
 def test_clips_have_the_frames_sizes_and_tokens_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
-    found = [compare(encoder, utils, *one, PATCH_SIZES[model_type]) for one in product(CLIPS, SETTINGS + LIMITED)]
-    assert [one.text for one in found if not one.same] == []
-    assert len(found) == 12 * 16
-    assert sum(one.refused for one in found) == 12 * {"qwen2_5_vl": 2, "qwen3_vl": 3}[model_type]
+    result = [compare(encoder, utils, *item, PATCH_SIZES[model_type]) for item in product(CLIPS, SETTINGS + LIMITED)]
+    assert [item.text for item in result if not item.same] == []
+    assert len(result) == 12 * 16
+    assert sum(item.refused for item in result) == 12 * {"qwen2_5_vl": 2, "qwen3_vl": 3}[model_type]
 
 
 @pytest.mark.parametrize("settings", [{}, {"fps": 1, "total_pixels": 3_774_873}, {"nframes": 6, "max_pixels": 200_000}])
@@ -87,7 +87,7 @@ def cosmos_rl_ids(encoder: Encoder, utils: Any, clip: Clip, sample: Sample, sett
     part = {"type": "video", "video": clip.path, **settings}
     frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
     question, answer = sample.messages
-    question = {**question, "content": [{"type": one["type"]} | part_text(one) for one in question["content"]]}
+    question = {**question, "content": [{"type": item["type"]} | part_text(item) for item in question["content"]]}
     text = encoder.processor.apply_chat_template([question, answer], tokenize=False)
     inputs = encoder.processor(
         text=[text],
@@ -148,10 +148,10 @@ def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: st
 def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | None:
     info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
     try:
-        shown = qwen_vl_utils.video(info, settings, 2 * patch_size)
+        video = qwen_vl_utils.video(info, settings, 2 * patch_size)
     except DataError:
         return None
-    return Shown(list(shown.indices), (shown.height, shown.width), shown.tokens)
+    return Shown(list(video.indices), (video.height, video.width), video.tokens)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | Non
 def test_a_low_max_pixels_is_read_as_by_version_0_0_11(
     height: int, width: int, settings: dict[str, float], expected: tuple[int, int]
 ) -> None:
-    shown = qwen_vl_utils.video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
-    assert (shown.height, shown.width) == expected
+    video = qwen_vl_utils.video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
+    assert (video.height, video.width) == expected
 
 
 def test_images_that_qwen_vl_utils_shows_are_known_without_it() -> None:

@@ -64,9 +64,9 @@ def test_a_single_frame_is_repeated_to_fill_one_temporal_patch():
 
 
 def test_start_and_end_choose_the_range():
-    chosen = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0}, QWEN2_5_VISION)
-    assert chosen.indices[0] == 20 and chosen.indices[-1] == 50
-    assert chosen.range_frames == 31 and len(chosen.indices) == 6
+    frames = sample_frames(video(100, 10.0), {"fps": 2, "video_start": 2.0, "video_end": 5.0}, QWEN2_5_VISION)
+    assert frames.indices[0] == 20 and frames.indices[-1] == 50
+    assert frames.range_frames == 31 and len(frames.indices) == 6
 
 
 def test_an_end_beyond_the_video_is_its_end():
@@ -205,21 +205,24 @@ def test_limits_that_leave_room_for_every_size_of_the_training_do_not_count(limi
 
 
 def test_images_of_qwen3_have_4_tokens_at_least_as_by_qwen_vl_utils_and_not_64():
-    own = PixelLimits(32, 64 * 1024, 16384 * 1024)  # published
-    assert image_size(32, 32, {}, vision.image_limits(own, QWEN3_VISION)) == (64, 64)
+    pixel_limits = PixelLimits(32, 64 * 1024, 16384 * 1024)  # published
+    assert image_size(32, 32, {}, vision.image_limits(pixel_limits, QWEN3_VISION)) == (64, 64)
 
 
 def test_narrower_limits_of_one_frame_decide():
-    own = PixelLimits(28, 784, 256 * 784)
-    assert vision.image_limits(own, QWEN2_5_VISION) == own
-    assert video_size(280, 280, 8, {}, own, QWEN2_5_VISION) == (280, 280)
-    assert video_size(2800, 2800, 8, {}, own, QWEN2_5_VISION) == (448, 448)  # 16 x 16 = 256
+    pixel_limits = PixelLimits(28, 784, 256 * 784)
+    assert vision.image_limits(pixel_limits, QWEN2_5_VISION) == pixel_limits
+    assert video_size(280, 280, 8, {}, pixel_limits, QWEN2_5_VISION) == (280, 280)
+    assert video_size(2800, 2800, 8, {}, pixel_limits, QWEN2_5_VISION) == (448, 448)  # 16 x 16 = 256
 
 
 def test_narrower_limits_of_all_frames_decide():
-    own = PixelLimits(32, 2 * 1024, 768 * 1024)
-    assert video_size(320, 320, 4, {}, own, QWEN3_VISION) == (320, 320)
-    assert video_size(3200, 3200, 4, {}, own, QWEN3_VISION) == (416, 416)  # 768 / 4 = 192 a frame: 13 x 13 = 169
+    pixel_limits = PixelLimits(32, 2 * 1024, 768 * 1024)
+    assert video_size(320, 320, 4, {}, pixel_limits, QWEN3_VISION) == (320, 320)
+    assert video_size(3200, 3200, 4, {}, pixel_limits, QWEN3_VISION) == (
+        416,
+        416,
+    )  # 768 / 4 = 192 a frame: 13 x 13 = 169
 
 
 @pytest.mark.parametrize(

@@ -35,20 +35,20 @@ def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
     config = SFTConfig.model_validate({"data": data, "train": {"precision": "fp32"}})
-    encoder, (found, _) = build_encoder(config, model_path), open_datasets(config.data)
-    return [encoder.encode(found[i]) for i in range(len(found))]
+    encoder, (result, _) = build_encoder(config, model_path), open_datasets(config.data)
+    return [encoder.encode(result[i]) for i in range(len(result))]
 
 
 @pytest.fixture(scope="module")
 def completions(samples: list[EncodedSample]) -> list[EncodedSample]:
     """Three for each of five prompts, of 1 to 6 tokens."""
     random = torch.Generator().manual_seed(0)
-    found = []
+    result = []
     for prompt in samples[:5]:
         for _ in range(3):
             ids = torch.randint(5, 60, (int(torch.randint(1, 7, (), generator=random)),), generator=random)
-            found.append(completion(prompt, ids))
-    return found
+            result.append(completion(prompt, ids))
+    return result
 
 
 def completion(prompt: EncodedSample, ids: Tensor) -> EncodedSample:
@@ -69,10 +69,10 @@ def policy(path: Path, kind: str = "auto") -> Policy:
 
 def results(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities, and the gradients of a weighted sum of them whose weights depend on nothing but the place."""
-    found = policy(batch)
-    weights = torch.randn(len(found), generator=torch.Generator().manual_seed(1)) / len(found)
-    (found * weights).sum().backward()
-    return found.detach(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    result = policy(batch)
+    weights = torch.randn(len(result), generator=torch.Generator().manual_seed(1)) / len(result)
+    (result * weights).sum().backward()
+    return result.detach(), {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -114,29 +114,29 @@ def test_recomputation_sees_the_same_samples(
     recomputing(pack(samples[::-1]))  # another row, as long, before the backward pass of the first
     weights = torch.randn(len(first), generator=torch.Generator().manual_seed(1)) / len(first)
     (first * weights).sum().backward()
-    found = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}
-    assert worst(found, apart[1]) <= 3e-6
+    result = {name: p.grad for name, p in recomputing.named_parameters() if p.grad is not None}
+    assert worst(result, apart[1]) <= 3e-6
 
 
 @torch.no_grad()
 def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSample]) -> None:
-    one = policy(model_path)
-    before, counts = one(pack(samples)), [int(sample.loss_mask[1:].sum()) for sample in samples]
+    item = policy(model_path)
+    before, counts = item(pack(samples)), [int(sample.loss_mask[1:].sum()) for sample in samples]
     changed = list(samples)
     pixels = changed[3].mm_kwargs["pixel_values"]
     changed[3] = replace(changed[3], mm_kwargs=changed[3].mm_kwargs | {"pixel_values": pixels + 1.0})
-    found = zip(one(pack(changed)).split(counts), before.split(counts), strict=True)
-    equal = [torch.equal(now, was) for now, was in found]
+    result = zip(item(pack(changed)).split(counts), before.split(counts), strict=True)
+    equal = [torch.equal(now, was) for now, was in result]
     assert equal == [number != 3 for number in range(len(samples))]
 
 
 @torch.no_grad()
 def test_a_completion_never_sees_another_of_its_prompt(model_path: Path, completions: list[EncodedSample]) -> None:
-    one, counts = policy(model_path), [len(sample) for sample in completions]
-    before = one(pack(completions)).split(counts)
+    item, counts = policy(model_path), [len(sample) for sample in completions]
+    before = item(pack(completions)).split(counts)
     changed = list(completions)
     changed[4] = replace(changed[4], input_ids=changed[4].input_ids + 1)
-    equal = [torch.equal(now, was) for now, was in zip(one(pack(changed)).split(counts), before, strict=True)]
+    equal = [torch.equal(now, was) for now, was in zip(item(pack(changed)).split(counts), before, strict=True)]
     assert equal == [number != 4 for number in range(len(completions))]
 
 
@@ -151,7 +151,7 @@ def test_dummy_media_at_the_end_of_a_row_reach_the_tower_and_change_nothing(
     assert (logprobs - expected).abs().max() <= 2e-6
     of_tower = {name for name in gradients if "visual" in name}
     assert of_tower and not any(gradients[name].any() for name in of_tower)
-    assert worst({name: one for name, one in gradients.items() if name not in of_tower}, of_expected) <= 3e-6
+    assert worst({name: item for name, item in gradients.items() if name not in of_tower}, of_expected) <= 3e-6
 
 
 def test_completions_that_share_their_prompt_give_what_each_gives_behind_its_own(
@@ -187,10 +187,10 @@ def test_completions_apart_in_the_list_follow_their_prompt_together(samples: lis
 
 @torch.no_grad()
 def test_a_completion_without_a_token_changes_nothing(model_path: Path, completions: list[EncodedSample]) -> None:
-    one = policy(model_path)
+    item = policy(model_path)
     empty = completion(completions[3].parent, torch.empty(0, dtype=torch.int64))  # type: ignore[arg-type]
-    with_empty = one(pack([*completions[:4], empty, *completions[4:]]))
-    assert torch.equal(with_empty, one(pack(completions)))
+    with_empty = item(pack([*completions[:4], empty, *completions[4:]]))
+    assert torch.equal(with_empty, item(pack(completions)))
 
 
 def test_a_packed_row_with_a_mask_is_refused(model_path: Path, samples: list[EncodedSample]) -> None:
@@ -202,10 +202,10 @@ def test_a_packed_row_with_a_mask_is_refused(model_path: Path, samples: list[Enc
 def test_transformers_is_told_where_the_samples_of_a_packed_row_begin(
     model_path: Path, samples: list[EncodedSample]
 ) -> None:
-    found = attention.attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
+    attention_inputs = attention.attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
     lengths = [len(sample) for sample in samples[:2]]
-    assert found["attention_mask"] is None
-    assert found["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
+    assert attention_inputs["attention_mask"] is None
+    assert attention_inputs["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
     with pytest.raises(ValueError, match="4 rows of positions instead of 3"):
         batch = pack(samples)
         four = torch.cat([batch.position_ids[:1], batch.position_ids])
@@ -223,18 +223,18 @@ def reference_varlen(
     query: Tensor, key: Tensor, value: Tensor, call: attention.Call, scaling: float | None, *, causal: bool
 ) -> Tensor:
     """Torch's kernel, as its documentation describes it, one part after the other."""
-    found = []
+    result = []
     for i in range(len(call.query_starts) - 1):
-        asked = query[call.query_starts[i] : call.query_starts[i + 1]]
-        own = slice(call.key_starts[i], call.key_starts[i + 1])
-        keys, values = (tensor[own].repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", asked, keys) * (scaling or query.shape[2] ** -0.5)
+        requested = query[call.query_starts[i] : call.query_starts[i + 1]]
+        local = slice(call.key_starts[i], call.key_starts[i + 1])
+        keys, values = (tensor[local].repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", requested, keys) * (scaling or query.shape[2] ** -0.5)
         if causal:
-            seen = torch.ones(len(asked), len(keys), dtype=torch.bool).tril(len(keys) - len(asked))
-            scores = scores.masked_fill(~seen, -torch.inf)
-        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-        assert len(asked) <= call.longest_query and len(keys) <= call.longest_key
-    return torch.cat(found)
+            tril = torch.ones(len(requested), len(keys), dtype=torch.bool).tril(len(keys) - len(requested))
+            scores = scores.masked_fill(~tril, -torch.inf)
+        result.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        assert len(requested) <= call.longest_query and len(keys) <= call.longest_key
+    return torch.cat(result)
 
 
 LAYOUTS = {
@@ -260,14 +260,14 @@ def test_the_kernel_is_asked_for_what_the_segments_are(
     random, length = torch.Generator().manual_seed(0), segments[-1].end
     query, key, value = (torch.randn(1, heads, length, 8, generator=random) for heads in (4, 2, 2))
     layout = attention.row_layout(segments, torch.device("cuda"))
-    found = attention.by_kernel(query, key, value, layout, None)
+    by_kernel = attention.by_kernel(query, key, value, layout, None)
     expected = attention.by_segment(query, key, value, segments, None)
-    assert found.shape == expected.shape == (1, length, 4, 8)
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert by_kernel.shape == expected.shape == (1, length, 4, 8)
+    assert torch.allclose(by_kernel, expected, atol=1e-6)
 
 
 def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[EncodedSample]) -> None:
-    one, calls = policy(model_path), []
+    item, calls = policy(model_path), []
 
     def counted(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         calls.append(module)
@@ -278,10 +278,10 @@ def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[E
     AttentionInterface.register(attention.VISION, counted)
     try:
         with torch.no_grad():
-            one(pack([samples[2]]))
+            item(pack([samples[2]]))
     finally:
         AttentionInterface.register(attention.VISION, attention.vision_attention)
-    assert len(calls) == len(set(calls)) == one.model.config.vision_config.depth
+    assert len(calls) == len(set(calls)) == item.model.config.vision_config.depth
 
 
 def test_a_sliding_window_is_refused(model_path: Path) -> None:
@@ -292,11 +292,11 @@ def test_a_sliding_window_is_refused(model_path: Path) -> None:
 
 
 def test_a_completion_behind_its_prompt_is_one_sample(completions: list[EncodedSample]) -> None:
-    whole = joined(completions[0])
+    full = joined(completions[0])
     prompt = completions[0].parent
     assert prompt is not None
-    assert len(whole) == len(prompt) + len(completions[0])
-    assert whole.loss_mask.nonzero().flatten().tolist() == list(range(len(prompt), len(whole)))
-    assert whole.parent is None
-    assert whole.mm_kwargs.keys() == prompt.mm_kwargs.keys()
-    assert all(whole.mm_kwargs[key] is pixels for key, pixels in prompt.mm_kwargs.items())
+    assert len(full) == len(prompt) + len(completions[0])
+    assert full.loss_mask.nonzero().flatten().tolist() == list(range(len(prompt), len(full)))
+    assert full.parent is None
+    assert full.mm_kwargs.keys() == prompt.mm_kwargs.keys()
+    assert all(full.mm_kwargs[key] is pixels for key, pixels in prompt.mm_kwargs.items())

@@ -48,11 +48,11 @@ def edit_config(folder: Path, **values: object) -> Path:
 
 def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
     for kind in ("named_parameters", "named_buffers"):
-        ours, theirs = dict(getattr(model, kind)()), dict(getattr(other, kind)())
-        assert ours.keys() == theirs.keys()
-        for name, tensor in ours.items():
-            assert tensor.dtype == theirs[name].dtype, name
-            assert torch.equal(tensor, theirs[name]), name
+        dsreason_result, reference = dict(getattr(model, kind)()), dict(getattr(other, kind)())
+        assert dsreason_result.keys() == reference.keys()
+        for name, tensor in dsreason_result.items():
+            assert tensor.dtype == reference[name].dtype, name
+            assert torch.equal(tensor, reference[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

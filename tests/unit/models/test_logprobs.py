@@ -27,10 +27,10 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
 
     plain = (hidden @ weight.t() / temperature).log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    ours, _ = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
-    got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
+    dsreason_result, _ = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    got = torch.autograd.grad((dsreason_result * coefficients).sum(), (hidden, weight))
 
-    torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dsreason_result, plain.float(), atol=1e-5, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -45,10 +45,12 @@ def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
     logits = (hidden @ weight.t() / 0.7).index_fill(1, banned, -torch.inf)
     plain = logits.log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    ours, _ = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned)
-    got = torch.autograd.grad((ours * coefficients).sum(), (hidden, weight))
+    dsreason_result, _ = token_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned
+    )
+    got = torch.autograd.grad((dsreason_result * coefficients).sum(), (hidden, weight))
 
-    torch.testing.assert_close(ours, plain.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dsreason_result, plain.float(), atol=1e-5, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert torch.equal(got[1][banned], torch.zeros(2, 5, dtype=torch.float64))
@@ -68,18 +70,18 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperatur
     plain, entropy = logs[torch.arange(7), targets], -(logs.exp() * logs).sum(-1)
     expected = torch.autograd.grad((plain * of_logprobs + entropy * of_entropy).sum(), (hidden, weight))
     settings = {"temperature": temperature, "chunk_size": chunk_size, "banned_ids": banned}
-    ours, our_entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
-    got = torch.autograd.grad((ours * of_logprobs + our_entropy * of_entropy).sum(), (hidden, weight))
+    dsreason_result, our_entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
+    got = torch.autograd.grad((dsreason_result * of_logprobs + our_entropy * of_entropy).sum(), (hidden, weight))
 
     torch.testing.assert_close(our_entropy, entropy.float(), atol=1e-5, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     alone, no_entropy = token_logprobs(hidden, weight, targets, **settings)
-    assert torch.equal(ours, alone)
+    assert torch.equal(dsreason_result, alone)
     assert no_entropy.shape == (0,)
-    ours, _ = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
+    dsreason_result, _ = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
     for a, b in zip(
-        torch.autograd.grad(ours.sum(), (hidden, weight)),
+        torch.autograd.grad(dsreason_result.sum(), (hidden, weight)),
         torch.autograd.grad(alone.sum(), (hidden, weight)),
         strict=True,
     ):
@@ -137,11 +139,11 @@ def test_the_last_chunk_s_logits_are_computed_once_and_the_others_twice(monkeypa
     sizes, logits = [], logprobs._logits
     monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
-    found, _ = token_logprobs(hidden, weight, torch.arange(7), chunk_size=3)
+    result, _ = token_logprobs(hidden, weight, torch.arange(7), chunk_size=3)
     assert sizes == [1, 3, 3]
-    first = torch.autograd.grad(found.sum(), (hidden, weight), retain_graph=True)
+    first = torch.autograd.grad(result.sum(), (hidden, weight), retain_graph=True)
     assert sizes[3:] == [3, 1]
-    again = torch.autograd.grad(found.sum(), (hidden, weight))  # nothing is kept any more
+    grad = torch.autograd.grad(result.sum(), (hidden, weight))  # nothing is kept any more
     assert sizes[5:] == [3, 3, 1]
-    for a, b in zip(first, again, strict=True):
+    for a, b in zip(first, grad, strict=True):
         torch.testing.assert_close(a, b)

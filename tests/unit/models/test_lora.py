@@ -44,7 +44,7 @@ def test_by_default_the_matrices_of_the_language_model_get_adapters(model: Any) 
 
 def test_with_vision_the_tower_and_its_mergers_do_too(model: Any) -> None:
     added = set(layers(model, vision=True)) - set(layers(model))
-    linear = {name for name, one in model.model.visual.named_modules() if isinstance(one, torch.nn.Linear)}
+    linear = {name for name, item in model.model.visual.named_modules() if isinstance(item, torch.nn.Linear)}
     assert added == {f"model.visual.{name}" for name in linear}
 
 
@@ -80,18 +80,18 @@ def test_all_wrong_targets_are_told_at_once(model: Any) -> None:
 
 
 def test_adapters_depend_on_the_seed_alone_and_are_all_that_is_trained(tiny: Path) -> None:
-    found = []
+    result = []
     for seed, draws in ((3, 0), (3, 5), (4, 0)):
         model: Any = load_model(tiny, dtype=torch.float32)
         torch.rand(draws)
         before = torch.get_rng_state()
         add_adapters(model, LoRAConfig(rank=4), seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
-        found.append({name: one.detach() for name, one in model.named_parameters() if one.requires_grad})
-    assert all(is_adapter(name) for name in found[0])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    assert not all(torch.equal(found[0][name], found[2][name]) for name in found[0])
-    assert not any(one.any() for name, one in found[0].items() if "lora_B" in name)
+        result.append({name: item.detach() for name, item in model.named_parameters() if item.requires_grad})
+    assert all(is_adapter(name) for name in result[0])
+    assert all(torch.equal(result[0][name], result[1][name]) for name in result[0])
+    assert not all(torch.equal(result[0][name], result[2][name]) for name in result[0])
+    assert not any(item.any() for name, item in result[0].items() if "lora_B" in name)
 
 
 def test_patterns_change_rank_and_scale_as_peft_reads_them(model: Any) -> None:
@@ -125,7 +125,7 @@ def test_switched_off_adapters_add_nothing_and_are_trained_on_afterwards(model: 
         with adapters_off(model):
             assert torch.equal(layer(x), plain)
         assert not torch.equal(layer(x), plain)
-    assert all(one.requires_grad == is_adapter(name) for name, one in model.named_parameters())
+    assert all(item.requires_grad == is_adapter(name) for name, item in model.named_parameters())
 
 
 def test_names_without_and_with_an_adapter() -> None:

@@ -88,10 +88,10 @@ def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedMod
     logprobs = Policy(model)(batch)
     assert calls == [sum(len(batch.mm_kwargs[pixels]) for _, pixels, _ in KINDS.values() if pixels in batch.mm_kwargs)]
     torch.testing.assert_close(logprobs, expected, rtol=2e-6, atol=2e-6)
-    found = gradients(model, logprobs)
-    assert found.keys() == expected_gradients.keys()
+    result = gradients(model, logprobs)
+    assert result.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=5e-6 * float(gradient.abs().max() + 1))
+        torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=5e-6 * float(gradient.abs().max() + 1))
 
 
 def test_a_row_of_text_does_not_call_the_tower(model: PreTrainedModel) -> None:

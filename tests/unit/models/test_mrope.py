@@ -32,8 +32,8 @@ def test_text_counts_on_all_axes(family: str) -> None:
 @pytest.mark.parametrize("family", SEEING)
 def test_text_after_an_image_continues_from_its_longer_side(family: str) -> None:
     # two text tokens, an image of 1 x 2 x 3 tokens, two text tokens
-    found = positions(family, [0, 0, *[1] * 6, 0, 0], image_grid_thw=[[1, 4, 6]])
-    assert found == [
+    result = positions(family, [0, 0, *[1] * 6, 0, 0], image_grid_thw=[[1, 4, 6]])
+    assert result == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
@@ -42,14 +42,14 @@ def test_text_after_an_image_continues_from_its_longer_side(family: str) -> None
 
 @pytest.mark.parametrize("family", SEEING)
 def test_neighbouring_images_keep_apart(family: str) -> None:
-    found = positions(family, [1, 1, 1, 0], image_grid_thw=[[1, 2, 4], [1, 2, 2]])
-    assert found == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
+    result = positions(family, [1, 1, 1, 0], image_grid_thw=[[1, 2, 4], [1, 2, 2]])
+    assert result == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
 
 
 def test_qwen2_5_text_after_a_video_continues_from_the_largest_axis() -> None:
     # 3 groups of frames of 1 x 2 tokens, 2 s apart: 2 s * 2 per second = 4
-    found = positions("qwen2_5_vl", [0, *[2] * 6, 0, 0], video_grid_thw=[[3, 2, 4]], second_per_grid_ts=[2.0])
-    assert found == [
+    result = positions("qwen2_5_vl", [0, *[2] * 6, 0, 0], video_grid_thw=[[3, 2, 4]], second_per_grid_ts=[2.0])
+    assert result == [
         [0, 1, 1, 5, 5, 9, 9, 10, 11],  # not 3, 4 as transformers 5.19 has it
         [0, 1, 1, 1, 1, 1, 1, 10, 11],
         [0, 1, 2, 1, 2, 1, 2, 10, 11],
@@ -66,8 +66,8 @@ def test_qwen2_5_text_after_a_video_continues_from_the_largest_axis() -> None:
     ],
 )
 def test_qwen2_5_video_time_is_cut_to_whole_steps(seconds: float, expected: list[int]) -> None:
-    found = positions("qwen2_5_vl", [2] * 4, video_grid_thw=[[4, 2, 2]], second_per_grid_ts=[seconds])
-    assert found[0] == expected
+    result = positions("qwen2_5_vl", [2] * 4, video_grid_thw=[[4, 2, 2]], second_per_grid_ts=[seconds])
+    assert result[0] == expected
 
 
 def test_qwen2_5_without_seconds_takes_one_second() -> None:
@@ -82,20 +82,20 @@ def test_qwen2_5_seconds_are_rounded_to_the_model_type_as_in_the_engine() -> Non
 
 
 def test_qwen2_5_each_video_has_its_own_time() -> None:
-    found = positions(
+    result = positions(
         "qwen2_5_vl",
         [2, 2, 0, 1, 2, 2],
         image_grid_thw=[[1, 2, 2]],
         video_grid_thw=[[2, 2, 2], [2, 2, 2]],
         second_per_grid_ts=[1.0, 3.0],
     )
-    assert found == [[0, 2, 3, 4, 5, 11], [0, 0, 3, 4, 5, 5], [0, 0, 3, 4, 5, 5]]
+    assert result == [[0, 2, 3, 4, 5, 11], [0, 0, 3, 4, 5, 5], [0, 0, 3, 4, 5, 5]]
 
 
 def test_qwen3_video_is_one_grid_per_group_of_frames() -> None:
     # text (the time), a group of 1 x 2 tokens, text, a group; then text
-    found = positions("qwen3_vl", [0, 2, 2, 0, 0, 2, 2, 0], video_grid_thw=[[2, 2, 4]])
-    assert found == [
+    result = positions("qwen3_vl", [0, 2, 2, 0, 0, 2, 2, 0], video_grid_thw=[[2, 2, 4]])
+    assert result == [
         [0, 1, 1, 3, 4, 5, 5, 7],
         [0, 1, 1, 3, 4, 5, 5, 7],
         [0, 1, 2, 3, 4, 5, 6, 7],

@@ -39,13 +39,13 @@ def test_a_token_has_the_probability_that_the_token_before_it_gives(model: PreTr
     for ids, trained in zip(IDS, TRAINED, strict=True):
         logits = model(input_ids=torch.tensor([ids])).logits[0] / 0.7
         expected += [logits[i - 1].log_softmax(-1)[ids[i]].item() for i in range(1, len(ids)) if trained[i]]
-    batch = collate([row(*one) for one in zip(IDS, TRAINED, strict=True)], pad_id=0)
+    batch = collate([row(*item) for item in zip(IDS, TRAINED, strict=True)], pad_id=0)
     assert Policy(model)(batch, 0.7).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_batch_without_trained_tokens_gives_none_and_still_runs_every_layer(model: PreTrainedModel) -> None:
-    found = Policy(model)(collate([row(IDS[0], [False] * 5)], pad_id=0))
-    assert found.shape == (0,)
-    found.sum().backward()
+    policy = Policy(model)(collate([row(IDS[0], [False] * 5)], pad_id=0))
+    assert policy.shape == (0,)
+    policy.sum().backward()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert {name for name, _ in model.named_parameters() if "visual" not in name} <= reached

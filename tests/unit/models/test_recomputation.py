@@ -47,7 +47,7 @@ def test_offloaded_inputs_give_the_same_gradients(
         return torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
 
     monkeypatch.setattr(policy, "save_on_cpu", counted)
-    found = gradients(tiny, frozen, offload=True)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result = gradients(tiny, frozen, offload=True)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
     assert len(calls) == moved

@@ -84,15 +84,15 @@ def test_untied_embeddings_have_a_head_of_their_own(tmp_path: Path) -> None:
 
 
 def test_shards_stay_below_the_asked_size_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
-    whole = load_file(build_tiny("qwen2_5_vl", tmp_path / "whole") / "model.safetensors")
+    full = load_file(build_tiny("qwen2_5_vl", tmp_path / "whole") / "model.safetensors")
     folder = build_tiny("qwen2_5_vl", tmp_path / "shards", max_shard_bytes=1_000_000)
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert weight_map.keys() == whole.keys()
+    assert weight_map.keys() == full.keys()
     assert len(set(weight_map.values())) > 1
     for file in set(weight_map.values()):
         tensors = load_file(folder / file)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 1_000_000
-        assert all(tensor.shape == whole[name].shape for name, tensor in tensors.items())
+        assert all(tensor.shape == full[name].shape for name, tensor in tensors.items())
 
 
 def test_the_asked_dtype_is_written(tmp_path: Path) -> None:

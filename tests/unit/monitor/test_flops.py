@@ -73,8 +73,8 @@ def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool
         parameter.requires_grad = not (frozen and frozen in name)
     grid = (1, 4, 10)  # the windows of Qwen2.5-VL are 4 patches wide: the last one is cut
     counted, length = counted_flops(model, grid)
-    ours = model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
-    assert ours == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
+    dsreason_result = model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
+    assert dsreason_result == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -95,8 +95,8 @@ def test_a_completion_attends_to_its_whole_prompt_and_costs_only_its_own_tokens(
     flops = model_flops(tiny("qwen3_vl", tied=False))
     alone, behind = flops.step(Work([(4, 0)])), flops.step(Work([(4, 10)]))
     assert behind - alone == 12 * 2 * 32 * 4 * 10
-    whole = flops.step(Work([(14, 0)]))
-    assert flops.step(Work([(10, 0), (4, 10)])) == whole
+    full = flops.step(Work([(14, 0)]))
+    assert flops.step(Work([(10, 0), (4, 10)])) == full
 
 
 @pytest.mark.parametrize(

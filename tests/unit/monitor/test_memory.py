@@ -26,10 +26,10 @@ def test_a_phase_reports_what_it_holds_and_held_at_most() -> None:
     with ledger.phase("before"):
         pass
     with ledger.phase("hold"):
-        kept = touched_pages()
+        remaining = touched_pages()
     values = ledger.take()
     grown = values["memory/hold/allocated_gib"] - values["memory/before/allocated_gib"]
-    assert grown == pytest.approx(len(kept) / GIB, rel=0.2)
+    assert grown == pytest.approx(len(remaining) / GIB, rel=0.2)
     assert values["memory/hold/peak_gib"] >= values["memory/hold/allocated_gib"]
     assert ledger.take() == {}
 
@@ -127,20 +127,20 @@ def test_of_a_phase_that_runs_twice_the_higher_peak_counts_until_it_is_taken(gpu
 def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache(
     tmp_path: Path, line: str, folder: str, limit: str, used: str, cached: str
 ) -> None:
-    own, group = tmp_path / "own", tmp_path / "groups" / folder
+    local, group = tmp_path / "own", tmp_path / "groups" / folder
     (group / "step").mkdir(parents=True)
-    own.write_text(line)
+    local.write_text(line)
     (group / used).write_text("7000\n")
     (group / "memory.stat").write_text(f"anon 1\n{cached} 500\n")
     (group / limit).write_text("10000\n")
-    assert available_bytes(tmp_path / "groups", own) == 3500
+    assert available_bytes(tmp_path / "groups", local) == 3500
     (group / limit).write_text("6000\n")
-    assert available_bytes(tmp_path / "groups", own) == 0
+    assert available_bytes(tmp_path / "groups", local) == 0
 
 
 def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/job\n")
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.max").write_text("max\n")
-    for own in ("own", "absent"):
-        assert available_bytes(tmp_path, tmp_path / own) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    for local in ("own", "absent"):
+        assert available_bytes(tmp_path, tmp_path / local) == pytest.approx(psutil.virtual_memory().available, rel=0.2)

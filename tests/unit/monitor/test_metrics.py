@@ -117,11 +117,11 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
         metrics.log_text(1, "val/answers", "Q: <video> which way?\nA: left")
         metrics.log_images(1, "val/frames", [Image.new("L", (8, 6))])
         metrics.log_histogram(1, "train/lengths", np.array([1, 2, 3]))
-    shown = board(tmp_path).Tags()
-    assert shown["scalars"] == ["train/loss"]
-    assert shown["images"] == ["val/frames/0"]
-    assert shown["histograms"] == ["train/lengths"]
-    assert shown["tensors"] == ["config/text_summary", "val/answers/text_summary"]
+    tags = board(tmp_path).Tags()
+    assert tags["scalars"] == ["train/loss"]
+    assert tags["images"] == ["val/frames/0"]
+    assert tags["histograms"] == ["train/lengths"]
+    assert tags["tensors"] == ["config/text_summary", "val/answers/text_summary"]
     text = board(tmp_path).Tensors("val/answers/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == "    Q: <video> which way?\n    A: left\n"
 
@@ -162,14 +162,14 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
     monkeypatch.setattr(wandb_sink, "check_wandb", lambda config: None)
     for resumed in (False, True, False):
         wandb_sink.open_wandb(tmp_path, MonitorConfig(wandb=True), {}, resumed=resumed)
-    first, again, fresh = begun
-    assert first == again != fresh
+    first, second, fresh = begun
+    assert first == second != fresh
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the library's thread
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
-    said = r"run/tensorboard: the curves cannot be written \(.*\); the folder must stay"
-    with pytest.raises(SaveError, match=said), open_in(tmp_path / "run") as writer:
+    message = r"run/tensorboard: the curves cannot be written \(.*\); the folder must stay"
+    with pytest.raises(SaveError, match=message), open_in(tmp_path / "run") as writer:
         shutil.rmtree(tmp_path / "run")
         for step in range(1, 1000):
             writer.log_scalars(step, {"train/loss": 1.0})

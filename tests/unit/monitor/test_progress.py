@@ -51,13 +51,13 @@ def test_a_line_says_step_loss_rates_and_time_left(clock: Clock) -> None:
 
 
 def test_lines_come_first_last_and_every_interval(clock: Clock) -> None:
-    shown = lines_after(clock, [1.0] * 25, total=25)
-    assert [line.split()[1] for line in shown] == ["1/25", "11/25", "21/25", "25/25"]
+    displayed = lines_after(clock, [1.0] * 25, total=25)
+    assert [line.split()[1] for line in displayed] == ["1/25", "11/25", "21/25", "25/25"]
 
 
 def test_a_slow_first_step_does_not_spoil_the_time_left(clock: Clock) -> None:
-    shown = lines_after(clock, [60.0, 1.0], total=11, interval=0)
-    assert shown[1].endswith("left 0:00:09")
+    displayed = lines_after(clock, [60.0, 1.0], total=11, interval=0)
+    assert displayed[1].endswith("left 0:00:09")
 
 
 def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
@@ -117,10 +117,10 @@ def test_in_a_narrow_terminal_the_part_and_the_time_left_stay_on_one_line_with_t
     with BarProgress(Rate(640, 0, clock, part=Part(1, 4, after=2.0)), stream) as progress:
         clock.now += 1
         progress.step(1, {"loss": 0.25}, samples=32, tokens=1000)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).strip().splitlines()[-1]
-    assert shown.startswith("1/4 step ")
-    assert "1/640 left 0:10:39, in all 0:31:59 " in shown
-    assert len(shown.rstrip()) <= 80
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).strip().splitlines()[-1]
+    assert lines.startswith("1/4 step ")
+    assert "1/640 left 0:10:39, in all 0:31:59 " in lines
+    assert len(lines.rstrip()) <= 80
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:

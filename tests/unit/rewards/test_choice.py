@@ -102,8 +102,8 @@ def test_the_lenient_one_reads_nothing_where_no_single_option_is_named(completio
     ("completion", "letter"), [("a car", "C"), ("A car.", "C"), ("a car and b", "D"), ("(C)", "C")]
 )
 def test_an_options_text_that_begins_with_a_letter_is_that_option(completion, letter):
-    chosen = [key for key in OPTIONS if single_choice_lenient(completion, asks(key, OPTIONS))]
-    assert chosen == [letter]
+    options = [key for key in OPTIONS if single_choice_lenient(completion, asks(key, OPTIONS))]
+    assert options == [letter]
 
 
 def test_a_letter_wins_over_an_option_whose_text_is_that_letter():

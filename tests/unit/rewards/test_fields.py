@@ -42,9 +42,9 @@ def test_fields_have_comparisons_options_and_weights_of_their_own():
         "span": "temporal_iou",
         "action": "exact",
     }
-    given = '{"action": "turn left", "distance": "3.4 m", "span": "from 00:10 to 00:15"}'
-    assert json_fields(given, SAMPLE, fields=fields) == pytest.approx((2 * 1 + 0.5 + 0) / 4)
-    worth, metrics = json_fields(given, SAMPLE, fields=fields, metrics=True)
+    value = '{"action": "turn left", "distance": "3.4 m", "span": "from 00:10 to 00:15"}'
+    assert json_fields(value, SAMPLE, fields=fields) == pytest.approx((2 * 1 + 0.5 + 0) / 4)
+    worth, metrics = json_fields(value, SAMPLE, fields=fields, metrics=True)
     assert metrics == {"read": 1.0, "distance": 1.0, "span": pytest.approx(0.5), "action": 0.0}
 
 

@@ -68,8 +68,8 @@ def test_importing_rewards_brings_neither_torch_nor_sympy():
 def test_sympy_comes_when_a_reward_is_found_that_needs_it_and_not_in_its_first_call(name, needed):
     code = "import sys; from dsreason.rewards.functions import find_reward; find_reward(sys.argv[1])"
     code += "; print('sympy' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
-    assert found.stdout == f"{needed}\n"
+    completed = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
+    assert completed.stdout == f"{needed}\n"
 
 
 @pytest.mark.parametrize(

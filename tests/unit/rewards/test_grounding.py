@@ -109,13 +109,13 @@ def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
     # Row by row the first pair would be the best one, 0.9, and leave 0 for the other.
     assert best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
     right = '[{"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [20, 0, 30, 10], "label": "b"}]'
-    given = (
+    value = (
         '[{"bbox_2d": [20, 0, 30, 5], "label": "B"}, {"bbox_2d": [0, 0, 10, 10], "label": "a"}, '
         '{"bbox_2d": [50, 50, 60, 60]}]'
     )
-    assert box_iou(given, asks(right)) == pytest.approx(2 * (1 + 0.5) / 5)
-    assert box_iou(given, asks(right), labels=True) == pytest.approx(2 * (1 + 0.5) / 5)
-    assert box_iou(given.replace('"B"', '"cup"'), asks(right), labels=True) == pytest.approx(2 * 1 / 5)
+    assert box_iou(value, asks(right)) == pytest.approx(2 * (1 + 0.5) / 5)
+    assert box_iou(value, asks(right), labels=True) == pytest.approx(2 * (1 + 0.5) / 5)
+    assert box_iou(value.replace('"B"', '"cup"'), asks(right), labels=True) == pytest.approx(2 * 1 / 5)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def reading(kind: str, text: str) -> Any:
     """As the fixture has it: lists of numbers, or of a number its value in the first unit of its dimension."""
     text = plain(text)
     if kind == "number":
-        found = quantity(text)
-        return None if found is None else found.base
+        result = quantity(text)
+        return None if result is None else result.base
     if kind == "span":
         times = spans(text)
         return None if times is None else [list(span) for span in times]
@@ -34,11 +34,11 @@ def reading(kind: str, text: str) -> Any:
 
 
 def outcome(row: dict[str, Any]) -> str:
-    found, right = reading(row["kind"], row["text"]), row["read"]
-    if found is None:
+    result, right = reading(row["kind"], row["text"]), row["read"]
+    if result is None:
         return "read" if right is None else "unread"
     flat = [pytest.approx(part) for part in right] if isinstance(right, list) else pytest.approx(right)
-    return "read" if right is not None and found == flat else "misread"
+    return "read" if right is not None and result == flat else "misread"
 
 
 @pytest.mark.parametrize("row", TUNED, ids=lambda row: row["text"][:40])

@@ -259,8 +259,12 @@ def test_what_is_no_json_is_named(server):
 def test_both_families_of_environment_names_are_read(prefix, address, monkeypatch):
     for name, value in {address: "https://host/score", "TOKEN": f"{TOKEN}\n", "ENQUEUE_TIMEOUT_S": "7"}.items():
         monkeypatch.setenv(prefix + name, value)
-    found = RemoteReward(RemoteRewardConfig())
-    assert (found.server.url, found.server.token, found.time_limit) == ("https://host/score", TOKEN, 7.0)
+    remote_reward = RemoteReward(RemoteRewardConfig())
+    assert (remote_reward.server.url, remote_reward.server.token, remote_reward.time_limit) == (
+        "https://host/score",
+        TOKEN,
+        7.0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,5 +54,5 @@ def test_everything_must_be_as_it_was() -> None:
 
 
 def test_zeros_and_ones_change_as_well() -> None:
-    found = dict(perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
-    assert {name: tensor.item() for name, tensor in found.items()} == pytest.approx({"zeros": 0.01, "ones": 0.51})
+    result = dict(perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
+    assert {name: tensor.item() for name, tensor in result.items()} == pytest.approx({"zeros": 0.01, "ones": 0.51})

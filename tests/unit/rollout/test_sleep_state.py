@@ -36,7 +36,7 @@ def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
     made.nested = {"rows": [rows[1:3]]}  # a view counts as its memory
     made.function = lambda: frozen
     KEPT_BY_A_MODULE.append(loose)
-    own = {
+    local = {
         "weights__w": made.model.weight,
         "weights__b": made.model.table,
         "kv_cache__k": cache,
@@ -44,13 +44,13 @@ def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
     }
     gc.freeze()
     try:
-        state = find_sleep_state(made, pools_of(weights__r=rows, weights__f=frozen, kv_cache__l=loose, **own))
+        state = find_sleep_state(made, pools_of(weights__r=rows, weights__f=frozen, kv_cache__l=loose, **local))
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
-    found = {tag: {memory.data_ptr() for memory in part} for tag, part in state.memory.items()}
-    assert found == {"weights": {rows.data_ptr(), frozen.data_ptr()}, "kv_cache": {loose.data_ptr()}}
-    assert not {outside.data_ptr(), scratch.data_ptr()} & (found["weights"] | found["kv_cache"])
+    result = {tag: {memory.data_ptr() for memory in part} for tag, part in state.memory.items()}
+    assert result == {"weights": {rows.data_ptr(), frozen.data_ptr()}, "kv_cache": {loose.data_ptr()}}
+    assert not {outside.data_ptr(), scratch.data_ptr()} & (result["weights"] | result["kv_cache"])
     KEPT_BY_A_MODULE.clear()
 
 
@@ -85,7 +85,7 @@ def test_pools_are_those_of_vllms_allocator() -> None:
     def allocation(start: int, size: int, tag: str) -> SimpleNamespace:
         return SimpleNamespace(handle=(0, size, start, 0), tag=tag)
 
-    data = {one.handle[2]: one for one in (allocation(1000, 100, "kv_cache"), allocation(200, 50, "weights"))}
+    data = {item.handle[2]: item for item in (allocation(1000, 100, "kv_cache"), allocation(200, 50, "weights"))}
     with mock.patch.object(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=data)):
         pools = vllm_pools()
     addresses = (199, 200, 249, 250, 999, 1000, 1099, 1100)

@@ -24,7 +24,7 @@ class StandIn(TransformersEngine):
         self.stop_ids, self.banned_ids = torch.tensor([9]), torch.tensor([7])
         self.tokenizer: Any = SimpleNamespace(
             decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)),
-            convert_ids_to_tokens=lambda ids: [f"<{one}>" for one in ids],
+            convert_ids_to_tokens=lambda ids: [f"<{item}>" for item in ids],
         )
         self.batches: list[tuple[list[int], list[int], float]] = []
 
@@ -48,15 +48,15 @@ def prompts(*lengths: int) -> list[Any]:
 
 def test_each_prompt_draws_from_its_own_stream_whatever_it_is_batched_with() -> None:
     engine = StandIn()
-    found = engine.generate(prompts(30, 10, 20), WARM, version=3, streams=[6, 2, 4])
-    assert [one.text for one in found] == ["6", "2", "4"]
+    result = engine.generate(prompts(30, 10, 20), WARM, version=3, streams=[6, 2, 4])
+    assert [item.text for item in result] == ["6", "2", "4"]
     assert engine.batches == [([10, 20], [2, 4], 1.0), ([30], [6], 1.0)]
 
 
 def test_prompts_of_other_settings_are_not_in_one_batch() -> None:
     engine = StandIn()
-    found = dict(engine.as_completed(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
-    assert [found[i].text for i in range(3)] == ["0", "1", "2"]
+    completed = dict(engine.as_completed(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
+    assert [completed[i].text for i in range(3)] == ["0", "1", "2"]
     assert engine.batches == [([5, 5], [0, 2], 0.0), ([5], [1], 1.0)]
 
 
@@ -75,10 +75,10 @@ def test_only_the_weights_that_are_held_while_awake_are_sampled_from() -> None:
 )
 def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int, ...], reason: str) -> None:
     logprobs = [-0.5 * i for i in range(len(drawn))]
-    found = StandIn()._completion("p", drawn, logprobs, 3)
-    assert (found.ids, found.finish_reason, found.version) == (kept, reason, 3)
-    assert found.logprobs == tuple(logprobs[: len(kept)])
-    assert found.text == " ".join(map(str, kept))
+    completion = StandIn()._completion("p", drawn, logprobs, 3)
+    assert (completion.ids, completion.finish_reason, completion.version) == (kept, reason, 3)
+    assert completion.logprobs == tuple(logprobs[: len(kept)])
+    assert completion.text == " ".join(map(str, kept))
 
 
 def test_a_media_token_before_the_end_is_an_error() -> None:

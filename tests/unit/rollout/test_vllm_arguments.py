@@ -22,27 +22,27 @@ def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
 
 
 def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) -> dict[str, Any]:
-    given = {"max_model_len": 16384, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 64}
-    settings, dtype = VLLMSettings(**given | changes), torch.bfloat16
+    value = {"max_model_len": 16384, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 64}
+    settings, dtype = VLLMSettings(**value | changes), torch.bfloat16
     return engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
 def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:
-    found = arguments()
-    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (64, 8192)
-    assert "enable_chunked_prefill" not in found
-    assert (found["enable_sleep_mode"], found["gpu_memory_utilization"]) == (True, 0.5)
-    assert (found["dtype"], found["seed"], found["enforce_eager"]) == ("bfloat16", 2, False)
+    result = arguments()
+    assert (result["max_num_seqs"], result["max_num_batched_tokens"]) == (64, 8192)
+    assert "enable_chunked_prefill" not in result
+    assert (result["enable_sleep_mode"], result["gpu_memory_utilization"]) == (True, 0.5)
+    assert (result["dtype"], result["seed"], result["enforce_eager"]) == ("bfloat16", 2, False)
     assert arguments(max_num_seqs=5000)["max_num_seqs"] == 256
     assert arguments(enforce_eager=True)["enforce_eager"]
     assert not arguments(sleep_mode=False)["enable_sleep_mode"]
 
 
 def test_on_a_cpu_a_prompt_is_read_at_once() -> None:
-    found = arguments("cpu")
-    assert (found["max_num_batched_tokens"], found["enable_chunked_prefill"]) == (16384, False)
-    assert found["enforce_eager"]
-    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & found.keys()
+    result = arguments("cpu")
+    assert (result["max_num_batched_tokens"], result["enable_chunked_prefill"]) == (16384, False)
+    assert result["enforce_eager"]
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & result.keys()
 
 
 @pytest.mark.parametrize(("max_model_len", "gib"), [(768, 1), (16384, 1), (32768, 2), (131072, 8)])

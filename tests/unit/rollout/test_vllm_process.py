@@ -21,13 +21,13 @@ WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 def test_vllm_runs_with_torchs_own_linear_after_deepspeed_has_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    own = torch._C._nn.linear
+    linear = torch._C._nn.linear
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)  # as `deepspeed.zero.Init` does
     with preserved_process_state(WORLD):
-        assert torch.nn.functional.linear is own
+        assert torch.nn.functional.linear is linear
         with preserved_process_state(WORLD):
-            assert torch.nn.functional.linear is own
-        assert torch.nn.functional.linear is own
+            assert torch.nn.functional.linear is linear
+        assert torch.nn.functional.linear is linear
     assert torch.nn.functional.linear is zero3_linear_wrap
     with pytest.raises(RuntimeError, match="out of memory"), preserved_process_state(WORLD):
         raise RuntimeError("out of memory")
@@ -77,12 +77,12 @@ def test_nothing_of_ours_lies_in_the_pools_when_they_are_freed() -> None:
     engine.llm, engine.model, engine.version, engine.world = object(), object(), 3, WORLD
     engine.places, engine.sent, engine.buffers = [object()], {"w": torch.ones(1)}, {"b": torch.ones(1)}
     engine.state = SleepState({"weights": [torch.ones(1)]})
-    seen: list[object] = []
+    recorded: list[object] = []
 
     def release(llm: object) -> None:
-        seen.extend([llm, engine.llm, engine.model, engine.places, engine.state.memory])
+        recorded.extend([llm, engine.llm, engine.model, engine.places, engine.state.memory])
 
     with mock.patch.object(vllm_engine, "release", release):
         engine.shutdown()
         engine.shutdown()
-    assert seen[0] is not None and seen[1:] == [None, None, [], {}]
+    assert recorded[0] is not None and recorded[1:] == [None, None, [], {}]

@@ -51,9 +51,9 @@ def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch:
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor.shape) or tensor)
     tensors = {str(i): torch.full((3, i + 1), float(i)) for i in range(4)}
     with Transfers() as transfers:
-        found = fingerprints(tensors.items())
+        result = fingerprints(tensors.items())
     assert (transfers.count, moved) == (0, [(4, 3)])
-    assert {name: numbers.tolist() for name, numbers in found.items()} == {
+    assert {name: numbers.tolist() for name, numbers in result.items()} == {
         str(i): [3 * (i + 1), 3 * (i + 1) * i, 3 * (i + 1) * i * i] for i in range(4)
     }
 
@@ -61,13 +61,13 @@ def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch:
 def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
     weights = {"a": torch.ones(2, 3), "b": torch.full((4,), 2.0)}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    kept = {"c": torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)}
-    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("meta"), dict(kept))
+    remaining = {"c": torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)}
+    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("meta"), dict(remaining))
     assert {name: (copy.device.type, copy.dtype) for name, copy in sending} == dict.fromkeys(
         "ab", ("meta", torch.bfloat16)
     )
     assert [sending.fingerprints[name].device.type for name in "cab"] == ["cpu", "meta", "meta"]
-    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(kept))
+    sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(remaining))
     sending.drain()
     sending.finish()
     assert {name: numbers.tolist() for name, numbers in sending.fingerprints.items()} == {

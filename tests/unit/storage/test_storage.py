@@ -243,17 +243,17 @@ def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found: list[float] = []
-    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=found.append))  # threads of other tests sleep, too
-    return found
+    result: list[float] = []
+    monkeypatch.setattr(retries, "time", SimpleNamespace(sleep=result.append))  # threads of other tests sleep, too
+    return result
 
 
 def failing(times: int, error: StorageError) -> Callable[[], str]:
-    left = iter([error] * times)
+    remaining = iter([error] * times)
 
     def action() -> str:
-        if (again := next(left, None)) is not None:
-            raise again
+        if (second := next(remaining, None)) is not None:
+            raise second
         return "done"
 
     return action
@@ -319,13 +319,13 @@ EVERYTHING = ("export", "checkpoint")
 
 
 def test_only_what_is_last_is_uploaded_unless_all_is_asked_for(run: Path, storage: FakeStorage) -> None:
-    for what, expected in (("final", ["step_2"]), ("all", ["step_1", "step_2"])):
+    for subject, expected in (("final", ["step_2"]), ("all", ["step_1", "step_2"])):
         storage.sent.clear()
-        uploader = Uploader(TARGET / what, what=what, include=EVERYTHING)
+        uploader = Uploader(TARGET / subject, what=subject, include=EVERYTHING)
         uploader.add(run / "checkpoints" / "step_1", last=False)
         uploader.add(run / "checkpoints" / "step_2", last=True)
         uploader.finish()
-        assert storage.sent == [f"{TARGET}/{what}/checkpoints/{name}" for name in expected]
+        assert storage.sent == [f"{TARGET}/{subject}/checkpoints/{name}" for name in expected]
 
 
 def test_only_the_kinds_asked_for_are_uploaded(run: Path, storage: FakeStorage) -> None:
@@ -424,9 +424,9 @@ def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: 
     killed.add(run / "checkpoints" / "step_1", last=False)
     killed.finish()
     make_checkpoint(run / "checkpoints" / ".saving_step_3")
-    for what, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
+    for subject, expected in (("final", []), ("all", [f"{TARGET}/checkpoints/step_2"])):
         storage.sent.clear()
-        resumed = Uploader(TARGET, what=what, include=("checkpoint",))
+        resumed = Uploader(TARGET, what=subject, include=("checkpoint",))
         resumed.add_not_uploaded(run)
         resumed.finish()
         assert storage.sent == expected
@@ -465,11 +465,11 @@ def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeSt
 
 
 def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(run: Path, storage: FakeStorage) -> None:
-    export, asked = run / "export" / "final", iter(["", "", "SIGTERM"])
+    export, requested = run / "export" / "final", iter(["", "", "SIGTERM"])
     storage.gate.clear()
     with (
         pytest.raises(Stopped, match="^stopped by SIGTERM before all was uploaded; 1 of") as caught,
-        uploading(config(), lambda: next(asked, "SIGTERM")) as uploader,
+        uploading(config(), lambda: next(requested, "SIGTERM")) as uploader,
     ):
         uploader.add(export, last=True)
     storage.gate.set()
@@ -511,17 +511,17 @@ def test_other_ranks_and_runs_without_a_target_upload_nothing(
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """By target what arrived there: the name of the folder and its files."""
-    found: dict[str, list[str]] = {"s3": [], "hub": []}
+    result: dict[str, list[str]] = {"s3": [], "hub": []}
 
     def upload(package: Package, target: UploadAddress, advance: Advance) -> Sent:
         kind = "hub" if isinstance(target, HubAddress) else "s3"
         if "refuses" in str(target):
             raise StorageError(f"{target}: the server answers 403")
-        found[kind].append(str(target))
+        result[kind].append(str(target))
         return Sent(len(package.files), package.num_bytes)
 
     monkeypatch.setattr(uploads, "upload", upload)
-    return found
+    return result
 
 
 def add_all(uploader: uploads.Uploads, run: Path) -> None:
@@ -604,10 +604,10 @@ def logged(run: Path) -> Path:
 def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
     logged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, dict[str, int]]] = []
+    recorded: list[tuple[str, dict[str, int]]] = []
 
     def upload(package: Package, target: object, advance: Advance) -> Sent:
-        seen.append((str(target), dict(package.files)))
+        recorded.append((str(target), dict(package.files)))
         with (logged / "logs" / "rank_0.log").open("a") as file:  # as the uploads themselves are logged
             file.write("uploaded\n")
         return Sent(1, 1)
@@ -616,12 +616,12 @@ def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("export", "logs"))
     with uploading(config) as uploader:
         add_all(uploader, logged)
-    targets = [target for target, _ in seen]
+    targets = [target for target, _ in recorded]
     assert targets.count("s3://bucket/run/export/final") == 1
     assert set(targets) == {"s3://bucket/run/export/final", "s3://bucket/run/logs"}
     assert targets[-1] == "s3://bucket/run/logs"
     sizes = {"config.json": 2, "metrics.jsonl": 3, "tensorboard/events": 1}
-    assert seen[-1][1] == sizes | {"rank_0.log": len("step 1\n") + len("uploaded\n") * (len(seen) - 1)}
+    assert recorded[-1][1] == sizes | {"rank_0.log": len("step 1\n") + len("uploaded\n") * (len(recorded) - 1)}
     assert list(json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
 
 
@@ -645,7 +645,7 @@ def test_logs_of_a_run_that_fails_or_is_stopped_are_sent_and_say_why(
         places["s3"].clear()
         raise error
     assert places["s3"] == ["s3://bucket/run/logs"]
-    assert str(error) in next(one.getMessage() for one in caplog.records if one.name == CRASH_LOG)
+    assert str(error) in next(item.getMessage() for item in caplog.records if item.name == CRASH_LOG)
 
 
 def test_logs_that_take_too_long_or_fail_hide_no_failure(

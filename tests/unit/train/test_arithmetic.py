@@ -54,10 +54,10 @@ def test_flops_of_samples_are_counted_per_second_and_padding_is_not(monkeypatch:
 def test_padding_of_rows_belongs_to_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     with_other_rank(monkeypatch, 0, 0)
     samples = [sample(3), sample(1)]
-    found = Arithmetic(FLOPS, peak=None).metrics(
+    metrics = Arithmetic(FLOPS, peak=None).metrics(
         work_of([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
     )
-    assert found == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
+    assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
 
 
 def test_ranks_that_compute_a_row_together_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,9 @@ ROLLOUTS = [
 
 def test_the_numbers_are_those_of_the_formula() -> None:
     # d = trainer - engine: 0.5, 0 | -0.1; k3 = e^d - d - 1: 0.148721, 0 | 0.004837
-    found = mismatches(ROLLOUTS, torch.tensor([-0.5, -2.0, -3.1]))
-    assert [(one.id, one.modality, one.at) for one in found] == [("7", "video", 0), ("8", "text", 0)]
-    assert metrics_of(found) == pytest.approx(
+    result = mismatches(ROLLOUTS, torch.tensor([-0.5, -2.0, -3.1]))
+    assert [(item.id, item.modality, item.at) for item in result] == [("7", "video", 0), ("8", "text", 0)]
+    assert metrics_of(result) == pytest.approx(
         {
             "mismatch/kl": 0.153558 / 3,
             "mismatch/max_abs_logprob": 0.5,
@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_formula() -> None:
         },
         abs=1e-5,
     )
-    assert [one.id for one in worst(found)] == ["7", "8"]
+    assert [item.id for item in worst(result)] == ["7", "8"]
 
 
 def test_the_mean_decides_and_not_the_worst_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,4 +71,4 @@ def test_a_policy_that_is_not_the_engines_stops_the_run(tmp_path: Path, kl: floa
 
 def test_what_is_not_a_number_is_the_worst() -> None:
     ones = [Mismatch(str(kl), "text", "", 1, kl, 1.0, 0) for kl in (0.5, float("nan"), 2.0)]
-    assert [one.id for one in worst(ones)] == ["nan", "2.0", "0.5"]
+    assert [item.id for item in worst(ones)] == ["nan", "2.0", "0.5"]

@@ -60,10 +60,10 @@ def test_what_happened_to_the_step_is_said_and_counted(
 ) -> None:
     check = FiniteCheck("skip", tmp_path, WORLD)
     with caplog.at_level(logging.WARNING):
-        found = check.metrics(numbers(loss, norm), [], 3)
+        metrics = check.metrics(numbers(loss, norm), [], 3)
     assert said in caplog.text
-    assert found["train/skipped_steps"] == skipped
-    assert all(map(math.isfinite, found.values()))
+    assert metrics["train/skipped_steps"] == skipped
+    assert all(map(math.isfinite, metrics.values()))
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
@@ -111,17 +111,19 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
-    batches = [collate([training_sample(one)], pad_id=0) for one in rollouts]
+    batches = [collate([training_sample(rollout)], pad_id=0) for rollout in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
-    micro_batches = [MicroBatch(batch, [one]) for batch, one in zip(batches, rollouts, strict=True)]
+    micro_batches = [MicroBatch(batch, [item]) for batch, item in zip(batches, rollouts, strict=True)]
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
     finite = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
     metrics = {"train/loss": NAN, "train/grad_norm": INF, "train/learning_rate": 1e-5}
     with pytest.raises(DsReasonError, match="step 5: loss nan, gradient norm inf"):
         finite.metrics(metrics, batches, 5, lambda: describe_batches(micro_batches, tokenizer))
     saved = json.loads((tmp_path / "nonfinite/step_5/rank_0.json").read_text())
-    shown = [[(one["id"], one["prompt"], one["completion"], one["advantage"]) for one in batch] for batch in saved]
-    assert shown == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]
+    displayed = [
+        [(item["id"], item["prompt"], item["completion"], item["advantage"]) for item in batch] for batch in saved
+    ]
+    assert displayed == [[("a", "the prompt [1, 2]", "left", 0.5)], [("b", "the prompt [1, 2]", "right", 0.5)]]
     assert load_file(tmp_path / "nonfinite/step_5/rank_0.safetensors")["1.video_numbers"].tolist() == [0, 1, 0]
 
 
@@ -133,6 +135,6 @@ def test_ranks_that_compute_a_row_together_save_its_pixels_together() -> None:
     )
     row = pack([encoded])
     saved = [tensors_of(take_part(row, PartOf(rank, 2), pad_id=0)) for rank in (0, 1)]
-    assert [one["part"].tolist() for one in saved] == [[0, 1], [1, 2]]
-    assert [one["part_grids"].tolist() for one in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
-    assert torch.cat([one["pixel_values"] for one in saved]).flatten().tolist() == list(range(8))
+    assert [item["part"].tolist() for item in saved] == [[0, 1], [1, 2]]
+    assert [item["part_grids"].tolist() for item in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
+    assert torch.cat([item["pixel_values"] for item in saved]).flatten().tolist() == list(range(8))

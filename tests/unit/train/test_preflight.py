@@ -77,10 +77,10 @@ def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, capl
 def test_so_is_that_of_sft(warmup, told):
     """6 rows, 2 a step: 3 steps."""
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
-    found = step_notes(
+    notes = step_notes(
         StepOrder([Part(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
     )
-    assert any("longer than the run (3) and is clipped to it" in note for note in found) == told
+    assert any("longer than the run (3) and is clipped to it" in note for note in notes) == told
 
 
 ASKED = [{"id": str(i), "question": f"{i}?"} for i in range(6)]
@@ -170,14 +170,18 @@ def test_an_option_that_vllm_does_not_have_is_named_before_the_model_is_looked_a
 def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_creates_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(preflight, "check_target", lambda target, **how: asked.append(how))
+    requested: list[dict[str, bool]] = []
+    monkeypatch.setattr(preflight, "check_target", lambda target, **how: requested.append(how))
     settings = SFTConfig.model_validate({"checkpoint": {"upload": "hub:user/name"}})
     check_upload(settings, None)
     check_upload(settings, Path("step_4"))
     check_upload(settings, None, create=True)
     check_upload(SFTConfig(), None)
-    assert [(how["create"], how["tolerate_outage"]) for how in asked] == [(False, False), (False, True), (True, False)]
+    assert [(how["create"], how["tolerate_outage"]) for how in requested] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 def test_every_target_that_cannot_be_uploaded_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
 
 def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
     rollouts = [rollout((7,), (-3.0,), -1.5), rollout((8, 9), (-1.0, -2.0), 0.5)]
-    samples = [training_sample(one) for one in rollouts]
+    samples = [training_sample(item) for item in rollouts]
     flat = flatten(rollouts, torch.device("cpu"))
     for batch in collate(samples, pad_id=0), pack(samples):
         assert batch.input_ids.flatten()[batch.targets].tolist() == [7, 8, 9]
@@ -91,8 +91,10 @@ def test_a_rank_without_prompts_has_no_rollouts() -> None:
 def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
     completions = [single_turn((i,), "", (-1.0,), "stop", 0) for i in range(2)]
     scores = Scores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
-    found = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
-    assert [(one.place, one.completion.ids, one.reward, one.rewards, one.advantage, one.group) for one in found] == [
+    rollouts = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
+    assert [
+        (item.place, item.completion.ids, item.reward, item.rewards, item.advantage, item.group) for item in rollouts
+    ] == [
         ((7, 0), (0,), 1.0, {"right": 0.0}, 0.0, None),
         ((7, 2), (1,), 3.0, {"right": 1.0}, 0.0, None),
     ]
@@ -100,28 +102,28 @@ def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
 
 def test_advantages_are_measured_within_each_prompts_group() -> None:
     groups = [group((0, 0), [1.0, 0.0]), group((0, 1), [3.0, 3.0]), group((0, 2), [5.0, 9.0])]
-    found = with_advantages(groups, [True, True, False], 3, group_centered, with_others())
-    assert [one.advantage for one in found] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
-    assert [one.reward for one in found] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
-    assert [one.group for one in found] == [0, 0, 1, 1, None, None]
-    assert found[1].rewards == {"right": 0.0}
+    advantages = with_advantages(groups, [True, True, False], 3, group_centered, with_others())
+    assert [item.advantage for item in advantages] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    assert [item.reward for item in advantages] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
+    assert [item.group for item in advantages] == [0, 0, 1, 1, None, None]
+    assert advantages[1].rewards == {"right": 0.0}
 
 
 def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
     # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
-    others = with_others([((0, 1), [1.0, 1.0])])
-    found = with_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, others)
-    assert [one.advantage for one in found] == pytest.approx([1.1547, -1.1547], abs=1e-4)
+    other_items = with_others([((0, 1), [1.0, 1.0])])
+    advantages = with_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, other_items)
+    assert [item.advantage for item in advantages] == pytest.approx([1.1547, -1.1547], abs=1e-4)
 
 
 @pytest.mark.parametrize(("wanted", "numbers"), [(2, [0, None, None]), (3, [0, None, 2]), (9, [0, None, 2])])
 def test_the_first_informative_groups_of_all_ranks_are_chosen(wanted: int, numbers: list[int | None]) -> None:
-    own = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
-    kept = [informative(one, 0.0) for one in own]
-    assert kept == [True, False, True]
-    others = with_others([((4, 1), [1, 0]), ((5, 1), [1, 0])])
-    found = with_advantages(own, kept, wanted, group_centered, others)
-    assert [one.group for one in found[::2]] == numbers
+    local = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
+    remaining = [informative(item, 0.0) for item in local]
+    assert remaining == [True, False, True]
+    other_items = with_others([((4, 1), [1, 0]), ((5, 1), [1, 0])])
+    advantages = with_advantages(local, remaining, wanted, group_centered, other_items)
+    assert [item.group for item in advantages[::2]] == numbers
 
 
 def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
@@ -131,24 +133,24 @@ def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
 
 
 def test_without_any_informative_group_none_is_trained() -> None:
-    own = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    found = with_advantages(own, [False, False], 3, group_centered, with_others([]))
-    assert [(one.advantage, one.group) for one in found] == [(0.0, None)] * 4
+    local = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
+    advantages = with_advantages(local, [False, False], 3, group_centered, with_others([]))
+    assert [(item.advantage, item.group) for item in advantages] == [(0.0, None)] * 4
 
 
 def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
-    one = group((0, 0), [0.5])[0]
-    rollouts = [replace(one, group=number) for number in (0, 2, 4, 5, None, 9)]
+    item = group((0, 0), [0.5])[0]
+    rollouts = [replace(item, group=number) for number in (0, 2, 4, 5, None, 9)]
     steps = split_into_steps(rollouts, num_groups=10, num_steps=4)
-    assert [[one.group for one in step] for step in steps] == [[0, 2], [4], [5], [9]]
-    alone = split_into_steps([replace(one, group=number) for number in range(10)], num_groups=10, num_steps=4)
-    assert [[one.group for one in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
+    assert [[item.group for item in step] for step in steps] == [[0, 2], [4], [5], [9]]
+    alone = split_into_steps([replace(item, group=number) for number in range(10)], num_groups=10, num_steps=4)
+    assert [[item.group for item in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
 
 
 def test_rollouts_of_ranks_that_compute_rows_together_are_joined_without_their_prompts() -> None:
     prompts = {(5, number): prompt([1, number], 0) for number in (0, 1, 2)}
-    trained = [replace(one, prompt=prompts[5, 0], group=0) for one in group((5, 0), [1.0, 2.0])]
-    mine = [*trained, *group((5, 2), [0.0])]
+    trained = [replace(item, prompt=prompts[5, 0], group=0) for item in group((5, 0), [1.0, 2.0])]
+    custom = [*trained, *group((5, 2), [0.0])]
     sent = []
 
     def exchange(own: list[object]) -> list[list[object]]:
@@ -156,7 +158,7 @@ def test_rollouts_of_ranks_that_compute_rows_together_are_joined_without_their_p
         other = vars(group((5, 1), [7.0])[0]) | {"group": 1}
         return [own, [{name: value for name, value in other.items() if name != "prompt"}]]
 
-    joined = join_group(mine, prompts, exchange)
-    assert [(one.place, one.reward) for one in joined] == [((5, 0), 1.0), ((5, 0), 2.0), ((5, 1), 7.0)]
-    assert all(one.prompt is prompts[one.place] for one in joined)
-    assert len(sent) == 2 and not any("prompt" in one for one in sent)
+    joined = join_group(custom, prompts, exchange)
+    assert [(item.place, item.reward) for item in joined] == [((5, 0), 1.0), ((5, 0), 2.0), ((5, 1), 7.0)]
+    assert all(item.prompt is prompts[item.place] for item in joined)
+    assert len(sent) == 2 and not any("prompt" in item for item in sent)

@@ -38,10 +38,10 @@ class Engine:
     def generate(
         self, prompts: Sequence[EncodedPrompt], settings: Sampling, *, version: int, streams: Sequence[int]
     ) -> list[Completion]:
-        self.asked.append(([one.sample.id for one in prompts], settings, version, list(streams)))
+        self.asked.append(([item.sample.id for item in prompts], settings, version, list(streams)))
         return [
-            single_turn((5,), f"{one.sample.id} {stream}", (-1.0,), "stop", version)
-            for one, stream in zip(prompts, streams, strict=True)
+            single_turn((5,), f"{item.sample.id} {stream}", (-1.0,), "stop", version)
+            for item, stream in zip(prompts, streams, strict=True)
         ]
 
 
@@ -53,8 +53,8 @@ class Scorer:
 
     def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
         rewards = [
-            0.0 if one.id in self.equal else float(text.split()[1])
-            for text, one in zip(completions, samples, strict=True)
+            0.0 if item.id in self.equal else float(text.split()[1])
+            for text, item in zip(completions, samples, strict=True)
         ]
         return Scores(np.array(rewards), {"right": np.array(rewards)})
 
@@ -98,8 +98,8 @@ def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is(
     ((names, settings, version, streams),) = engine.asked
     assert (names, streams, version) == (["b", "b", "d", "d"], [2, 3, 6, 7], 4)
     assert (settings.temperature, settings.max_completion_length) == (0.7, 9)
-    assert [[one.place for one in group] for group in groups] == [[(6, 1)] * 2, [(6, 3)] * 2]
-    assert [[one.completion.text for one in group] for group in groups] == [["b 2", "b 3"], ["d 6", "d 7"]]
+    assert [[item.place for item in group] for group in groups] == [[(6, 1)] * 2, [(6, 3)] * 2]
+    assert [[item.completion.text for item in group] for group in groups] == [["b 2", "b 3"], ["d 6", "d 7"]]
 
 
 def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
@@ -108,8 +108,8 @@ def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
     for number in (6, 7, 6):
         batch = Prompts(number, [prompt("a")], [0], [])
         sampler.sample_groups(engine, batch, 4, SampledRollouts())  # type: ignore[arg-type]
-    first, other, again = (settings.seed for _, settings, *_ in engine.asked)
-    assert first == again != other
+    first, other, second = (settings.seed for _, settings, *_ in engine.asked)
+    assert first == second != other
 
 
 def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> None:
@@ -119,14 +119,16 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
     ]
     sampler = make_sampler(engine, batches, equal={"a", "bb"}, dynamic_sampling=True)
     sampled = sampler.sample(4)
-    assert [(one.place, one.group, one.advantage) for one in sampled.rollouts if one.group is not None] == [
+    assert [
+        (rollout.place, rollout.group, rollout.advantage) for rollout in sampled.rollouts if rollout.group is not None
+    ] == [
         ((0, 1), 0, -0.5),
         ((0, 1), 0, 0.5),
         ((1, 0), 1, -0.5),
         ((1, 0), 1, 0.5),
     ]
     assert len(sampled.rollouts) == 8
-    assert {place: one.sample.id for place, one in sampled.prompts.items()} == {
+    assert {place: item.sample.id for place, item in sampled.prompts.items()} == {
         (0, 0): "a",
         (0, 1): "aa",
         (1, 0): "b",
@@ -136,13 +138,13 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
 
 
 def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() -> None:
-    for rank, asked in ((0, ["a", "a", "c", "c"]), (1, ["b", "b"])):
+    for rank, requested in ((0, ["a", "a", "c", "c"]), (1, ["b", "b"])):
         engine = Engine()
         sampler = make_sampler(engine, [Prompts(0, [prompt(name) for name in "abc"], [0, 2, 4], [])])
         sampler.world = World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2)
         sampled = sampler.sample(4)
-        assert [names for names, *_ in engine.asked] == [asked]
-        assert [one.prompt.sample.id for one in sampled.rollouts] == asked
+        assert [names for names, *_ in engine.asked] == [requested]
+        assert [rollout.prompt.sample.id for rollout in sampled.rollouts] == requested
         assert list(sampled.prompts) == [(0, 0), (0, 2), (0, 4)]
 
 
@@ -155,7 +157,7 @@ def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
     )
     sampler.count_skipped = skipped.extend
     sampled = sampler.sample(4)
-    assert {one.group for one in sampled.rollouts} == {None}
+    assert {rollout.group for rollout in sampled.rollouts} == {None}
     assert (len(engine.asked), sampler.next_batch, len(skipped)) == (3, 3, 3)
 
 
@@ -171,4 +173,4 @@ def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
     ]
     world, encoder = World(0, 0, 1, torch.device("cpu")), None
     steps: Any = loop.cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)  # type: ignore[arg-type]
-    assert [[one.completion.finish_reason for one in step] for step in steps] == [trained]
+    assert [[item.completion.finish_reason for item in step] for step in steps] == [trained]

@@ -58,15 +58,15 @@ def cut_into_segments(whole: EncodedSample, prompt: EncodedPrompt) -> Completion
     starts = [i for i in range(len(prompt.encoded), len(ids)) if i == len(prompt.encoded) or mask[i] != mask[i - 1]]
     segments = []
     for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-        own = tuple(ids[start:end].tolist())
+        tolist = tuple(ids[start:end].tolist())
         if mask[start]:
-            segments.append(CompletionSegment(own, tuple(-0.1 * n for n in range(len(own)))))
+            segments.append(CompletionSegment(tolist, tuple(-0.1 * n for n in range(len(tolist)))))
             continue
         positions = whole.position_ids[:, start:end]
         types = whole.mm_token_type_ids[start:end]
         media = without_media_of(prompt.encoded, whole) if types.any() else {}
         encoded = EncodedSample("", ids[start:end], mask[start:end], positions - positions[0, 0], types, media)
-        segments.append(CompletionSegment(own, None, encoded))
+        segments.append(CompletionSegment(tolist, None, encoded))
     return Completion(tuple(segments), "yes", "stop", version=0)
 
 
@@ -83,12 +83,12 @@ def rollout(encoder: Encoder, conversation: Sample) -> Rollout:
 def test_segments_are_the_sample_that_the_whole_conversation_is(
     encoder: Encoder, conversation: Sample, rollout: Rollout
 ) -> None:
-    whole, sample = encoder.encode(conversation), joined(training_sample(rollout))
+    full, sample = encoder.encode(conversation), joined(training_sample(rollout))
     assert [segment.logprobs is None for segment in rollout.completion.segments][:3] == [False, True, False]
     for name in ("input_ids", "loss_mask", "position_ids", "mm_token_type_ids"):
-        assert torch.equal(getattr(sample, name), getattr(whole, name)), name
-    assert sample.mm_kwargs.keys() == whole.mm_kwargs.keys()
-    assert all(torch.equal(sample.mm_kwargs[key], value) for key, value in whole.mm_kwargs.items())
+        assert torch.equal(getattr(sample, name), getattr(full, name)), name
+    assert sample.mm_kwargs.keys() == full.mm_kwargs.keys()
+    assert all(torch.equal(sample.mm_kwargs[key], value) for key, value in full.mm_kwargs.items())
 
 
 def test_only_sampled_tokens_count(rollout: Rollout) -> None:

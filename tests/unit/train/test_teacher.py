@@ -108,22 +108,22 @@ def test_a_teacher_that_reads_otherwise_is_refused_without_its_weights(tiny_qwen
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(teacher_server, "FIRST_PAUSE", 0.01)
-    with serving() as found:
-        yield found
+    with serving() as result:
+        yield result
 
 
 def said(ids: list[int], *, decoded: Any = None, **changes: Any) -> tuple[int, Any]:
     """As vLLM does: nothing of the first, of each other its log-probability, here minus a tenth of its id."""
     entries = [
         None,
-        *({str(one): {"logprob": -one / 10, "decoded_token": decoded and decoded(one)}} for one in ids[1:]),
+        *({str(item): {"logprob": -item / 10, "decoded_token": decoded and decoded(item)}} for item in ids[1:]),
     ]
     return 200, {"choices": [{"prompt_logprobs": entries, "text": "x"} | changes]}
 
 
 def client(server: StandIn, **changes: Any) -> Client:
-    given = {"teacher": f"{server.url}/v1/", "server_model": "big", "retries": 2, "time_limit": 5.0} | changes
-    return Client(DistillConfig.model_validate(given))
+    value = {"teacher": f"{server.url}/v1/", "server_model": "big", "retries": 2, "time_limit": 5.0} | changes
+    return Client(DistillConfig.model_validate(value))
 
 
 def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
@@ -136,16 +136,16 @@ def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
 def test_a_server_is_asked_for_a_completion_behind_its_prompt(server: StandIn) -> None:
     server.respond = lambda path, body: said(body["prompt"])
     assert client(server).ask(rollout([5, 6], (20, 30, 40))) == [-2.0, -3.0, -4.0]
-    asked = {"model": "big", "prompt": [5, 6, 20, 30, 40], "max_tokens": 1, "prompt_logprobs": 0}
-    assert server.requests == [asked]
+    requested = {"model": "big", "prompt": [5, 6, 20, 30, 40], "max_tokens": 1, "prompt_logprobs": 0}
+    assert server.requests == [requested]
 
 
 def test_a_server_is_asked_for_given_tokens_too_but_not_for_their_log_probabilities(server: StandIn) -> None:
     server.respond = lambda path, body: said(body["prompt"])
     segments = (CompletionSegment((20,), (-1.0,)), CompletionSegment((30, 40), None), CompletionSegment((50,), (-1.0,)))
-    asked = rollout([5, 6], ())
-    asked.completion = Completion(segments, "", "stop", 0)
-    assert client(server).ask(asked) == [-2.0, -5.0]
+    requested = rollout([5, 6], ())
+    requested.completion = Completion(segments, "", "stop", 0)
+    assert client(server).ask(requested) == [-2.0, -5.0]
     assert server.requests[0]["prompt"] == [5, 6, 20, 30, 40, 50]
 
 
@@ -163,7 +163,7 @@ def test_micro_batches_get_theirs_whatever_the_order_of_the_answers(
         SimpleNamespace(rollouts=[]),
         SimpleNamespace(rollouts=[rollout([3], (40,))]),
     ]
-    assert [one.tolist() for one in teacher.logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
+    assert [logprob.tolist() for logprob in teacher.logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
 
 
 def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_named(server: StandIn) -> None:
@@ -213,7 +213,7 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(server: StandIn, mo
 def tokenizer(words: dict[str, int]) -> Any:
     texts = {number: word for word, number in words.items()}
     return SimpleNamespace(
-        get_vocab=lambda: words, all_special_ids=[0], decode=lambda ids: "".join(texts[one] for one in ids)
+        get_vocab=lambda: words, all_special_ids=[0], decode=lambda ids: "".join(texts[item] for item in ids)
     )
 
 
@@ -233,6 +233,6 @@ def test_a_server_of_another_vocabulary_is_refused_at_the_start(server: StandIn)
 
 def test_rows_with_media_are_not_for_a_server() -> None:
     check_no_media(Sample("1", [{"role": "user", "content": "Why?"}]))
-    shown = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
+    displayed = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
     with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, and distill.teacher is a server"):
-        check_no_media(shown)
+        check_no_media(displayed)

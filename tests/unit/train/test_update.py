@@ -66,10 +66,10 @@ class Engine:
 def micro_batch(*rollouts: tuple[tuple[float, ...], float], **fixed: Tensor) -> MicroBatch:
     """Rollouts as (the rollout engine's log-probabilities, advantage)."""
     made = [
-        Rollout(PROMPT, single_turn(tuple(range(5, 5 + len(given))), "", given, "stop", 0), 0.0, {}, advantage)
-        for given, advantage in rollouts
+        Rollout(PROMPT, single_turn(tuple(range(5, 5 + len(value))), "", value, "stop", 0), 0.0, {}, advantage)
+        for value, advantage in rollouts
     ]
-    return MicroBatch(collate([training_sample(one) for one in made], pad_id=0), made, **fixed)
+    return MicroBatch(collate([training_sample(item) for item in made], pad_id=0), made, **fixed)
 
 
 def config(**algorithm: Any) -> GRPOConfig:
@@ -99,7 +99,10 @@ def test_the_loss_is_divided_by_the_tokens_of_all_ranks_and_its_gradient_is_not_
     engine = Engine([-1.0, -2.0], [-3.0])
     batches = [micro_batch(((-1.0, -2.0), 1.0)), micro_batch(((-3.0,), -0.5))]
     metrics, _ = update.accumulate_gradients(engine, batches, config(), World(0, 0, 2, torch.device("cpu")), BANNED)  # type: ignore[arg-type]  # all that is used of an engine
-    assert [one.grad.tolist() for one in engine.logprobs if one.grad is not None] == [[-2 / 8] * 2, [0.5 * 2 / 8]]
+    assert [logprob.grad.tolist() for logprob in engine.logprobs if logprob.grad is not None] == [
+        [-2 / 8] * 2,
+        [0.5 * 2 / 8],
+    ]
     assert metrics["train/loss"] == pytest.approx(-(1 + 1 - 0.5) / 8 + 0.25)
     assert metrics["policy/entropy"] == pytest.approx((3 * 2 + 4) / 8)
     assert engine.boundaries == [False, True]
@@ -161,12 +164,12 @@ def test_old_log_probabilities_are_measured_for_several_steps_and_the_references
             yield
             inside.append(engine.calls)
 
-    one = micro_batch(((-1.0,), 1.0))
-    ((alone,),) = update.add_fixed_logprobs([[one]], engine, None, None, config(), BANNED)  # type: ignore[arg-type]
+    item = micro_batch(((-1.0,), 1.0))
+    ((alone,),) = update.add_fixed_logprobs([[item]], engine, None, None, config(), BANNED)  # type: ignore[arg-type]
     assert (alone.old_logprobs, alone.ref_logprobs, engine.calls) == (None, None, 0)
-    steps = update.add_fixed_logprobs([[one], [one]], engine, Reference(), None, config(), BANNED)  # type: ignore[arg-type]
-    found = [(batch.old_logprobs, batch.ref_logprobs) for step in steps for batch in step]
-    assert [(old.tolist(), ref.tolist()) for old, ref in found if old is not None and ref is not None] == [
+    steps = update.add_fixed_logprobs([[item], [item]], engine, Reference(), None, config(), BANNED)  # type: ignore[arg-type]
+    result = [(batch.old_logprobs, batch.ref_logprobs) for step in steps for batch in step]
+    assert [(old.tolist(), ref.tolist()) for old, ref in result if old is not None and ref is not None] == [
         ([-1.0], [-9.0])
     ] * 2
     assert inside == [2, 4]

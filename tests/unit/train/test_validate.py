@@ -67,9 +67,9 @@ def test_the_summary_is_one_line_for_a_person() -> None:
 
 def test_answers_without_a_reference_count_for_no_accuracy_but_for_the_reward() -> None:
     unknown = Answer(9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0})
-    known = replace(answer(0, True, "video"), rewards={"": 1.5, "short": 0.0})
-    assert accuracies([known, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
-    assert mean_rewards([known, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
+    expected = replace(answer(0, True, "video"), rewards={"": 1.5, "short": 0.0})
+    assert accuracies([expected, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
+    assert mean_rewards([expected, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
     result = ValidationResult(mean_rewards([unknown]) | accuracies([unknown]), [unknown], {})
     assert result.summary(5) == "validation at step 5: reward 0.5000"
 
@@ -131,8 +131,8 @@ def test_rows_without_an_answer_are_asked_where_there_are_rewards(need_reference
     prompts = [SimpleNamespace(sample=sample("text", reply=reply)) for reply in (None, "left")]
     held_out = Rows(prompts, SimpleNamespace(encode_prompt=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
     done: list[int] = []
-    [asked] = validation.read_prompts(held_out, done.append, with_pixels=True, need_reference=need_reference)
-    assert [row for row, _ in asked] == rows
+    [requested] = validation.read_prompts(held_out, done.append, with_pixels=True, need_reference=need_reference)
+    assert [row for row, _ in requested] == rows
     assert sum(done) == 2 - len(rows)
 
 

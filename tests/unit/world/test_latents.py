@@ -87,8 +87,8 @@ def test_linear_codec_restores_clips_of_its_kind(linear: LinearCodec) -> None:
 
 def test_linear_codec_is_saved_in_a_models_folder(linear: LinearCodec, tmp_path: Path) -> None:
     linear.save(tmp_path / "vae")
-    found = load_vae(tmp_path, "cpu", torch.bfloat16)
-    assert torch.equal(found.encode(squares(1)), linear.encode(squares(1)))
+    vae = load_vae(tmp_path, "cpu", torch.bfloat16)
+    assert torch.equal(vae.encode(squares(1)), linear.encode(squares(1)))
 
 
 def test_an_unknown_codec_is_refused(tmp_path: Path) -> None:

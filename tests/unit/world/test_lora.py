@@ -40,13 +40,13 @@ def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(tiny_worlds: d
 
 
 def test_its_first_values_depend_on_the_seed_alone(tiny_worlds: dict[str, Path]) -> None:
-    found = []
+    result = []
     for seed in (3, 3, 4):
-        torch.manual_seed(len(found))
-        found.append(
+        torch.manual_seed(len(result))
+        result.append(
             {name: p for name, p in adapted(tiny_worlds[NAME], 8, seed).named_parameters() if "lora_A" in name}
         )
-    first, same, other = found
+    first, same, other = result
     assert all(first[name].equal(same[name]) for name in first)
     assert not any(first[name].equal(other[name]) for name in first)
 

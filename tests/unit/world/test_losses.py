@@ -41,8 +41,8 @@ def vector(*values: float) -> Tensor:
     ],
 )
 def test_advantages_within_a_group(rewards: list[list[float]], std: str, clip: float, expected: list[float]) -> None:
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-6)
+    advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), std=std, clip=clip)  # type: ignore[arg-type]
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), atol=1e-8, rtol=1e-6)
 
 
 def test_equal_rewards_give_exactly_nothing() -> None:
@@ -54,10 +54,10 @@ def test_exponential_advantages() -> None:
 
 
 def test_policy_loss_of_two_clips() -> None:
-    found = policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
-    torch.testing.assert_close(found.ratio, vector(1.000100005, 0.904837418))
-    torch.testing.assert_close(found.loss, vector(-1.50015, 0.9999))
-    assert found.clipped.tolist() == [True, True]
+    result = policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
+    torch.testing.assert_close(result.ratio, vector(1.000100005, 0.904837418))
+    torch.testing.assert_close(result.loss, vector(-1.50015, 0.9999))
+    assert result.clipped.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_policy_loss_of_two_clips() -> None:
 def test_the_clip_holds_back_what_goes_on_in_its_direction(
     ratio: float, advantage: float, loss: float, clipped: bool
 ) -> None:
-    found = policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
-    assert (found.loss.item(), found.clipped.item()) == (pytest.approx(loss), clipped)
+    result = policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
+    assert (result.loss.item(), result.clipped.item()) == (pytest.approx(loss), clipped)
 
 
 def test_on_policy_the_gradient_is_that_of_the_weighted_log_probability() -> None:
     log_prob = vector(-1.0, 0.5).requires_grad_()
-    found = policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
-    found.loss.sum().backward()
-    assert found.ratio.tolist() == [1.0, 1.0]
+    result = policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
+    result.loss.sum().backward()
+    assert result.ratio.tolist() == [1.0, 1.0]
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [-2.0, 3.0]
 
@@ -104,8 +104,8 @@ def test_the_velocitys_error_is_the_weighted_error_of_the_clean_clip() -> None:
     error = flow_matching_loss(velocity, clean, noise).item()
     assert error == pytest.approx(0.01625)
     sigma = s / (1 - s)  # the form of EDM, where x = (1 - s)(clean + sigma · noise)
-    found = (1 - s) * (clean + sigma * noise) - s * velocity
-    assert (1 + sigma) ** 2 / sigma**2 * free_mean((found - clean) ** 2, None).item() == pytest.approx(error)
+    result = (1 - s) * (clean + sigma * noise) - s * velocity
+    assert (1 + sigma) ** 2 / sigma**2 * free_mean((result - clean) ** 2, None).item() == pytest.approx(error)
 
 
 CLEAN, NOISE, S = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.4
@@ -114,10 +114,10 @@ OLD, REFERENCE = clips([-0.4, 1.2]), clips([-0.5, 1.1])
 
 def nft(velocity: Tensor, optimal: float, beta: float = 1.0) -> Tensor:
     noisy = (1 - S) * CLEAN + S * NOISE
-    found = nft_loss(
+    result = nft_loss(
         velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=beta, scale=5
     )
-    return found.loss + 1e-4 * kl_velocity(velocity, REFERENCE)
+    return result.loss + 1e-4 * kl_velocity(velocity, REFERENCE)
 
 
 def test_nft_of_one_clip() -> None:
@@ -125,9 +125,9 @@ def test_nft_of_one_clip() -> None:
     assert optimality(vector(2.0, 9.0, -9.0), 5).tolist() == pytest.approx([0.7, 1.0, 0.0])
     noisy = (1 - S) * CLEAN + S * NOISE
     torch.testing.assert_close(noisy, clips([0.8, -0.5]))
-    found = nft_loss(velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(0.7), beta=1.0, scale=5)
-    assert [found.positive.item(), found.negative.item()] == pytest.approx([0.08285714, 0.1])
-    assert found.loss.item() == pytest.approx(0.44)
+    result = nft_loss(velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(0.7), beta=1.0, scale=5)
+    assert [result.positive.item(), result.negative.item()] == pytest.approx([0.08285714, 0.1])
+    assert result.loss.item() == pytest.approx(0.44)
     total = nft(velocity, 0.7)
     total.sum().backward()
     assert total.item() == pytest.approx(0.440001)
@@ -154,7 +154,7 @@ def test_nft_with_other_betas(
 ) -> None:
     clean, noise = clips([0.2, -0.6, 1.1]), clips([-1.0, 0.4, 0.3])
     velocity, old = clips([-1.4, 0.9, -0.5]).requires_grad_(), clips([-1.1, 1.2, -0.9])
-    found = nft_loss(
+    result = nft_loss(
         velocity,
         old,
         noisy=(1 - s) * clean + s * noise,
@@ -164,8 +164,8 @@ def test_nft_with_other_betas(
         beta=beta,
         scale=scale,
     )
-    found.loss.sum().backward()
-    assert [found.positive.item(), found.negative.item(), found.loss.item()] == pytest.approx(parts, rel=1e-12)
+    result.loss.sum().backward()
+    assert [result.positive.item(), result.negative.item(), result.loss.item()] == pytest.approx(parts, rel=1e-12)
     assert velocity.grad is not None
     assert velocity.grad.flatten().tolist() == pytest.approx(gradient, rel=1e-9)
 
@@ -176,11 +176,11 @@ def test_nft_with_other_betas(
 def test_on_policy_nft_has_one_value_and_the_gradient_of_the_reward(optimal: float, gradient: list[float]) -> None:
     velocity = OLD.clone().requires_grad_()
     noisy = (1 - S) * CLEAN + S * NOISE
-    found = nft_loss(
+    result = nft_loss(
         velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=1.0, scale=5
     )
-    found.loss.sum().backward()
-    assert found.loss.item() == pytest.approx(0.16666667)
+    result.loss.sum().backward()
+    assert result.loss.item() == pytest.approx(0.16666667)
     assert velocity.grad is not None
     assert velocity.grad.flatten().tolist() == pytest.approx(gradient, abs=1e-6)
 
@@ -190,12 +190,12 @@ def test_each_reward_weighs_its_own_clip() -> None:
     clean = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64)
     # With s = 1 and x_s = 0 the estimates are -v±, and an adaptive loss is |v±|: v+ = v, v- = 2 v_old - v.
     velocity, old = clips([2.0], [4.0]), clips([1.5], [3.0])
-    found = nft_loss(
+    result = nft_loss(
         velocity, old, noisy=clean, clean=clean, times=vector(1, 1), optimal=vector(1, 0), beta=1.0, scale=1
     )
-    assert (found.positive.tolist(), found.negative.tolist()) == ([2, 4], [1, 2])
-    assert found.loss.shape == (2,)
-    assert found.loss.mean().item() == 2.0
+    assert (result.positive.tolist(), result.negative.tolist()) == ([2, 4], [1, 2])
+    assert result.loss.shape == (2,)
+    assert result.loss.mean().item() == 2.0
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
@@ -215,7 +215,7 @@ def test_given_frames_count_nowhere() -> None:
     assert kl_velocity(values, other, free).tolist() == [4.0]
     assert kl_mean(values, other, 1.0, free).tolist() == [2.0]
     assert flow_matching_loss(values, torch.zeros_like(values), other, free).tolist() == [4.0]
-    found = nft_loss(
+    result = nft_loss(
         values,
         values,
         noisy=other,
@@ -226,7 +226,7 @@ def test_given_frames_count_nowhere() -> None:
         scale=1,
         free=free,
     )
-    assert found.loss.tolist() == [2.0]  # |1 - 3|
+    assert result.loss.tolist() == [2.0]  # |1 - 3|
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ def test_given_frames_count_nowhere() -> None:
     [(1, 0.001, 0), (50, 0.05, 0), (75, 0.075, 0), (76, 0.076, 0.0075), (100, 0.1, 0.1875), (500, 0.5, 0.999)],
 )
 def test_how_the_old_policy_follows(step: int, slow: float, late: float) -> None:
-    found = [nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
-    assert found == pytest.approx([0, slow, late])
+    result = [nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
+    assert result == pytest.approx([0, slow, late])

@@ -40,9 +40,9 @@ def change(file: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_models_are_built_once(tmp_path: Path, name: str) -> None:
-    found = resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path)
-    assert family_of(found) is FAMILIES[name]
-    (found / "mark").touch()
+    world_model = resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path)
+    assert family_of(world_model) is FAMILIES[name]
+    (world_model / "mark").touch()
     assert (resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path) / "mark").exists()
 
 
@@ -119,16 +119,16 @@ def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
 def test_a_revision_is_downloaded_without_pickles(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    requested: list[Any] = []
 
     def download(path: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.extend([path, revision, *allow_patterns])
+        requested.extend([path, revision, *allow_patterns])
         return str(folder)
 
     monkeypatch.setattr("dsreason.models.folder.snapshot_download", download)
     config = WorldModelConfig(path="nvidia/Cosmos-Predict2.5-2B", revision="diffusers/base/post-trained")
     assert resolve_world_model(config, tmp_path) == folder
-    assert asked == [config.path, config.revision, *MODEL_FILES]
+    assert requested == [config.path, config.revision, *MODEL_FILES]
     assert not any("bin" in pattern or "pt" in pattern for pattern in MODEL_FILES)
 
 
@@ -145,16 +145,16 @@ def test_a_repository_whose_diffusers_folder_is_another_revision(
 def test_folders_in_s3_are_copied_without_pickles(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted: list[str] = []
+    expected: list[str] = []
 
     def local_folder(address: str, want: Any) -> Path:
         names = ["model_index.json", "vae/config.json", "transformer/a.safetensors", "transformer/a.bin", "vae/b.pt"]
-        wanted.extend(filter(want, names))
+        expected.extend(filter(want, names))
         return folder
 
     monkeypatch.setattr("dsreason.models.folder.local_folder", local_folder)
     assert resolve_world_model(WorldModelConfig(path="s3://bucket/model"), tmp_path) == folder
-    assert wanted == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
+    assert expected == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
 
 
 def sharded(folder: Path, name: str) -> Path:
@@ -176,13 +176,13 @@ def test_shards_are_loaded_as_diffusers_loads_them(
 
     folder = sharded(shutil.copytree(tiny_worlds[name], tmp_path / "model"), name)
     expected = getattr(diffusers, FAMILIES[name].transformer).from_pretrained(folder / "transformer").to(dtype)
-    found = load_transformer(folder, dtype)
-    assert {parameter.dtype for parameter in found.parameters()} == {dtype}
-    assert found.state_dict().keys() == expected.state_dict().keys()
-    for key, value in found.state_dict().items():
+    transformer = load_transformer(folder, dtype)
+    assert {parameter.dtype for parameter in transformer.parameters()} == {dtype}
+    assert transformer.state_dict().keys() == expected.state_dict().keys()
+    for key, value in transformer.state_dict().items():
         assert torch.equal(value, expected.state_dict()[key])
-    assert not any(tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
-    assert all(buffer.dtype != torch.bfloat16 for buffer in found.buffers())
+    assert not any(tensor.is_meta for tensor in (*transformer.parameters(), *transformer.buffers()))
+    assert all(buffer.dtype != torch.bfloat16 for buffer in transformer.buffers())
 
 
 def test_missing_weights_are_listed(folder: Path) -> None:
@@ -271,12 +271,12 @@ def test_only_schedulers_of_rectified_flow(folder: Path, values: dict[str, Any],
 def test_given_frames_need_the_noise_they_follow_from(tiny_worlds: dict[str, Path]) -> None:
     from dsreason.world.types import Conditioning
 
-    given = Conditioning(torch.zeros(1, 16, 3, 4, 4), torch.zeros(1, 1, 3, 1, 1))
+    conditioning = Conditioning(torch.zeros(1, 16, 3, 4, 4), torch.zeros(1, 1, 3, 1, 1))
     x, s = torch.zeros(1, 16, 3, 4, 4), torch.tensor([0.5])
     for name, width, message in (("cosmos_predict2_5", 128, "needs initial_noise"), ("wan", 32, "no given frames")):
         transformer = load_transformer(tiny_worlds[name], torch.float32)
         with pytest.raises(ValueError, match=message):
-            FAMILIES[name].velocity(transformer, x, s, torch.zeros(1, 8, width), given)
+            FAMILIES[name].velocity(transformer, x, s, torch.zeros(1, 8, width), conditioning)
 
 
 COSMOS: dict[str, Any] = {

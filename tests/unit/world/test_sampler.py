@@ -65,8 +65,8 @@ def given_frames(folder: Path, image: Image.Image, mode: str) -> Conditioning | 
     if mode == "text":
         return None
     frame = torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, None].float() / 127.5 - 1  # [3, 1, H, W]
-    others = torch.full_like(frame, -1.0) if mode == "image" else frame
-    pixels = torch.cat([frame] + [others] * (FRAMES - 1), dim=1)[None]
+    other_items = torch.full_like(frame, -1.0) if mode == "image" else frame
+    pixels = torch.cat([frame] + [other_items] * (FRAMES - 1), dim=1)[None]
     mask = torch.zeros(1, 1, 3, 1, 1)
     mask[:, :, : {"image": 1, "video": 2}[mode]] = 1
     latents = load_vae(folder, "cpu", torch.float32).encode(pixels)
@@ -117,9 +117,9 @@ def test_solver_equals_the_pipeline(
         v = predict(x, s, text)
         return guided(v, predict(x, s, negative), own_scale) if own_scale > 1 else v
 
-    found = solve(velocity, noise, load_scheduler(folder), STEPS, family.solver_times)
+    result = solve(velocity, noise, load_scheduler(folder), STEPS, family.solver_times)
     assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
@@ -145,8 +145,8 @@ def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path
         output_type="latent",
     ).frames
     predict = partial(family.velocity, load_transformer(folder, torch.float32).eval(), text=text)
-    found = solve(predict, noise, load_scheduler(folder), STEPS, family.solver_times)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    result = solve(predict, noise, load_scheduler(folder), STEPS, family.solver_times)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
     # Euler along the folder's own noise levels is what this solver does
     sigmas = family.sigmas(folder, STEPS).tolist()
     steps = [step_of("ode", sigmas[i], sigmas[i + 1]) for i in range(STEPS)]
@@ -174,15 +174,15 @@ def test_kept_steps_begin_and_end_where_the_rollout_was() -> None:
     sigmas = levels(4)
     steps = [step_of("flow" if i in (1, 2) else "ode", sigmas[i], sigmas[i + 1], 0.7, sigmas[1]) for i in range(4)]
     drawn = {i: torch.randn(2, 3, 2, 2, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)}
-    found = sample(straight, drawn[0], sigmas, steps, drawn.__getitem__, keep={1, 2})
-    assert set(found.trajectory) == {1, 2}
-    torch.testing.assert_close(found.trajectory[1].x, 0.75 * drawn[0])
-    assert torch.equal(found.trajectory[1].x_next, found.trajectory[2].x)
-    torch.testing.assert_close(found.latents, torch.zeros_like(drawn[0]), atol=1e-6, rtol=0)
+    result = sample(straight, drawn[0], sigmas, steps, drawn.__getitem__, keep={1, 2})
+    assert set(result.trajectory) == {1, 2}
+    torch.testing.assert_close(result.trajectory[1].x, 0.75 * drawn[0])
+    assert torch.equal(result.trajectory[1].x_next, result.trajectory[2].x)
+    torch.testing.assert_close(result.latents, torch.zeros_like(drawn[0]), atol=1e-6, rtol=0)
     # x' − mean is std·ε, so the mean log-density follows from the noise alone
     spread = steps[1].std
     expected = -(drawn[1] ** 2).mean(dim=(1, 2, 3, 4)) / 2 - torch.tensor(spread).log() - 0.9189385
-    torch.testing.assert_close(found.trajectory[1].log_prob, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result.trajectory[1].log_prob, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_steps_without_noise_ask_for_none() -> None:
@@ -201,14 +201,14 @@ def test_given_frames_follow_the_ode_and_have_no_probability() -> None:
 
     steps = [step_of("cps", sigmas[i], sigmas[i + 1], 0.8) for i in range(4)]
     draw = [torch.randn(noise.shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    found = sample(velocity, noise, sigmas, steps, draw.__getitem__, keep={0, 1}, free=free)
-    torch.testing.assert_close(found.latents[:, :, :1], data.expand(1, 1, 1, 2, 2))
+    result = sample(velocity, noise, sigmas, steps, draw.__getitem__, keep={0, 1}, free=free)
+    torch.testing.assert_close(result.latents[:, :, :1], data.expand(1, 1, 1, 2, 2))
     other = [torch.cat([d[:, :, :1] + 1, d[:, :, 1:]], dim=2) for d in draw]
-    again = sample(velocity, noise, sigmas, steps, other.__getitem__, keep={0, 1}, free=free)
-    assert torch.equal(found.latents, again.latents)
+    second = sample(velocity, noise, sigmas, steps, other.__getitem__, keep={0, 1}, free=free)
+    assert torch.equal(result.latents, second.latents)
     # of the sampled frame alone: x' − mean is std·ε
     expected = -(draw[1][:, :, 1:] ** 2).mean() / 2 - math.log(steps[1].std) - 0.9189385
-    assert found.trajectory[1].log_prob.tolist() == pytest.approx([expected.item()], abs=1e-5)
+    assert result.trajectory[1].log_prob.tolist() == pytest.approx([expected.item()], abs=1e-5)
 
 
 def test_noise_levels_and_steps_must_fit() -> None:

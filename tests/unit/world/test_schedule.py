@@ -26,9 +26,9 @@ def test_schedule_of_the_folder(tiny_worlds: dict[str, Path]) -> None:
     assert FAMILIES["cosmos_predict2_5"].sigmas(tiny_worlds["cosmos_predict2_5"], 10).tolist() == pytest.approx(
         COSMOS_10, abs=1e-5
     )
-    found = FAMILIES["wan"].sigmas(tiny_worlds["wan"], 4)  # alphas .999 apart, shifted by 3
+    sigmas = FAMILIES["wan"].sigmas(tiny_worlds["wan"], 4)  # alphas .999 apart, shifted by 3
     base = [1.0, 0.75025, 0.5005, 0.25075]
-    assert found.tolist() == pytest.approx([3 * s / (1 + 2 * s) for s in base] + [0], abs=2e-6)
+    assert sigmas.tolist() == pytest.approx([3 * s / (1 + 2 * s) for s in base] + [0], abs=2e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

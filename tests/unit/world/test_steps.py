@@ -89,9 +89,9 @@ def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
     """s .8 → .5, eta .6: the posterior's std is s'·sqrt(1 − (s'(1 − s)/(s(1 − s')))²) = .5·sqrt(1 − .25²) = .484123."""
     step = step_of("ddim", 0.8, 0.5, 0.6)
     assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
-    kept = math.sqrt(0.25 - step.std**2)
+    sqrt = math.sqrt(0.25 - step.std**2)
     data, noise = X - 0.8 * V, X + 0.2 * V
-    torch.testing.assert_close(mean(step, X, V), 0.5 * data + kept * noise)
+    torch.testing.assert_close(mean(step, X, V), 0.5 * data + sqrt * noise)
 
 
 @pytest.mark.parametrize("kind", NOISY)
@@ -197,7 +197,7 @@ def test_samples_of_a_gaussian_have_its_mean_and_spread(
 def test_log_prob_is_a_mean_over_free_frames() -> None:
     x_next = torch.tensor([[1.0, 100.0], [3.0, 0.0]]).view(2, 1, 2, 1, 1)
     free = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(2, 1, 2, 1, 1)
-    found = log_prob(x_next, torch.zeros_like(x_next), 1.0, free)
+    prob = log_prob(x_next, torch.zeros_like(x_next), 1.0, free)
     constant = 0.5 * math.log(2 * math.pi)
-    assert found.tolist() == pytest.approx([-0.5 - constant, -2.25 - constant])
-    torch.testing.assert_close(log_prob(x_next, torch.zeros_like(x_next), 1.0, torch.ones_like(free))[1], found[1])
+    assert prob.tolist() == pytest.approx([-0.5 - constant, -2.25 - constant])
+    torch.testing.assert_close(log_prob(x_next, torch.zeros_like(x_next), 1.0, torch.ones_like(free))[1], prob[1])

@@ -81,9 +81,9 @@ def test_given_frames_are_shown_at_their_own_time_and_move_as_they_must() -> Non
     )
     expected = torch.tensor([[1e-4, 0.3, 0.3], [0.995] * 3])
     torch.testing.assert_close(recorder.asked["timestep"].reshape(2, 3), expected)
-    seen = recorder.asked["hidden_states"].float()
-    torch.testing.assert_close(seen[0, :, 0], latents[0, :, 0], atol=0.02, rtol=0.01)
-    torch.testing.assert_close(seen[0, :, 1:], x[0, :, 1:], atol=0.02, rtol=0.01)
+    recorded = recorder.asked["hidden_states"].float()
+    torch.testing.assert_close(recorded[0, :, 0], latents[0, :, 0], atol=0.02, rtol=0.01)
+    torch.testing.assert_close(recorded[0, :, 1:], x[0, :, 1:], atol=0.02, rtol=0.01)
     assert recorder.asked["condition_mask"].shape == (2, 1, 3, 4, 4)
     torch.testing.assert_close(v[0, :, 0], noise[0, :, 0] - latents[0, :, 0])
     assert (v[0, :, 1:] == 1).all()
@@ -102,10 +102,10 @@ def test_projected_text_gives_the_same_velocity(tiny_worlds: dict[str, Path], tm
     assert plain.read(PROMPTS).shape == (2, 64, 128)
     assert projected.read(PROMPTS).shape == (2, 64, 32)
     transformer = load_transformer(folder, torch.float32)
-    found, expected = (
+    result, expected = (
         family.velocity(transformer, draw(*SHAPE), S, cache.read(PROMPTS)) for cache in (projected, plain)
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     expected.sum().backward()
     assert transformer.crossattn_proj[0].weight.grad.abs().max() > 0
 
@@ -144,10 +144,10 @@ def test_text_is_projected_once_where_it_keeps_its_width(tiny_worlds: dict[str, 
     cache.encode(PROMPTS)
     transformer = load_transformer(folder, torch.float32)
     with torch.no_grad():
-        found = family.velocity(transformer, draw(*SHAPE), S, cache.read(PROMPTS))
+        velocity = family.velocity(transformer, draw(*SHAPE), S, cache.read(PROMPTS))
         text = family.encode_text(folder, PROMPTS, 64, "cpu", torch.float32)
         original = CosmosTransformer3DModel.from_pretrained(folder / "transformer")
-        torch.testing.assert_close(found, family.velocity(original, draw(*SHAPE), S, text))
+        torch.testing.assert_close(velocity, family.velocity(original, draw(*SHAPE), S, text))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

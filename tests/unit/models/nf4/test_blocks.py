@@ -21,14 +21,14 @@ PUBLISHED = (
 def reference(weight: torch.Tensor) -> np.ndarray:
     """By search over the table, in numpy."""
     values = weight.float().numpy().reshape(-1)
-    found = np.empty_like(values)
+    empty_like = np.empty_like(values)
     table = np.array(PUBLISHED, dtype=np.float32)
     for start in range(0, len(values), 64):
         block = values[start : start + 64]
         scale = np.abs(block).max()
         nearest = np.abs(block[:, None] / (scale or np.float32(1)) - table).argmin(1)
-        found[start : start + 64] = table[nearest] * scale
-    return found.reshape(weight.shape)
+        empty_like[start : start + 64] = table[nearest] * scale
+    return empty_like.reshape(weight.shape)
 
 
 def weight_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -45,8 +45,8 @@ def test_a_block_holds_its_codes_high_half_first_and_then_its_scale() -> None:
     (row,) = quantize(weight)
     assert row[:3].tolist() == [15 << 4 | 0, 12 << 4 | 2, 7 << 4 | 7]
     assert row[CODE_BYTES:].contiguous().view(torch.float32).tolist() == [2.0]
-    found = dequantize(row[None], weight.shape, torch.float32)[0, :5]
-    assert found.tolist() == [2.0, -2.0, 2 * TABLE[12], 2 * TABLE[2], 0.0]
+    result = dequantize(row[None], weight.shape, torch.float32)[0, :5]
+    assert result.tolist() == [2.0, -2.0, 2 * TABLE[12], 2 * TABLE[2], 0.0]
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 33), (1, 1), (5, 64)])
@@ -55,9 +55,9 @@ def test_values_are_those_of_a_search_over_the_table(shape: tuple[int, ...], dty
     weight = weight_of(*shape, dtype=dtype)
     rows = quantize(weight)
     assert (rows.shape, rows.dtype) == ((num_blocks(weight.shape), ROW_BYTES), torch.uint8)
-    found = dequantize(rows, weight.shape, torch.float32)
-    assert np.array_equal(found.numpy(), reference(weight))
-    assert torch.equal(dequantize(rows, weight.shape, torch.bfloat16), found.bfloat16())
+    result = dequantize(rows, weight.shape, torch.float32)
+    assert np.array_equal(result.numpy(), reference(weight))
+    assert torch.equal(dequantize(rows, weight.shape, torch.bfloat16), result.bfloat16())
 
 
 def test_bytes_and_values_are_those_of_bitsandbytes() -> None:

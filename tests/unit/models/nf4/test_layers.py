@@ -31,9 +31,9 @@ def test_a_layer_computes_as_a_plain_one_with_what_its_codes_stand_for(bias: boo
     assert not torch.equal(plain.weight, before)
     inputs = [torch.randn(2, 5, 96, dtype=dtype, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     gradients = []
-    for one, x in zip((layer, plain), inputs, strict=True):
+    for item, x in zip((layer, plain), inputs, strict=True):
         x.requires_grad_()
-        y = one(x)
+        y = item(x)
         (y * torch.linspace(0, 1, y.numel(), dtype=dtype).view_as(y)).sum().backward()
         gradients.append((y.detach(), x.grad))
     assert torch.equal(gradients[0][0], gradients[1][0])
@@ -50,13 +50,13 @@ def test_its_bytes_alone_wait_for_the_backward_pass() -> None:
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
         layer(torch.randn(4, 64, requires_grad=True))
-    assert [(one.dtype, one.shape) for one in saved] == [(torch.uint8, (64, ROW_BYTES))]
+    assert [(item.dtype, item.shape) for item in saved] == [(torch.uint8, (64, ROW_BYTES))]
 
 
 def test_a_loaded_model_has_its_language_layers_in_4_bits_and_all_else_as_it_was(tiny: Path) -> None:
     plain: Any = load_model(tiny, dtype=torch.float32)
     model: Any = load_model(tiny, dtype=torch.float32, quantize="nf4")
-    layers = {name for name, one in model.named_modules() if isinstance(one, NF4Linear)}
+    layers = {name for name, item in model.named_modules() if isinstance(item, NF4Linear)}
     assert len(layers) == 14
     assert all(".language_model.layers." in name for name in layers)
     quantized = {f"{name}.weight" for name in layers}
@@ -82,9 +82,9 @@ def test_a_parameter_is_told_by_its_name(name: str, found: bool) -> None:
 
 
 def test_work_and_shares_count_weights_and_not_bytes(tiny: Path) -> None:
-    found = []
+    result = []
     for quantize in (None, "nf4"):
         model: Any = load_model(tiny, dtype=torch.float32, quantize=quantize)
         add_adapters(model, LoRAConfig(rank=4), seed=0)
-        found.append((model_flops(model), trained_share(model)))
-    assert found[0] == found[1]
+        result.append((model_flops(model), trained_share(model)))
+    assert result[0] == result[1]

@@ -56,10 +56,10 @@ def document(text: str, **changes: Any) -> dict[str, Any]:
 
 
 def imported(text: str, *accepted: str, **changes: Any) -> Imported:
-    found = convert(document(text, **changes), accepted)
-    found.check("cosmos.toml")
-    read_values(trainers()[found.trainer].schema, found.config, "cosmos.toml")
-    return found
+    result = convert(document(text, **changes), accepted)
+    result.check("cosmos.toml")
+    read_values(trainers()[result.trainer].schema, result.config, "cosmos.toml")
+    return result
 
 
 def config(text: str, *accepted: str, **changes: Any) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def config(text: str, *accepted: str, **changes: Any) -> dict[str, Any]:
 
 def note(text: str, key: str, *accepted: str, **changes: Any) -> tuple[str, str]:
     """Verdict and text of one key."""
-    found = convert(document(text, **changes), accepted).findings
-    return next((finding.verdict, finding.text) for finding in found if finding.key == key)
+    findings = convert(document(text, **changes), accepted).findings
+    return next((finding.verdict, finding.text) for finding in findings if finding.key == key)
 
 
 def refused(text: str, **changes: Any) -> str:
@@ -109,28 +109,28 @@ def test_a_batch_of_sft_is_of_a_data_parallel_rank() -> None:
         "dp_replicate_size": 3,
         "pp_size": 1,
     }
-    found = imported(SFT, train__train_batch_per_replica=32, policy__parallelism=parallel)
-    assert found.config["train"]["global_batch_size"] == 2 * 4 * 3 * 32
-    assert found.num_gpus == 2 * 2 * 2 * 4 * 3
-    assert found.config["train"]["sequence_parallel_size"] == 2
+    result = imported(SFT, train__train_batch_per_replica=32, policy__parallelism=parallel)
+    assert result.config["train"]["global_batch_size"] == 2 * 4 * 3 * 32
+    assert result.num_gpus == 2 * 2 * 2 * 4 * 3
+    assert result.config["train"]["sequence_parallel_size"] == 2
 
 
 def test_tensor_parallelism_is_two_where_a_file_does_not_say() -> None:
-    found = imported(SFT, policy__parallelism={"dp_shard_size": 4})
-    assert (found.num_gpus, found.config["train"]["global_batch_size"]) == (8, 32)
+    result = imported(SFT, policy__parallelism={"dp_shard_size": 4})
+    assert (result.num_gpus, result.config["train"]["global_batch_size"]) == (8, 32)
 
 
 def test_automatic_shards_count_as_one_and_that_is_said() -> None:
-    found = imported(SFT, policy__parallelism={"tp_size": 1, "dp_shard_size": -1})
-    assert found.config["train"]["global_batch_size"] == 8
+    result = imported(SFT, policy__parallelism={"tp_size": 1, "dp_shard_size": -1})
+    assert result.config["train"]["global_batch_size"] == 8
     assert "taken as 1" in note(SFT, "policy.parallelism.dp_shard_size", policy__parallelism={"dp_shard_size": -1})[1]
 
 
 def test_a_batch_of_grpo_is_completions_of_a_replica() -> None:
-    found = imported(GRPO, train__train_batch_per_replica=128, policy__parallelism__n_init_replicas=2)
-    assert found.config["grpo"]["prompts_per_step"] == 2 * 128 // 8
-    assert "global_batch_size" not in found.config["train"]
-    assert found.num_gpus == 2 * 2 + 2
+    result = imported(GRPO, train__train_batch_per_replica=128, policy__parallelism__n_init_replicas=2)
+    assert result.config["grpo"]["prompts_per_step"] == 2 * 128 // 8
+    assert "global_batch_size" not in result.config["train"]
+    assert result.num_gpus == 2 * 2 + 2
 
 
 def test_a_job_that_shares_its_gpus_has_no_further_ones_for_rollouts() -> None:
@@ -177,9 +177,9 @@ def test_a_forward_holds_as_many_tokens_as_theirs_at_most() -> None:
     ],
 )
 def test_the_optimizer(changes: dict[str, Any], optim: dict[str, Any]) -> None:
-    found = config(SFT, **{f"train__{name}": value for name, value in changes.items()})["optim"]
-    assert {name: found[name] for name in optim} == optim
-    assert ("decay_share" in found) == ("decay_share" in optim)
+    result = config(SFT, **{f"train__{name}": value for name, value in changes.items()})["optim"]
+    assert {name: result[name] for name in optim} == optim
+    assert ("decay_share" in result) == ("decay_share" in optim)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_all_errors_are_told_at_once() -> None:
     ],
 )
 def test_the_objective(changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = config(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})["grpo"]
-    assert {name: found.get(name) for name in expected} == expected
+    result = config(GRPO, **{f"train__train_policy__{name}": value for name, value in changes.items()})["grpo"]
+    assert {name: result.get(name) for name in expected} == expected
 
 
 def test_without_kl_there_is_nothing_of_it() -> None:
@@ -354,12 +354,12 @@ def test_rollouts_without_an_equal_are_refused(changes: dict[str, Any], text: st
 
 
 def test_a_teacher() -> None:
-    given = {"enable": True, "model_name_or_path": "t", "kl_penalty_coef": 0.5, "kl_discount_factor": 0.9}
-    changed = config(GRPO, distillation=given)
+    settings = {"enable": True, "model_name_or_path": "t", "kl_penalty_coef": 0.5, "kl_discount_factor": 0.9}
+    changed = config(GRPO, distillation=settings)
     assert changed["distill"] == {"teacher": "t", "coef": 0.5, "discount": 0.9}
-    alone = config(GRPO.replace('reward_function = "gsm8k"\n', ""), distillation=given)
+    alone = config(GRPO.replace('reward_function = "gsm8k"\n', ""), distillation=settings)
     assert "functions" not in alone.get("reward", {})
-    assert "reverse KL" in refused(GRPO, distillation=given | {"top_k": 20})
+    assert "reverse KL" in refused(GRPO, distillation=settings | {"top_k": 20})
     assert "the teacher is missing" in refused(GRPO, distillation={"enable": True})
     off = {"enable": False, "top_k": 20, "kl_penalty_coef": 0.5}
     assert "distill" not in config(GRPO, distillation=off)
@@ -445,8 +445,8 @@ def test_what_is_trained_of_a_model() -> None:
     ],
 )
 def test_checkpoints(ckpt: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = config(SFT, train__ckpt=ckpt)["checkpoint"]
-    assert {name: found.get(name) for name in expected} == expected
+    result = config(SFT, train__ckpt=ckpt)["checkpoint"]
+    assert {name: result.get(name) for name in expected} == expected
 
 
 def test_an_upload_that_cosmos_rl_refuses_is_told_with_what_was_meant() -> None:
@@ -471,16 +471,16 @@ def test_checkpoints_without_an_equal_are_refused(ckpt: dict[str, Any], text: st
 
 
 def data_of(**dataset: Any) -> dict[str, Any]:
-    found: dict[str, Any] = config(
+    result: dict[str, Any] = config(
         SFT.replace('annotation_path = "rows.json"', ""), train__train_policy__dataset=dataset
     )["data"]
-    return found
+    return result
 
 
 def test_annotations_of_llava() -> None:
-    given = {"annotation_path": "a.json", "media_path": "m", "system_prompt": "Be short."}
-    found = config(SFT, custom__dataset=given)["data"]
-    assert {name: found[name] for name in ("adapter", "path", "media_path", "system_prompt")} == {
+    settings = {"annotation_path": "a.json", "media_path": "m", "system_prompt": "Be short."}
+    result = config(SFT, custom__dataset=settings)["data"]
+    assert {name: result[name] for name in ("adapter", "path", "media_path", "system_prompt")} == {
         "adapter": "llava",
         "path": "a.json",
         "media_path": "m",
@@ -501,17 +501,17 @@ def test_annotations_of_llava() -> None:
     ],
 )
 def test_a_data_set_by_name(name: str, adapter: str) -> None:
-    found = data_of(name=name, subset="robovqa", split=["understanding", "reasoning"])
-    assert (found["adapter"], found["path"], found["subset"]) == (adapter, name, "robovqa")
-    assert found["split"] == ["understanding", "reasoning"]
+    data = data_of(name=name, subset="robovqa", split=["understanding", "reasoning"])
+    assert (data["adapter"], data["path"], data["subset"]) == (adapter, name, "robovqa")
+    assert data["split"] == ["understanding", "reasoning"]
 
 
 def test_a_local_folder_of_labels_is_recognised(tmp_path: Path) -> None:
     for name in ("videos", "metas"):
         (tmp_path / name).mkdir()
-    found = data_of(name=str(tmp_path), split="train")
-    assert (found["adapter"], found["path"]) == ("local_labels", str(tmp_path))
-    assert "split" not in found
+    data = data_of(name=str(tmp_path), split="train")
+    assert (data["adapter"], data["path"]) == ("local_labels", str(tmp_path))
+    assert "split" not in data
 
 
 def test_a_trainer_of_their_own_is_refused() -> None:
@@ -527,8 +527,8 @@ def test_rewards_of_a_script_are_spoken_of_where_the_file_names_none() -> None:
 def test_a_folder_that_is_not_there_is_told() -> None:
     dataset = {"name": "/no/such/folder"}
     text = SFT.replace('annotation_path = "rows.json"', "")
-    verdict, told = note(text, "train.train_policy.dataset.name", train__train_policy__dataset=dataset)
-    assert (verdict, "local_labels" in told) == ("differs", True)
+    verdict, message = note(text, "train.train_policy.dataset.name", train__train_policy__dataset=dataset)
+    assert (verdict, "local_labels" in message) == ("differs", True)
 
 
 def test_columns_keep_the_names_of_the_rows() -> None:
@@ -538,8 +538,8 @@ def test_columns_keep_the_names_of_the_rows() -> None:
     )
     assert changed["data"]["columns"] == {"question": "problem", "answer": "solution"}
     text = SFT.replace('annotation_path = "rows.json"', "")
-    named = {"train__train_policy__dataset": {"name": "a/b"}, "train__train_policy__conversation_column_name": "talk"}
-    assert config(text, **named)["data"]["columns"] == {"conversations": "talk"}
+    names = {"train__train_policy__dataset": {"name": "a/b"}, "train__train_policy__conversation_column_name": "talk"}
+    assert config(text, **names)["data"]["columns"] == {"conversations": "talk"}
 
 
 def test_rows_that_only_a_script_knows_are_refused() -> None:
@@ -572,20 +572,20 @@ def test_validation_is_off_unless_it_is_enabled() -> None:
 
 def test_held_out_rows() -> None:
     on = {"enable": True, "freq": 7, "val_before_train": True, "batch_size": 2}
-    found = config(SFT, validation=on)
-    assert found["data"]["validation"] == 0.1
-    assert found["validation"] == {"every": 7, "before_training": True, "micro_batch_size": 2, "generate": False}
+    result = config(SFT, validation=on)
+    assert result["data"]["validation"] == 0.1
+    assert result["validation"] == {"every": 7, "before_training": True, "micro_batch_size": 2, "generate": False}
     assert config(SFT, validation=on, train__train_policy__dataset={"test_size": 100})["data"]["validation"] == 100
-    own = config(SFT, validation=on | {"dataset": {"name": "a/b", "split": "test"}})["data"]["validation"]
-    assert (own["path"], own["split"], own["adapter"]) == ("a/b", "test", "conversations")
+    local = config(SFT, validation=on | {"dataset": {"name": "a/b", "split": "test"}})["data"]["validation"]
+    assert (local["path"], local["split"], local["adapter"]) == ("a/b", "test", "conversations")
 
 
 def test_held_out_rows_of_grpo_are_answered_as_they_are_there() -> None:
     on = {"enable": True, "temperature": 0.8, "top_k": -1, "top_p": 0.9}
-    found = config(GRPO, validation=on)
-    assert (found["validation"]["temperature"], found["validation"]["top_p"]) == (0.8, 0.9)
-    assert found["validation"]["max_completion_length"] == 2048
-    assert found["checkpoint"]["best_metric"] == "val/reward/mean"
+    result = config(GRPO, validation=on)
+    assert (result["validation"]["temperature"], result["validation"]["top_p"]) == (0.8, 0.9)
+    assert result["validation"]["max_completion_length"] == 2048
+    assert result["checkpoint"]["best_metric"] == "val/reward/mean"
     assert config(GRPO, validation=on | {"top_k": 1})["validation"]["temperature"] == 0.0
 
 
@@ -612,9 +612,9 @@ def test_what_both_mean_is_shown_in_numbers(tmp_path: Path) -> None:
         "train__epoch": 3,
         "policy__parallelism__dp_shard_size": 4,
     }
-    found = {meaning.name: meaning for meaning in imported(SFT, **changes).meanings}
-    assert found["global batch"].theirs == "8 a data-parallel rank x 4 = 32 samples"
-    assert found["steps"].theirs.endswith("1001 samples / 32 = 31.3 an epoch, 93 in all")
-    assert found["steps"].ours.endswith("31.3 an epoch, 93 in all")
-    assert found["learning rate"].ours == "0 to 1e-06 in 20 steps, then constant"
-    assert found["tokens of a step"].ours == "at most 131,072"
+    result = {meaning.name: meaning for meaning in imported(SFT, **changes).meanings}
+    assert result["global batch"].theirs == "8 a data-parallel rank x 4 = 32 samples"
+    assert result["steps"].theirs.endswith("1001 samples / 32 = 31.3 an epoch, 93 in all")
+    assert result["steps"].ours.endswith("31.3 an epoch, 93 in all")
+    assert result["learning rate"].ours == "0 to 1e-06 in 20 steps, then constant"
+    assert result["tokens of a step"].ours == "at most 131,072"

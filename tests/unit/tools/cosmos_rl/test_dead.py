@@ -31,18 +31,20 @@ kl_penalty = 0.01
 
 
 def told(text: str) -> dict[str, str]:
-    return {found.key: found.text for found in convert(tomllib.loads(text)).findings if found.verdict == "not read"}
+    return {
+        finding.key: finding.text for finding in convert(tomllib.loads(text)).findings if finding.verdict == "not read"
+    }
 
 
 def test_keys_of_the_guide_that_exist_nowhere_are_told_with_what_was_meant() -> None:
-    meant = {
+    intended = {
         "train.train_policy.rollout_batch_size": ("rollout.batch_size", 1),
         "grpo.num_samples_per_prompt": ("rollout.n_generation", 16),
         "grpo.kl_penalty": ("train.train_policy.kl_beta", 0.0),
     }
     assert told(GUIDE) == {
         key: f"cosmos-rl does not read it; {name} was probably meant, which is {value} here"
-        for key, (name, value) in meant.items()
+        for key, (name, value) in intended.items()
     }
 
 
@@ -81,9 +83,9 @@ def test_a_key_that_is_not_read_changes_nothing() -> None:
 
 
 def test_keys_of_grpo_in_a_file_of_sft_are_told_as_such() -> None:
-    found = {
+    result = {
         finding.key: finding
         for finding in convert(tomllib.loads(SFT + "kl_beta = 0.1\n[rollout]\nbatch_size = 2")).findings
     }
-    assert found["train.train_policy.kl_beta"].text == "cosmos-rl reads it for grpo only"
+    assert result["train.train_policy.kl_beta"].text == "cosmos-rl reads it for grpo only"
     assert told(GRPO) == {}

@@ -57,18 +57,18 @@ def leaves(
 @needs_configs
 def test_every_leaf_of_cosmos_rls_schema_has_an_entry() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
-    found = {key for key, _ in leaves(schema, schema["$defs"])}
-    assert len(found) == 186
-    assert found - {"custom"} - LANGUAGE_KEYS.keys() == set()  # [custom] is free, and its known keys are in the table
+    result = {key for key, _ in leaves(schema, schema["$defs"])}
+    assert len(result) == 186
+    assert result - {"custom"} - LANGUAGE_KEYS.keys() == set()  # [custom] is free, and its known keys are in the table
 
 
 @needs_configs
 def test_defaults_are_those_of_the_schema() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
     nodes = dict(leaves(schema, schema["$defs"]))
-    given = {key: node["default"] for key, node in nodes.items() if "default" in node and key in LANGUAGE_KEYS}
-    assert len(given) > 150
-    different = {key for key, default in given.items() if LANGUAGE_KEYS[key].default != default}
+    value = {key: node["default"] for key, node in nodes.items() if "default" in node and key in LANGUAGE_KEYS}
+    assert len(value) > 150
+    different = {key for key, default in value.items() if LANGUAGE_KEYS[key].default != default}
     assert different == {"train.train_policy.balance_dp_token"}  # true for SFT, false for GRPO
 
 
@@ -299,20 +299,20 @@ def setting_for(key: str, trainer: str) -> tuple[str, dict[str, Any]]:
 
 MAPPED = [
     (key, trainer)
-    for key, known in LANGUAGE_KEYS.items()
-    if known.becomes and key not in NOTHING_TO_SEE
-    for trainer in (known.trainers[:1] if key.startswith(tuple(NAMED)) else known.trainers[-1:])
+    for key, expected in LANGUAGE_KEYS.items()
+    if expected.becomes and key not in NOTHING_TO_SEE
+    for trainer in (expected.trainers[:1] if key.startswith(tuple(NAMED)) else expected.trainers[-1:])
 ]
 
 
 @pytest.mark.parametrize(("key", "trainer"), MAPPED)
 def test_a_mapped_key_changes_the_configuration_or_is_spoken_of(key: str, trainer: str) -> None:
-    known = LANGUAGE_KEYS[key]
+    language_keys = LANGUAGE_KEYS[key]
     text, beside = setting_for(key, trainer)
     name = key.replace(".", "__")
-    before = convert(document(text, **{given: value for given, value in beside.items() if given != name}))
-    after = convert(document(text, **beside | {name: another(key, known)}))
-    spoken = [found for found in after.findings if found.key == key and found.verdict in ("differs", "error")]
+    before = convert(document(text, **{raw: value for raw, value in beside.items() if raw != name}))
+    after = convert(document(text, **beside | {name: another(key, language_keys)}))
+    spoken = [finding for finding in after.findings if finding.key == key and finding.verdict in ("differs", "error")]
     assert spoken or effect(after) != effect(before)
 
 
@@ -324,9 +324,9 @@ def effect(found: Imported) -> tuple[object, ...]:
 @needs_configs
 @pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*.toml")) if SHARED.is_dir() else [])
 def test_no_key_of_a_real_file_is_without_a_finding(name: str) -> None:
-    found = convert(tomllib.loads((SHARED / name).read_text())).findings
-    assert all(finding.text for finding in found)
-    assert [finding for finding in found if finding.verdict == "error"] == []
+    findings = convert(tomllib.loads((SHARED / name).read_text())).findings
+    assert all(finding.text for finding in findings)
+    assert [finding for finding in findings if finding.verdict == "error"] == []
 
 
 ODD_VALUES: list[Any] = [
@@ -365,19 +365,19 @@ ODD_VALUES: list[Any] = [
 def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
     """What is wrong is a ConfigError, from the import or from our own schema."""
     for key in keys:
-        taken_value, taken = None, None
+        taken_value, used = None, None
         for value in ODD_VALUES:
             try:
                 converted = convert(document(text, **{key.replace(".", "__"): value}))
                 converted.check("x")
                 read_values(trainers()[converted.trainer].schema, converted.config, "x")
-                taken_value, taken = value, converted
+                taken_value, used = value, converted
             except ConfigError:
                 pass
             except Exception as error:
                 raise AssertionError(f"{key} = {value!r}") from error
         try:
-            if taken is not None:
-                toml_of(taken, "x")
+            if used is not None:
+                toml_of(used, "x")
         except Exception as error:
             raise AssertionError(f"{key} = {taken_value!r}, written as TOML") from error

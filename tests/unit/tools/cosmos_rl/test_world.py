@@ -24,36 +24,36 @@ def recipe(name: str) -> dict[str, Any]:
 
 def compared(found: dict[str, Any], shipped: dict[str, Any], *sections: str) -> dict[str, tuple[Any, Any]]:
     """What differs between an import and a recipe that was written by hand, both with all defaults."""
-    ours, theirs = (read_values(WorldConfig, document, "x").model_dump() for document in (found, shipped))
+    dsreason_result, reference = (read_values(WorldConfig, document, "x").model_dump() for document in (found, shipped))
     return {
-        f"{section}.{name}": (value, theirs[section][name])
+        f"{section}.{name}": (value, reference[section][name])
         for section in sections
-        for name, value in ours[section].items()
-        if value != theirs[section][name]
+        for name, value in dsreason_result[section].items()
+        if value != reference[section][name]
     }
 
 
 @needs_configs
 def test_diffusion_nft_becomes_the_recipe_that_was_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COSMOS_CACHE", "/cache")
-    found = convert(file("cosmos-predict2-5-2b-720-nft.toml"))
+    result = convert(file("cosmos-predict2-5-2b-720-nft.toml"))
     shipped = recipe("world_cosmos_predict2_5_2b_nft.toml")
-    different = compared(found.config, shipped, "model", "data", "optim", "train", "world", "reward")
+    different = compared(result.config, shipped, "model", "data", "optim", "train", "world", "reward")
     assert different == {
         "data.path": ("/cache/diffusion_nft/pickscore/train.txt", "train.txt"),
         "data.validation": ("/cache/diffusion_nft/pickscore/test.txt", "test.txt"),
         "optim.eps": (1e-8, 1e-12),  # the recipe says why
         "train.micro_batch_size": (6, 1),
     }
-    assert found.config["lora"]["rank"] == 32
-    assert found.num_gpus == 8
+    assert result.config["lora"]["rank"] == 32
+    assert result.num_gpus == 8
 
 
 @needs_configs
 def test_flow_grpo_on_mock_data_becomes_the_recipe_that_was_written_by_hand() -> None:
-    found = convert(file("cosmos-predict2-5-2b-480-grpo-mock-data.toml"))
+    result = convert(file("cosmos-predict2-5-2b-480-grpo-mock-data.toml"))
     shipped = recipe("world_cosmos_predict2_5_2b_mock.toml")
-    different = compared(found.config, shipped, "model", "data", "optim", "train", "world", "reward")
+    different = compared(result.config, shipped, "model", "data", "optim", "train", "world", "reward")
     assert different == {
         "data.workers": (8, 2),
         "train.max_steps": (2001, 10),
@@ -62,11 +62,11 @@ def test_flow_grpo_on_mock_data_becomes_the_recipe_that_was_written_by_hand() ->
 
 
 def test_the_sampler_is_told_to_be_another() -> None:
-    found = convert(tomllib.loads("[model.rl]\nsolver_option = '2ab'\ns_churn = 1.0"))
-    told = {finding.key: finding for finding in found.findings}
-    assert told["model.rl.solver_option"].verdict == "differs"
-    assert "the nearest of ours to EDM's" in told["model.rl.solver_option"].text
-    assert found.config["world"]["sde"] == "flow"
+    result = convert(tomllib.loads("[model.rl]\nsolver_option = '2ab'\ns_churn = 1.0"))
+    message = {finding.key: finding for finding in result.findings}
+    assert message["model.rl.solver_option"].verdict == "differs"
+    assert "the nearest of ours to EDM's" in message["model.rl.solver_option"].text
+    assert result.config["world"]["sde"] == "flow"
 
 
 DDRL = """
@@ -108,14 +108,14 @@ name = "cosmos-predict2-5-14b-720-reason-embedding-ddrl"
 
 
 def test_ddrl() -> None:
-    found = convert(tomllib.loads(DDRL))
-    found.check("x")
-    world = found.config["world"]
+    result = convert(tomllib.loads(DDRL))
+    result.check("x")
+    world = result.config["world"]
     assert (world["algorithm"], world["data_coef"], world["exponential_advantages"]) == ("ddrl", 0.01, True)
     assert world["trained_steps"] == list(range(0, 20, 2))
     assert world["prompts_per_step"] == 32 * 8 // (8 * 2)
     assert world["conditional_frames"] == [0, 1]
-    assert found.config["model"]["path"] == "nvidia/Cosmos-Predict2.5-14B"
+    assert result.config["model"]["path"] == "nvidia/Cosmos-Predict2.5-14B"
     expected = {
         "format": "folder",
         "path": "clips",
@@ -124,10 +124,10 @@ def test_ddrl() -> None:
         "height": 720,
         "width": 1280,
     }
-    assert {name: found.config["data"][name] for name in expected} == expected
-    assert (found.config["optim"]["lr"], found.config["optim"]["warmup"]) == (2e-5, 50)
-    assert [finding for finding in found.findings if finding.verdict == "not read"] == []
-    read_values(WorldConfig, found.config, "x")
+    assert {name: result.config["data"][name] for name in expected} == expected
+    assert (result.config["optim"]["lr"], result.config["optim"]["warmup"]) == (2e-5, 50)
+    assert [finding for finding in result.findings if finding.verdict == "not read"] == []
+    read_values(WorldConfig, result.config, "x")
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_ddrl() -> None:
     ],
 )
 def test_what_a_file_of_the_older_trainer_cannot_have(before: str, after: str, text: str) -> None:
-    found = convert(tomllib.loads(DDRL.replace(before, after)))
-    errors = [finding.text for finding in found.findings if finding.verdict == "error"]
+    result = convert(tomllib.loads(DDRL.replace(before, after)))
+    errors = [finding.text for finding in result.findings if finding.verdict == "error"]
     assert any(text in error for error in errors) if text else errors == []
 
 
@@ -180,12 +180,12 @@ kl_beta = 0.1
     ],
 )
 def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> None:
-    found = convert(tomllib.loads(NFT + addition))
-    found.check("x")
-    read_values(WorldConfig, found.config, "x")
+    result = convert(tomllib.loads(NFT + addition))
+    result.check("x")
+    read_values(WorldConfig, result.config, "x")
     for key, value in expected.items():
         section, name = key.split(".")
-        assert found.config[section][name] == value
+        assert result.config[section][name] == value
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> N
     ],
 )
 def test_what_a_file_of_diffusion_nft_cannot_have(before: str, after: str, text: str) -> None:
-    found = convert(tomllib.loads(NFT.replace(before, after)))
-    assert any(text in finding.text for finding in found.findings if finding.verdict == "error")
+    result = convert(tomllib.loads(NFT.replace(before, after)))
+    assert any(text in finding.text for finding in result.findings if finding.verdict == "error")
 
 
 def test_clips_that_are_imitated_only() -> None:
     supervised = NFT.replace('type = "grpo"', 'type = "sft"').replace('trainer_type = "diffusion_nft"', "")
-    found = convert(tomllib.loads(supervised.replace("prompts.txt", "clips")))
-    found.check("x")
-    assert found.config["world"]["algorithm"] == "sft"
-    assert (found.config["train"]["global_batch_size"], found.config["data"]["format"]) == (8, "folder")
-    read_values(WorldConfig, found.config, "x")
+    result = convert(tomllib.loads(supervised.replace("prompts.txt", "clips")))
+    result.check("x")
+    assert result.config["world"]["algorithm"] == "sft"
+    assert (result.config["train"]["global_batch_size"], result.config["data"]["format"]) == (8, "folder")
+    read_values(WorldConfig, result.config, "x")

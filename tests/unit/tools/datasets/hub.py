@@ -72,10 +72,10 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler) -> None:
 
 def entry(hub: Hub, name: str, content: bytes) -> dict[str, Any]:
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    found: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
+    result: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
     if len(content) > hub.large:
-        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return found
+        result["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return result
 
 
 def send_file(hub: Hub, request: BaseHTTPRequestHandler, name: str, content: bytes, *, gated: bool) -> None:
@@ -85,13 +85,13 @@ def send_file(hub: Hub, request: BaseHTTPRequestHandler, name: str, content: byt
         return fail(request, 403 if request.headers["Authorization"] else 401, "GatedRepo")
     if hub.refuse and hub.cut_at is None:
         return fail(request, hub.refuse, "")
-    whole, start, tag = str(len(content)) if hub.tells_sizes else "*", 0, hashlib.sha256(content).hexdigest()
-    if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers["Range"] or ""):
-        start = int(asked[1])
-        content = content[: int(asked[2]) + 1] if asked[2] else content
-    request.send_response(206 if asked else 200)
-    if asked:
-        request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{whole}")
+    full, start, tag = str(len(content)) if hub.tells_sizes else "*", 0, hashlib.sha256(content).hexdigest()
+    if match := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers["Range"] or ""):
+        start = int(match[1])
+        content = content[: int(match[2]) + 1] if match[2] else content
+    request.send_response(206 if match else 200)
+    if match:
+        request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{full}")
     request.send_header("Content-Length", str(len(content) - start))
     request.send_header("ETag", f'"{tag}"')
     request.send_header("X-Repo-Commit", COMMIT)

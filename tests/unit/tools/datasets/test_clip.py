@@ -202,8 +202,8 @@ def test_other_containers_are_cut_alike(tmp_path: Path, name: str) -> None:
 
 
 def test_a_variable_frame_rate_keeps_its_times(tmp_path: Path) -> None:
-    shown = [0, 100, 140, 180, 500, 510, 520, 1000, 1100]
-    raw = write_video(tmp_path / "raw.mp4", shown, gop=3)
+    displayed = [0, 100, 140, 180, 500, 510, 520, 1000, 1100]
+    raw = write_video(tmp_path / "raw.mp4", displayed, gop=3)
     cut_clip(Cut(raw, 2, 8, "frames"), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == [2, 3, 4, 5, 6, 7]
     assert times(tmp_path / "clip.mp4") == [0, 40, 360, 370, 380, 860]
@@ -343,8 +343,8 @@ def test_clips_are_cut_once_and_what_cannot_be_is_told(tmp_path: Path, workers: 
     assert len(first.failed) == 1 and "has 20 frames; 15 to 25" in first.failed[0]
     assert numbers(folder / "1-2-head-3-8.mp4") == [3, 4, 5, 6, 7]
     written = (folder / "1-2-head-3-8.mp4").stat().st_mtime_ns
-    again = cut_clips(names, rule, folder, workers=workers)
-    assert sorted(again.present) == ["1-2-head-0-2", "1-2-head-3-8"] and again.cut == []
+    clips = cut_clips(names, rule, folder, workers=workers)
+    assert sorted(clips.present) == ["1-2-head-0-2", "1-2-head-3-8"] and clips.cut == []
     assert (folder / "1-2-head-3-8.mp4").stat().st_mtime_ns == written
     assert sorted(file.name for file in folder.iterdir()) == ["1-2-head-0-2.mp4", "1-2-head-3-8.mp4"]
 
@@ -365,14 +365,14 @@ def double_or_die(number: int) -> int:
 
 
 def test_a_process_that_dies_costs_its_task_only() -> None:
-    found = dict(run_tasks(double_or_die, range(13), "task {}".format, workers=2))
-    assert {number: str(found.pop(number)) for number in (3, 5, 6, 12)} == {
+    tasks = dict(run_tasks(double_or_die, range(13), "task {}".format, workers=2))
+    assert {number: str(tasks.pop(number)) for number in (3, 5, 6, 12)} == {
         3: "task 3: the process that worked on it was killed by SIGKILL (often: out of memory; see the kernel log)",
         5: "task 5: the process that worked on it ended with exit code 7",
         6: "task 6: ValueError: six",
         12: "row 12: unusable",
     }
-    assert found == {number: 2 * number for number in range(12) if number not in (3, 5, 6)}
+    assert tasks == {number: 2 * number for number in range(12) if number not in (3, 5, 6)}
 
 
 def test_tasks_run_in_this_process_without_workers() -> None:

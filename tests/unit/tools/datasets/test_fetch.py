@@ -74,12 +74,12 @@ def test_only_what_is_asked_for_is_fetched(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_the_plan_tells_sizes_and_data_sets_without_clips(hub: Hub, tmp_path: Path) -> None:
-    asked = plan(tmp_path, datasets=["robovqa", "agibot"])
+    requested = plan(tmp_path, datasets=["robovqa", "agibot"])
     size = len(hub.files["robovqa/clips.tar.gz"])
-    assert asked.revision == COMMIT
-    assert asked.num_bytes == size + 2 * len(QUESTIONS)
-    assert asked.disk_bytes == 2 * size + 2 * len(QUESTIONS)
-    assert asked.without_clips == ["agibot"]
+    assert requested.revision == COMMIT
+    assert requested.num_bytes == size + 2 * len(QUESTIONS)
+    assert requested.disk_bytes == 2 * size + 2 * len(QUESTIONS)
+    assert requested.without_clips == ["agibot"]
     assert hub.ranges == []
 
 
@@ -90,9 +90,9 @@ def test_clips_that_are_only_filtered_out_are_not_told_as_absent(hub: Hub, tmp_p
 def test_a_second_call_fetches_nothing(hub: Hub, tmp_path: Path) -> None:
     fetch(plan(tmp_path))
     hub.ranges.clear()
-    again = plan(tmp_path)
-    fetch(again)
-    assert again.missing == []
+    second = plan(tmp_path)
+    fetch(second)
+    assert second.missing == []
     assert hub.ranges == []
 
 
@@ -131,9 +131,9 @@ def test_a_download_that_was_cut_is_continued_by_the_next_call(hub: Hub, tmp_pat
     assert not (tmp_path / "benchmark/robovqa").exists()
     hub.refuse = None
     hub.ranges.clear()
-    again = plan(tmp_path, patterns=["*.tar.gz"])
-    assert again.num_bytes == len(hub.files["robovqa/clips.tar.gz"]) - 5000
-    fetch(again)
+    second = plan(tmp_path, patterns=["*.tar.gz"])
+    assert second.num_bytes == len(hub.files["robovqa/clips.tar.gz"]) - 5000
+    fetch(second)
     assert hub.ranges == [("robovqa/clips.tar.gz", "bytes=5000-")]
     assert (tmp_path / "benchmark/robovqa/clips/b.mp4").read_bytes() == CLIP
     assert not (tmp_path / "benchmark/.partial").exists()
@@ -148,25 +148,25 @@ def test_progress_counts_every_byte(hub: Hub, tmp_path: Path, monkeypatch: pytes
 
         def __exit__(self, *exc: object) -> None: ...
 
-    asked = plan(tmp_path)
+    requested = plan(tmp_path)
     monkeypatch.setattr(fetching, "track", lambda name, total, unit: Tracked())
-    fetch(asked)
-    assert sum(counts) == asked.num_bytes
+    fetch(requested)
+    assert sum(counts) == requested.num_bytes
 
 
 def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
-    asked = plan(tmp_path, patterns=["*.tar.gz"])
+    requested = plan(tmp_path, patterns=["*.tar.gz"])
     hub.files["robovqa/clips.tar.gz"] = bytes(len(hub.files["robovqa/clips.tar.gz"]))
     with pytest.raises(DataError, match=r"robovqa/clips\.tar\.gz: the content's SHA-256 is"):
-        fetch(asked)
+        fetch(requested)
     assert names(tmp_path) == []
 
 
 def test_content_of_another_size_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
-    asked = plan(tmp_path, patterns=["README.md"])
+    requested = plan(tmp_path, patterns=["README.md"])
     hub.files["README.md"] = b"#"
     with pytest.raises(DataError, match=r"README\.md: received 1 bytes, the Hub lists 6"):
-        fetch(asked)
+        fetch(requested)
     assert names(tmp_path) == []
 
 

@@ -62,7 +62,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def open_rows(folder: Path, *rows: dict[str, Any], name: str = "rows.jsonl", **keys: Any) -> SampleDataset:
-    (folder / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_datasets(DataConfig(adapter="jsonl", path=str(folder / name), **keys))[0]
 
 
@@ -98,13 +98,13 @@ def test_rows_lengths_and_modalities_are_counted(folder: Path) -> None:
 
 def test_of_preferences_the_lengths_of_both_answers_are_told(folder: Path) -> None:
     pairs = [("12", "1234"), ("12345", "1"), ("12", "12"), ("123", "1")]
-    rows = [row(i, answer=chosen, rejected=rejected) for i, (chosen, rejected) in enumerate(pairs)]
+    rows = [row(i, answer=choice, rejected=rejected) for i, (choice, rejected) in enumerate(pairs)]
     part = inspect(folder, *rows, row(9)).parts["training"]
     assert part.preferences == PreferenceReport(4, Spread(1, 1.5, pytest.approx(3.7), 4), longer_chosen=2, undecided=1)
-    told = facts(part, None)
-    assert told["preferences"] == "4"
-    assert told["chosen answer is the longer one"] == "50.0%"
-    assert told["both answers are the same"] == "1"
+    message = facts(part, None)
+    assert message["preferences"] == "4"
+    assert message["chosen answer is the longer one"] == "50.0%"
+    assert message["both answers are the same"] == "1"
     assert inspect(folder, row(0)).parts["training"].preferences is None
 
 
@@ -152,7 +152,7 @@ def test_what_it_would_refuse_and_other_frames_are_told(folder: Path, encoder: E
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, workers: int) -> None:
-    found = inspect(
+    result = inspect(
         folder,
         row(0, video="a.mp4"),
         row(1, video="gone.mp4"),
@@ -160,15 +160,15 @@ def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, worke
         {"id": "3", "answer": "a"},
         workers=workers,
     )
-    part = found.parts["training"]
+    part = result.parts["training"]
     assert part.unusable == {"missing media": 1, "other": 1}
     assert part.unreadable_media == 1
-    assert [(problem["kind"], problem["where"].partition(", ")[2]) for problem in found.problems] == [
+    assert [(problem["kind"], problem["where"].partition(", ")[2]) for problem in result.problems] == [
         ("missing media", "row 2"),
         ("unreadable media", "row 3"),
         ("unusable row", "row 4"),
     ]
-    assert "gone.mp4" in found.problems[0]["reason"] and "broken.mp4" in found.problems[1]["reason"]
+    assert "gone.mp4" in result.problems[0]["reason"] and "broken.mp4" in result.problems[1]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -270,12 +270,12 @@ def test_duplicates_are_found_under_other_names_and_in_other_parts(folder: Path)
         row(10, question="Which way?"),
         name="test.jsonl",
     )
-    found = inspect_data({"training": training, "test": test})
-    assert found.parts["training"].duplicates == 1
-    assert found.parts["test"].duplicates == 0
-    assert found.overlaps == [Overlap("test", "training", same_rows=1, same_media=2)]
+    data = inspect_data({"training": training, "test": test})
+    assert data.parts["training"].duplicates == 1
+    assert data.parts["test"].duplicates == 0
+    assert data.overlaps == [Overlap("test", "training", same_rows=1, same_media=2)]
     assert [
-        (one["part"], one["where"].rpartition(" ")[2], one["of"].rpartition(" ")[2]) for one in found.duplicates
+        (item["part"], item["where"].rpartition(" ")[2], item["of"].rpartition(" ")[2]) for item in data.duplicates
     ] == [
         ("training", "2", "1"),
         ("test", "1", "1"),
@@ -289,11 +289,13 @@ def test_another_part_of_a_clip_is_another_row_of_the_same_file(folder: Path) ->
         return {"id": str(number), "messages": messages}
 
     rows = [part(0), part(1, video_start=0.5), part(2, video_start=0.5, video_end=1), part(3, video_start=0)]
-    (folder / "parts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "parts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     samples = open_datasets(DataConfig(adapter="conversations", path=str(folder / "parts.jsonl")))[0]
-    found = inspect_data({"training": samples})
-    assert [(one["where"].rpartition(" ")[2], one["of"].rpartition(" ")[2]) for one in found.duplicates] == [("4", "1")]
-    assert found.parts["training"].media["video"].files == 1
+    data = inspect_data({"training": samples})
+    assert [(item["where"].rpartition(" ")[2], item["of"].rpartition(" ")[2]) for item in data.duplicates] == [
+        ("4", "1")
+    ]
+    assert data.parts["training"].media["video"].files == 1
 
 
 def test_files_of_one_size_with_other_bytes_are_other_media(folder: Path) -> None:
@@ -311,9 +313,9 @@ def test_a_limit_looks_at_some_rows_only(folder: Path) -> None:
 @needs_shared
 def test_real_media_are_measured(tmp_path: Path) -> None:
     rows = [row(0, video="sample.mp4"), row(1, image="photo.jpg"), row(2, image="sample.png")]
-    found = inspect_data({"training": open_rows(tmp_path, *rows, media_path=str(SHARED))})
-    media = found.parts["training"].media
-    assert found.problems == []
+    data = inspect_data({"training": open_rows(tmp_path, *rows, media_path=str(SHARED))})
+    media = data.parts["training"].media
+    assert data.problems == []
     assert (media["video"].files, media["image"].files) == (1, 2)
     assert media["video"].bytes == (SHARED / "sample.mp4").stat().st_size
 

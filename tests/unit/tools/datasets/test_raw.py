@@ -119,7 +119,7 @@ def test_a_tar_that_was_looked_through_is_not_looked_through_again(hub: Hub, tmp
     fetch(tmp_path, "agibot", "327-151-head-1-2")
     hub.ranges.clear()
     assert len(fetch(tmp_path, "agibot", "327-151-head-1-2")) == 1
-    assert [asked for _, asked in hub.ranges] == ["bytes=0-0"]  # its size
+    assert [requested for _, requested in hub.ranges] == ["bytes=0-0"]  # its size
     assert fetch(tmp_path, "agibot", "327-150-back-0-3") == []
     assert source_of(tmp_path, "agibot", "327-150-back-0-3").read_bytes() == b"b" * 999
 

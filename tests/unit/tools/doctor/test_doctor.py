@@ -62,8 +62,8 @@ def test_versions_are_compared_with_those_that_are_claimed(
 ) -> None:
     installed = versions.installed
     monkeypatch.setattr(versions, "installed", lambda one: version if one == name else installed(one))
-    found = dict(verdicts(versions.check_packages()))
-    assert found.get(name, "pass") == verdict
+    result = dict(verdicts(versions.check_packages()))
+    assert result.get(name, "pass") == verdict
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("3.11.7", "warn"), ("3.11.8", "pass"), ("3.12.0", "pass")])
@@ -73,8 +73,8 @@ def test_a_python_whose_forks_may_hang_is_named(version: str, verdict: str, monk
 
 
 def test_the_bounds_are_those_of_the_package() -> None:
-    found = next(finding for finding in versions.check_python())
-    assert metadata.metadata("dsreason")["Requires-Python"] in found.what
+    python = next(finding for finding in versions.check_python())
+    assert metadata.metadata("dsreason")["Requires-Python"] in python.what
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_one_engine_is_needed(
     monkeypatch.setattr(
         versions, "installed", lambda one: engines.get(one) if one in versions.ENGINES else installed(one)
     )
-    assert [one for one in verdicts(versions.check_packages()) if one[0] == "vLLM"] == expected
+    assert [verdict for verdict in verdicts(versions.check_packages()) if verdict[0] == "vLLM"] == expected
 
 
 # ---------------------------------------------------------------- machine
@@ -102,14 +102,14 @@ def test_one_engine_is_needed(
 def test_a_compiler_is_tried(path: Path) -> None:
     assert only(machine.check_compiler()).verdict == "pass"
     program(path, "c++", "echo 'fatal error: vector: No such file'; exit 1")
-    found = only(machine.check_compiler())
-    assert (found.verdict, "fatal error: vector" in found.what) == ("fail", True)
+    result = only(machine.check_compiler())
+    assert (result.verdict, "fatal error: vector" in result.what) == ("fail", True)
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = only(machine.check_compiler())
-    assert (found.verdict, found.cure) == (
+    result = only(machine.check_compiler())
+    assert (result.verdict, result.cure) == (
         "fail",
         "install g++ (Debian: build-essential), or set CXX to a C++ compiler",
     )
@@ -132,13 +132,13 @@ def test_shared_memory_of_a_container(mib: int, verdict: str, monkeypatch: pytes
 @pytest.mark.parametrize(("free", "verdict"), [(1, "fail"), (50, "warn"), (900, "pass")])
 def test_room_on_a_disk(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free * machine.GIB))
-    found = machine.check_disk("cache", tmp_path / "not" / "there", "set DSREASON_CACHE")
-    assert (found.name, found.verdict) == ("disk: cache", verdict)
+    disk = machine.check_disk("cache", tmp_path / "not" / "there", "set DSREASON_CACHE")
+    assert (disk.name, disk.verdict) == ("disk: cache", verdict)
 
 
 def test_a_folder_that_cannot_be_written() -> None:
-    found = machine.check_disk("cache", Path("/proc/nothing/here"), "set DSREASON_CACHE")
-    assert (found.verdict, found.cure) == ("fail", "set DSREASON_CACHE to a folder that can")
+    disk = machine.check_disk("cache", Path("/proc/nothing/here"), "set DSREASON_CACHE")
+    assert (disk.verdict, disk.cure) == ("fail", "set DSREASON_CACHE to a folder that can")
 
 
 def test_limits_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +148,10 @@ def test_limits_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.resource.RLIMIT_FSIZE: (machine.resource.RLIM_INFINITY, 0),
     }
     monkeypatch.setattr(machine.resource, "getrlimit", limits.__getitem__)
-    found = list(machine.check_limits())
-    assert verdicts(found) == [("open files", "warn"), ("limits", "fail")]
-    assert found[0].cure.startswith("`ulimit -n 4096`")
-    assert found[1].what == "ulimit -v (memory of a process) is 2.0 GiB"
+    result = list(machine.check_limits())
+    assert verdicts(result) == [("open files", "warn"), ("limits", "fail")]
+    assert result[0].cure.startswith("`ulimit -n 4096`")
+    assert result[1].what == "ulimit -v (memory of a process) is 2.0 GiB"
 
 
 def test_videos_are_written_and_read() -> None:
@@ -195,8 +195,8 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(path: Path, mo
 def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(gpu, "cuda_fault", lambda: "The NVIDIA driver on your system is too old")
-    found = only(gpus.check_gpus())
-    assert (found.verdict, "too old" in found.what) == ("fail", True)
+    result = only(gpus.check_gpus())
+    assert (result.verdict, "too old" in result.what) == ("fail", True)
     monkeypatch.setattr(gpu, "cuda_fault", lambda: None)
     driver(path, CARD.format(used=10, mig="Disabled", errors="0"))
     assert only(gpus.check_gpus()).verdict == "fail"  # a card, and a torch that sees none
@@ -228,10 +228,10 @@ def test_variables(given: dict[str, str], name: str, verdict: str) -> None:
 def test_tokens_are_told_as_present_and_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     secret = "hf_abcdefgh12345678"
-    found = list(environment.check_tokens({"HF_TOKEN": secret, "WANDB_API_KEY": ""}))
-    assert "present (HF_TOKEN)" in found[0].what
-    assert "absent" in found[1].what
-    assert not any(secret[:6] in finding.what + finding.cure for finding in found)
+    tokens = list(environment.check_tokens({"HF_TOKEN": secret, "WANDB_API_KEY": ""}))
+    assert "present (HF_TOKEN)" in tokens[0].what
+    assert "absent" in tokens[1].what
+    assert not any(secret[:6] in finding.what + finding.cure for finding in tokens)
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws/credentials").write_text("x")
     assert "present (~/.aws/credentials)" in list(environment.check_tokens({}))[2].what
@@ -241,10 +241,10 @@ def test_tokens_are_told_as_present_and_never_shown(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+    with socket.socket() as used:
+        used.bind(("", 0))
+        used.listen()
+        monkeypatch.setenv("MASTER_PORT", str(used.getsockname()[1]))
         assert ("ports", "warn") in verdicts(network.check_ports())
     assert ("ports", "pass") in verdicts(network.check_ports())
 
@@ -284,9 +284,9 @@ def test_hosts_are_asked_by_ssh(
 ) -> None:
     monkeypatch.setattr(network, "SSH_SECONDS", 0.5)
     program(path, "ssh", script)
-    found = only(network.check_hosts([("node-1", 8)]))
-    assert (found.name, found.verdict) == ("host node-1", verdict)
-    assert text in found.what
+    result = only(network.check_hosts([("node-1", 8)]))
+    assert (result.name, result.verdict) == ("host node-1", verdict)
+    assert text in result.what
 
 
 # ---------------------------------------------------------------- trials
@@ -303,9 +303,9 @@ def test_hosts_are_asked_by_ssh(
 )
 def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "output_of", lambda command, seconds: (code, printed))
-    found = only(trial.check_collective())
-    assert found.verdict == verdict
-    assert text in found.what
+    result = only(trial.check_collective())
+    assert result.verdict == verdict
+    assert text in result.what
 
 
 @pytest.mark.parametrize(("code", "verdict"), [(0, "pass"), (2, "fail"), (124, "fail")])
@@ -332,9 +332,9 @@ def test_a_check_that_does_not_work_is_a_line() -> None:
         yield passed("a", "b")
         raise OSError(5, "Input/output error")
 
-    found = list(checks.findings_of(checks.Check("disks", broken)))
-    assert verdicts(found) == [("a", "pass"), ("disks", "fail")]
-    assert "Input/output error" in found[1].what
+    findings = list(checks.findings_of(checks.Check("disks", broken)))
+    assert verdicts(findings) == [("a", "pass"), ("disks", "fail")]
+    assert "Input/output error" in findings[1].what
 
 
 def test_what_a_configuration_names_is_looked_for(tmp_path: Path) -> None:
@@ -359,12 +359,12 @@ def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    found = [passed("one", "is well")]
-    monkeypatch.setattr(checks, "CHECKS", (checks.Check("one", lambda: iter(found)),))
+    result = [passed("one", "is well")]
+    monkeypatch.setattr(checks, "CHECKS", (checks.Check("one", lambda: iter(result)),))
     monkeypatch.setattr(checks, "TRIALS", ())
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    return found
+    return result
 
 
 def test_the_exit_code_says_whether_anything_fails(

@@ -18,21 +18,21 @@ from tests.unit.tools.planning.test_parameters import CONFIG
 
 def test_a_folder_needs_no_more_than_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    found = find_architecture(str(tmp_path))
-    assert found.config.num_hidden_layers == 2
-    assert found.source == f"{tmp_path}/config.json"
+    architecture = find_architecture(str(tmp_path))
+    assert architecture.config.num_hidden_layers == 2
+    assert architecture.source == f"{tmp_path}/config.json"
 
 
 def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "ask_hub", lambda *_: json.dumps(CONFIG).encode())
-    found = find_architecture("nvidia/Cosmos-Reason1-7B")
-    assert (found.config.hidden_size, found.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
+    result = find_architecture("nvidia/Cosmos-Reason1-7B")
+    assert (result.config.hidden_size, result.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
 
 
 def test_where_the_hub_does_not_answer_the_table_does_and_says_so() -> None:
-    found = find_architecture("nvidia/cosmos-reason1-7b")
-    assert found.config.text_config.hidden_size == 3584
-    assert "shipped table" in found.source
+    architecture = find_architecture("nvidia/cosmos-reason1-7b")
+    assert architecture.config.text_config.hidden_size == 3584
+    assert "shipped table" in architecture.source
 
 
 def test_a_model_that_nobody_knows_is_a_mistake() -> None:

@@ -80,8 +80,8 @@ def test_flops_of_a_row_are_those_of_mfu() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_gpus_of_a_host_share_the_work(gpus: int) -> None:
-    one, several = (on_h200(sft_2b(count), Load(273), count) for count in (1, gpus))
-    assert 1.7 * gpus / 2 <= several.tokens_per_second / one.tokens_per_second <= 1.1 * gpus
+    item, several = (on_h200(sft_2b(count), Load(273), count) for count in (1, gpus))
+    assert 1.7 * gpus / 2 <= several.tokens_per_second / item.tokens_per_second <= 1.1 * gpus
 
 
 def test_a_slow_network_limits_many_hosts() -> None:

@@ -35,20 +35,20 @@ def counted(**sections: dict[str, Any]) -> Parameters:
 
 
 def test_all_weights_are_counted_and_a_tied_embedding_once() -> None:
-    found = counted()
-    assert (found.numel, found.num_trained) == (ALL, ALL)
+    result = counted()
+    assert (result.numel, result.num_trained) == (ALL, ALL)
 
 
 def test_frozen_ones_are_told_apart() -> None:
-    found = counted(model={"freeze": ["embed_tokens"]})
-    assert (found.num_trained, found.of_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
+    result = counted(model={"freeze": ["embed_tokens"]})
+    assert (result.num_trained, result.of_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
 
 
 def test_adapters_are_two_matrices_a_layer_and_not_the_models() -> None:
-    found = counted(lora={"rank": 4})
+    result = counted(lora={"rank": 4})
     ends = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)  # q, k and v, o, the feed-forward
-    assert found.num_trained == found.of_kind("adapter") == 2 * 4 * ends
-    assert found.numel == ALL
+    assert result.num_trained == result.of_kind("adapter") == 2 * 4 * ends
+    assert result.numel == ALL
 
 
 def test_a_rank_of_its_own_counts() -> None:
@@ -57,10 +57,10 @@ def test_a_rank_of_its_own_counts() -> None:
 
 
 def test_4_bits_take_36_bytes_for_64_values() -> None:
-    found = counted(lora={"rank": 4}, model={"quantize": "nf4"})
-    in_bits = [one for one in found.all if one.kind == "nf4"]
-    assert sum(one.numel for one in in_bits) == 2 * MATRICES
-    assert sum(one.nbytes for one in in_bits) == 2 * MATRICES * 36 // 64
+    result = counted(lora={"rank": 4}, model={"quantize": "nf4"})
+    in_bits = [item for item in result.all if item.kind == "nf4"]
+    assert sum(in_bit.numel for in_bit in in_bits) == 2 * MATRICES
+    assert sum(in_bit.nbytes for in_bit in in_bits) == 2 * MATRICES * 36 // 64
 
 
 @pytest.mark.parametrize(("numel", "ranks", "share"), [(10, 1, 20), (10, 4, 6), (3, 4, 2)])

@@ -23,7 +23,11 @@ SIZED = re.compile(r"Sized for (\d+) GPUs? of (\d+) GB")
 
 def item(plan: Plan, phase: str, name: str) -> int:
     return sum(
-        one.nbytes for found in plan.phases if found.name.startswith(phase) for one in found.items if one.name == name
+        element.nbytes
+        for result in plan.phases
+        if result.name.startswith(phase)
+        for element in result.items
+        if element.name == name
     )
 
 
@@ -31,7 +35,9 @@ def test_7b_sft_on_two_gpus_of_80_gb_needs_offload() -> None:
     plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
     assert not plan.fits
     assert plan.problems[0].startswith("forward and backward")
-    assert "--ds-config zero3_offload.json" in [one.change.text.partition(" (")[0] for one in suggestions(plan)]
+    assert "--ds-config zero3_offload.json" in [
+        suggestion.change.text.partition(" (")[0] for suggestion in suggestions(plan)
+    ]
 
 
 def test_7b_grpo_on_four_gpus_of_80_gb_fits() -> None:
@@ -52,12 +58,12 @@ def test_32b_on_eight_gpus_of_80_gb_fits_with_offload(ds_config: str, fits: bool
 
 def test_what_is_suggested_fits_when_it_is_planned_anew() -> None:
     plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
-    found = suggestions(plan)
-    assert found
-    for one in found:
-        again = plan_run(changed(plan.request, one.change))
-        assert again.fits
-        assert f"fits, {again.fullest.total / GIB:.1f} GiB a GPU" in one.text
+    result = suggestions(plan)
+    assert result
+    for item in result:
+        second = plan_run(changed(plan.request, item.change))
+        assert second.fits
+        assert f"fits, {second.fullest.total / GIB:.1f} GiB a GPU" in item.text
 
 
 def test_a_run_that_fits_needs_no_suggestion() -> None:
@@ -67,7 +73,7 @@ def test_a_run_that_fits_needs_no_suggestion() -> None:
 def test_a_cache_without_room_for_one_sequence_is_told_and_more_is_suggested() -> None:
     plan = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.22}))
     assert any("less than one sequence" in text for text in plan.problems)
-    keys = [key for one in suggestions(plan) for key in one.change.sets]
+    keys = [key for suggestion in suggestions(plan) for key in suggestion.change.sets]
     assert "rollout.gpu_memory_utilization" in keys
 
 
@@ -94,7 +100,7 @@ def test_a_kl_needs_two_copies_of_the_weights_on_the_host_and_adapters_none() ->
     name = "reference and policy while the other is in place, pinned"
 
     def copies(request: Request) -> int:
-        return sum(one.nbytes for one in plan_run(request).host.items if one.name == name)
+        return sum(item.nbytes for item in plan_run(request).host.items if item.name == name)
 
     assert copies(grpo(grpo={"kl_coef": 0.1})) == pytest.approx(2 * 2 * 8_292_166_656, rel=1e-4)
     assert copies(grpo(grpo={"kl_coef": 0.0})) == 0
@@ -106,7 +112,7 @@ def test_a_teacher_lies_where_the_configuration_says(offload: bool, on_gpu: bool
     plan = plan_run(grpo(gpus=8, distill={"teacher": SEVEN, "offload": offload}))
     share = pytest.approx(2 * 8_292_166_656 / 8, rel=1e-4)
     assert item(plan, "rollout", "teacher's weights") == (share if on_gpu else 0)
-    assert sum(one.nbytes for one in plan.host.items if one.name == "teacher") == (
+    assert sum(element.nbytes for element in plan.host.items if element.name == "teacher") == (
         0 if on_gpu else pytest.approx(2 * 8_292_166_656, rel=1e-4)
     )
 
@@ -120,7 +126,7 @@ def test_validation_by_answers_needs_a_whole_copy_of_the_model() -> None:
 
 def test_checkpoints_and_exports_take_14_and_2_bytes_a_parameter() -> None:
     disk = plan_run(sft()).disk
-    assert [one.nbytes for one in disk.items] == [4 * 14 * 8_292_166_656, 2 * 8_292_166_656]
+    assert [item.nbytes for item in disk.items] == [4 * 14 * 8_292_166_656, 2 * 8_292_166_656]
 
 
 def planned_recipes() -> list[Path]:
@@ -148,4 +154,4 @@ def test_the_forward_of_held_out_rows_is_a_phase_of_its_own() -> None:
 def test_fewer_held_out_rows_are_suggested_where_they_alone_do_not_fit() -> None:
     plan = plan_run(sft(data={"validation": 100}, gpus=4, validation={"micro_batch_size": 256, "generate": False}))
     assert [text.partition(":")[0] for text in plan.problems] == ["validation"]
-    assert "validation.micro_batch_size" in [key for one in suggestions(plan) for key in one.change.sets]
+    assert "validation.micro_batch_size" in [key for suggestion in suggestions(plan) for key in suggestion.change.sets]

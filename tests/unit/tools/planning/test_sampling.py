@@ -25,16 +25,16 @@ def test_a_token_has_keys_and_values_of_every_layer() -> None:
 
 
 def test_tensor_parallel_ranks_share_weights_and_heads() -> None:
-    found = engine(grpo(rollout={"tensor_parallel_size": 2}))
-    assert found.weights == 8_292_166_656
-    assert found.token_bytes == 28 * 4 * 128 * 2
+    result = engine(grpo(rollout={"tensor_parallel_size": 2}))
+    assert result.weights == 8_292_166_656
+    assert result.token_bytes == 28 * 4 * 128 * 2
 
 
 def test_the_cache_gets_what_is_left_of_the_share_in_whole_blocks() -> None:
-    found = engine(grpo(rollout={"gpu_memory_utilization": 0.5}))
-    assert found.share == GPU // 2
-    left = GPU // 2 - 2 * 8_292_166_656 - found.working - found.overhead
-    assert found.cache_tokens == left // 57344 // 16 * 16
+    result = engine(grpo(rollout={"gpu_memory_utilization": 0.5}))
+    assert result.share == GPU // 2
+    remaining = GPU // 2 - 2 * 8_292_166_656 - result.working - result.overhead
+    assert result.cache_tokens == remaining // 57344 // 16 * 16
 
 
 def test_it_draws_what_a_rollout_asks_of_one_engine() -> None:
@@ -44,8 +44,8 @@ def test_it_draws_what_a_rollout_asks_of_one_engine() -> None:
 
 
 def test_sleep_level_1_keeps_its_weights_on_the_host() -> None:
-    dropped, kept = engine(grpo()), engine(grpo(rollout={"sleep_level": 1}))
-    assert kept.host - dropped.host == 2 * 8_292_166_656
+    dropped, remaining = engine(grpo()), engine(grpo(rollout={"sleep_level": 1}))
+    assert remaining.host - dropped.host == 2 * 8_292_166_656
 
 
 def test_state_stays_beside_vllm_if_it_fits() -> None:

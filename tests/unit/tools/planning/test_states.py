@@ -16,42 +16,42 @@ def about(number: float) -> object:
 
 
 def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
-    found = states_of(sft(gpus=4))
-    assert found.weights == about(2 * NUMEL / 4)
-    assert found.gradients == found.masters == about(4 * NUMEL / 4)
-    assert found.moments == about(8 * NUMEL / 4)
-    assert found.bucket == 4 * 100_000_000
-    assert found.host == 0
+    states = states_of(sft(gpus=4))
+    assert states.weights == about(2 * NUMEL / 4)
+    assert states.gradients == states.masters == about(4 * NUMEL / 4)
+    assert states.moments == about(8 * NUMEL / 4)
+    assert states.bucket == 4 * 100_000_000
+    assert states.host == 0
 
 
 def test_offload_leaves_the_gpu_the_bucket_and_small_parameters() -> None:
-    found = states_of(sft(gpus=2, ds_config="zero3_offload.json"))
-    assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
-    assert 0 < found.persistent < 10_000_000
-    assert found.host_weights == about(2 * NUMEL / 2)
-    assert found.host_masters == about(4 * NUMEL / 2)
-    assert found.host_moments == about(8 * NUMEL / 2)
-    assert found.host_gradients == 2 * 2**34  # two pinned blocks, each rounded up from 16.6 GB
+    states = states_of(sft(gpus=2, ds_config="zero3_offload.json"))
+    assert (states.weights, states.gradients, states.optimizer) == (0, 0, 0)
+    assert 0 < states.persistent < 10_000_000
+    assert states.host_weights == about(2 * NUMEL / 2)
+    assert states.host_masters == about(4 * NUMEL / 2)
+    assert states.host_moments == about(8 * NUMEL / 2)
+    assert states.host_gradients == 2 * 2**34  # two pinned blocks, each rounded up from 16.6 GB
 
 
 def test_frozen_weights_need_two_bytes() -> None:
     tower = NUMEL - 7_615_616_512
-    whole, frozen = states_of(sft(gpus=1)), states_of(sft(gpus=1, model={"freeze": ["visual"]}))
-    assert frozen.weights == whole.weights
-    assert whole.gradients - frozen.gradients == 4 * tower
-    assert whole.optimizer - frozen.optimizer == 12 * tower
+    full, frozen = states_of(sft(gpus=1)), states_of(sft(gpus=1, model={"freeze": ["visual"]}))
+    assert frozen.weights == full.weights
+    assert full.gradients - frozen.gradients == 4 * tower
+    assert full.optimizer - frozen.optimizer == 12 * tower
 
 
 def test_fp32_has_master_weights_as_well() -> None:
     """DeepSpeed compares a device with its name, and so never takes the weights themselves."""
-    found = states_of(sft(gpus=1, train={"precision": "fp32"}))
-    assert (found.weights, found.masters) == (4 * NUMEL, 4 * NUMEL)
+    states = states_of(sft(gpus=1, train={"precision": "fp32"}))
+    assert (states.weights, states.masters) == (4 * NUMEL, 4 * NUMEL)
 
 
 def test_stage_2_keeps_all_weights_everywhere() -> None:
-    found = states_of(sft(gpus=4, ds_config="zero2.json"))
-    assert found.weights == 2 * NUMEL
-    assert found.optimizer == about(12 * NUMEL / 4)
+    states = states_of(sft(gpus=4, ds_config="zero2.json"))
+    assert states.weights == 2 * NUMEL
+    assert states.optimizer == about(12 * NUMEL / 4)
 
 
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**20, 2**20), (2**20 + 1, 2**21)])

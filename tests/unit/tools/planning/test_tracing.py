@@ -10,8 +10,8 @@ from dsreason.tools.planning.tracing import Traced, give_gradients_away, trace
 
 def test_what_waits_for_the_backward_pass_is_counted() -> None:
     """relu keeps its result alone: 4 x 8 values of 2 bytes; what it was made of is gone."""
-    found = trace(lambda given: (given * 2).relu(), (4, 8), torch.bfloat16)
-    assert found.kept == 64
+    result = trace(lambda given: (given * 2).relu(), (4, 8), torch.bfloat16)
+    assert result.kept == 64
 
 
 def test_the_peak_has_what_lives_at_the_same_time() -> None:

@@ -51,15 +51,15 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def check_same(encoder: PairEncoder, sample: Sample, pair: Pair) -> None:
     """The prompt and each answer are what a conversation of its own is, as far as anything of it is trained."""
     for answer, messages in ((pair.chosen, sample.messages), (pair.rejected, sample.rejected or [])):
-        whole = encoder.encode(replace(sample, messages=messages))
+        full = encoder.encode(replace(sample, messages=messages))
         assert answer.parent is pair.chosen.parent
         assert answer.parent is not None
         end = len(answer.parent) + len(answer)
         for name in ("input_ids", "position_ids", "mm_token_type_ids"):
             joined = torch.cat([vars(answer.parent)[name], vars(answer)[name]], dim=-1)
-            assert joined.equal(vars(whole)[name][..., :end]), name
-        assert answer.loss_mask.equal(whole.loss_mask[len(answer.parent) : end])
-        assert not whole.loss_mask[end:].any()
+            assert joined.equal(vars(full)[name][..., :end]), name
+        assert answer.loss_mask.equal(full.loss_mask[len(answer.parent) : end])
+        assert not full.loss_mask[end:].any()
         assert answer.loss_mask[-1]
 
 
@@ -82,8 +82,8 @@ def test_a_conversation_may_go_on_after_the_answer_that_differs(encoder: PairEnc
 
 
 def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
-    again = says("user", "And now?")
-    sample = preference(LEFT, again, LEFT, rejected=[LEFT, again, RIGHT])
+    second = says("user", "And now?")
+    sample = preference(LEFT, second, LEFT, rejected=[LEFT, second, RIGHT])
     pair = encoder.encode_pair(sample)
     assert pair.chosen.parent is not None
     assert not pair.chosen.parent.loss_mask.any()
@@ -162,15 +162,15 @@ def test_a_file_of_references_that_does_not_fit_is_found_before_training(encoder
 def test_a_fingerprint_tells_texts_and_pixels_apart(encoder: PairEncoder, tmp_path: Path) -> None:
     def of(colour: str, question: str, answer: str) -> str:
         Image.new("RGB", (60, 60), colour).save(tmp_path / "a.png")
-        shown = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": question}]
-        prompt = [says("user", shown)]
+        displayed = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": question}]
+        prompt = [says("user", displayed)]
         sample = Sample("7", [*prompt, says("assistant", answer)], rejected=[*prompt, RIGHT])
         return encoder.encode_pair(sample).fingerprint
 
     assert of("red", "Which?", "left") == of("red", "Which?", "left")
-    found = [of("red", "Which?", "left"), of("blue", "Which?", "left"), of("red", "What?", "left")]
-    found.append(of("red", "Which?", "up"))
-    assert len(set(found)) == 4
+    result = [of("red", "Which?", "left"), of("blue", "Which?", "left"), of("red", "What?", "left")]
+    result.append(of("red", "Which?", "up"))
+    assert len(set(result)) == 4
 
 
 def make_pair(name: str, prompt: int, chosen: int, rejected: int) -> Pair:

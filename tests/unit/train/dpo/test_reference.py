@@ -63,7 +63,7 @@ def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
     with (run / "reference.jsonl").open("a") as file:
         file.write('{"part": "training", "row": 9')
     assert open_stored(run, None, "model-1") == StoredReference(
-        run / "reference.jsonl", {(one.part, one.row): one for one in ROWS}
+        run / "reference.jsonl", {(item.part, item.row): item for item in ROWS}
     )
     append(run / "reference.jsonl", ROWS[:1])
     assert [json.loads(line) for line in (run / "reference.jsonl").read_text().splitlines()][1:] == [
@@ -73,33 +73,33 @@ def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
 
 
 def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: Path) -> None:
-    given = read_given(str(run / "reference.jsonl"))
-    assert given.by_id == {"7": GivenLine(-10.5, -9.25, "ab"), "8": GivenLine(-1.0, -2.0, "cd")}
-    assert given.of(facts()) == (-10.5, -9.25)
+    value = read_given(str(run / "reference.jsonl"))
+    assert value.by_id == {"7": GivenLine(-10.5, -9.25, "ab"), "8": GivenLine(-1.0, -2.0, "cd")}
+    assert value.of(facts()) == (-10.5, -9.25)
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n\n{"id": 8, "chosen": -3, "rejected": 0}')
-    given = read_given(str(plain))
-    assert given.of(facts()) == (-1.0, -2.5)
-    assert given.of(facts(name="8")) == (-3.0, 0.0)
+    value = read_given(str(plain))
+    assert value.of(facts()) == (-1.0, -2.5)
+    assert value.of(facts(name="8")) == (-3.0, 0.0)
     with pytest.raises(
         DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line of this id; add it"
     ):
-        given.of(facts(name="9"))
+        value.of(facts(name="9"))
 
 
 def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> None:
-    given = read_given(str(run / "reference.jsonl"))
+    value = read_given(str(run / "reference.jsonl"))
     with pytest.raises(
         DataError, match=r"row 4 \(sample '7'\): the row is not as it was.*\(fingerprint xx, there ab\)"
     ):
-        given.of(facts(fingerprint="xx"))
+        value.of(facts(fingerprint="xx"))
 
 
 def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = read_given(str(run / "reference.jsonl"))
-    given.tell_other_model("model-1")
+    value = read_given(str(run / "reference.jsonl"))
+    value.tell_other_model("model-1")
     assert not caplog.records
-    given.tell_other_model("model-2")
+    value.tell_other_model("model-2")
     assert "another model (fingerprint model-1) than training begins with (model-2)" in caplog.text
 
 

@@ -13,8 +13,8 @@ from tests.unit.losses.test_preference import PAIRS, make_pairs
 
 
 def test_metrics_are_means_over_pairs() -> None:
-    found = metrics_of(PAIRS, PreferenceConfig(sft_weight=0.5), settings_of(PreferenceConfig(), Baseline()))
-    assert found == pytest.approx(
+    metrics = metrics_of(PAIRS, PreferenceConfig(sft_weight=0.5), settings_of(PreferenceConfig(), Baseline()))
+    assert metrics == pytest.approx(
         {
             "loss": (0.6587596 + 0.6931472) / 2,
             "total": (0.6587596 + 0.6931472) / 2 + 0.5 * 2.45,
@@ -42,13 +42,13 @@ def test_the_baseline_is_the_mean_reward_of_all_answers_before() -> None:
 
 def test_the_baseline_does_not_depend_on_the_order_of_the_pairs() -> None:
     values = [random.Random(0).uniform(-1e3, 1e3) for _ in range(64)]
-    found = set()
+    result = set()
     for seed in range(5):
         shuffled = random.Random(seed).sample(values, len(values))
         baseline = Baseline()
         baseline.add(make_pairs(shuffled, shuffled), 0.1)
-        found.add(baseline.total)
-    assert len(found) == 1
+        result.add(baseline.total)
+    assert len(result) == 1
 
 
 def test_a_reward_that_is_not_finite_leaves_the_baseline_as_it_was() -> None:
@@ -69,10 +69,10 @@ def test_a_reward_that_is_not_finite_leaves_the_baseline_as_it_was() -> None:
 )
 def test_chosen_answers_that_fall_while_accuracy_rises_are_told_once(chosen, accuracy, warns) -> None:
     watch = ChosenWatch()
-    told = [watch.look(chosen(i), accuracy(i)) for i in range(2 * WINDOW)]
-    assert not any(told[: WINDOW - 1])
-    assert sum(text is not None for text in told) == warns
+    message = [watch.look(chosen(i), accuracy(i)) for i in range(2 * WINDOW)]
+    assert not any(message[: WINDOW - 1])
+    assert sum(text is not None for text in message) == warns
     if warns:
-        text = next(filter(None, told))
+        text = next(filter(None, message))
         assert "dpo/chosen fell from" in text
         assert "raise dpo.sft_weight" in text

@@ -239,8 +239,8 @@ def test_shards_that_the_disk_has_no_room_for_are_not_fetched(cache: Path, monke
         return S3Object(S3Address("bucket", f"clips/{name}"), 4 * 10**17, "etag", name)
 
     listed = {name: source(name) for name in ("a.tar", "b.tar", "c.tar", "notes.txt")}
-    there = remote._folder(listed["c.tar"].address, "c.tar")
-    there.mkdir(parents=True)
+    folder = remote._folder(listed["c.tar"].address, "c.tar")
+    folder.mkdir(parents=True)
     fetched: list[str] = []
     monkeypatch.setattr(shards, "list_objects", lambda address: listed)
     monkeypatch.setattr(shards, "local_copy", fetched.append)
@@ -261,18 +261,25 @@ def test_rows_without_a_prompt_are_bad_rows(tmp_path: Path, cache: Path) -> None
 
 
 def test_shards_that_are_damaged_compressed_or_linked_are_named(tmp_path: Path, cache: Path) -> None:
-    whole = pack(tmp_path / "a.tar", {"0.txt": b"x" * 3000}).read_bytes()
-    (tmp_path / "cut.tar").write_bytes(whole[:1500])
+    content = pack(tmp_path / "a.tar", {"0.txt": b"x" * 3000}).read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[:1500])
     pack(tmp_path / "zipped.tar", {"0.txt": b"x"}, "w:gz")
     with tarfile.open(tmp_path / "link.tar", "w") as tar:
         info = tarfile.TarInfo("0.txt")
         info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(info)
-    for name, said in (("cut", "cut.tar: "), ("zipped", "must be unpacked"), ("link", "'0.txt' is not a plain file")):
-        with pytest.raises(DataError, match=said):
+    for name, message in (
+        ("cut", "cut.tar: "),
+        ("zipped", "must be unpacked"),
+        ("link", "'0.txt' is not a plain file"),
+    ):
+        with pytest.raises(DataError, match=message):
             opened(tmp_path / f"{name}.tar")
-    for path, said in ((tmp_path / "none", "must be a tar file"), (tmp_path / "wdinfo.pkl", "dsreason data unpickle")):
-        with pytest.raises(DataError, match=said):
+    for path, message in (
+        (tmp_path / "none", "must be a tar file"),
+        (tmp_path / "wdinfo.pkl", "dsreason data unpickle"),
+    ):
+        with pytest.raises(DataError, match=message):
             opened(path)
 
 

@@ -67,10 +67,10 @@ def test_mislabelled_captions_are_wrong_as_often_as_they_should_and_the_clips_ar
 
 
 def test_clips_depend_on_seed_and_number_only() -> None:
-    one, other = (open_world_data(WorldDataConfig(limit=4), seed)[0] for seed in (0, 1))
-    again = pickle.loads(pickle.dumps(open_world_data(WorldDataConfig(limit=9), 0)[0]))
-    assert torch.equal(one.read_clip(one[3], SIZE), again.read_clip(again[3], SIZE))
-    assert not torch.equal(one.read_clip(one[3], SIZE), other.read_clip(other[3], SIZE))
+    item, other = (open_world_data(WorldDataConfig(limit=4), seed)[0] for seed in (0, 1))
+    loads = pickle.loads(pickle.dumps(open_world_data(WorldDataConfig(limit=9), 0)[0]))
+    assert torch.equal(item.read_clip(item[3], SIZE), loads.read_clip(loads[3], SIZE))
+    assert not torch.equal(item.read_clip(item[3], SIZE), other.read_clip(other[3], SIZE))
 
 
 def test_mock_data_have_any_size() -> None:
@@ -194,11 +194,11 @@ def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
     ],
 )
 def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
-    found = Rows()
-    found.add(row_id, {"prompt": prompt}, clip)
-    assert not found.rows
-    assert re.search(said, found.bad[0])
-    found.bad[0].encode()
+    rows = Rows()
+    rows.add(row_id, {"prompt": prompt}, clip)
+    assert not rows.rows
+    assert re.search(said, rows.bad[0])
+    rows.bad[0].encode()
 
 
 def test_half_of_a_character_in_the_negative_prompt_is_an_error_of_the_configuration() -> None:

@@ -25,14 +25,14 @@ CLIP = np.random.default_rng(0).integers(0, 256, (3, 9, 32, 48), dtype=np.uint8)
 
 
 def tags(html: str) -> list[str]:
-    found: list[str] = []
+    result: list[str] = []
 
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: object) -> None:
-            found.append(tag)
+            result.append(tag)
 
     Tags().feed(html)
-    return found
+    return result
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ def clip(number: int, reward: float, prompt: str = "", **changes: object) -> Cli
 
 
 def test_a_summary_has_the_mean_of_every_reward_and_what_clips_look_like() -> None:
-    found = summarise([clip(0, 1.0), clip(1, 0.5, picture=[255, 255]), clip(2, 0.0)])
-    assert found.clips == found.prompts == 3
-    means = {name: one.mean for name, one in found.values.items()}
+    result = summarise([clip(0, 1.0), clip(1, 0.5, picture=[255, 255]), clip(2, 0.0)])
+    assert result.clips == result.prompts == 3
+    means = {name: item.mean for name, item in result.values.items()}
     assert means == pytest.approx({"reward": 0.5, "reward/motion": 0.5, "brightness": 0.25, "motion": 0.1})
-    assert found.diversity == pytest.approx(np.std([0, 1, 0]) / 2)
+    assert result.diversity == pytest.approx(np.std([0, 1, 0]) / 2)
 
 
 def test_an_interval_is_that_of_the_normal_distribution_for_many_independent_clips() -> None:
@@ -51,12 +51,12 @@ def test_a_comparison_is_of_pairs() -> None:
     rewards = np.linspace(0, 1, 20)
     before = [clip(i, float(reward)) for i, reward in enumerate(rewards)]
     after = [clip(i, float(reward) + 0.01) for i, reward in enumerate(rewards)]
-    found = compare(after, [*before, clip(99, 0.5)])
-    difference = found.values["reward"]
-    assert (found.clips, found.only_one, difference.better, difference.worse) == (20, 1, 20, 0)
+    result = compare(after, [*before, clip(99, 0.5)])
+    difference = result.values["reward"]
+    assert (result.clips, result.only_one, difference.better, difference.worse) == (20, 1, 20, 0)
     assert difference.estimate.mean == pytest.approx(0.01)
     assert difference.estimate.interval == pytest.approx((0.01, 0.01))
-    assert found.values["brightness"].better == 0
+    assert result.values["brightness"].better == 0
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_own_functions_run_elsewhere_and_several_requests_are_paired_with_their_
 
     with open_scorer(config(f"{file}:level", f"{file}:process", workers=1)) as scorer:
         pending = [scorer.start(clips, LATENTS, ROWS, 16.0) for clips in (CLIPS, CLIPS.flip(0))]
-        first, second = (one.result() for one in pending)
+        first, second = (item.result() for item in pending)
     assert first.by_name["level"].tolist() == second.by_name["level"].tolist()[::-1] == pytest.approx([0.2, 1.0])
     assert first.by_name["process"][0] != os.getpid()
 

@@ -108,8 +108,8 @@ def serving(server: RewardHTTPServer) -> Iterator[None]:
 
 def post(server: RewardHTTPServer, action: str, body: Any, token: str | None = None) -> tuple[int, dict[str, Any]]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    given = {"data": body} if isinstance(body, dict) else {"content": body}
-    answer = httpx2.post(server.url + action, **given, headers=headers, timeout=20)
+    value = {"data": body} if isinstance(body, dict) else {"content": body}
+    answer = httpx2.post(server.url + action, **value, headers=headers, timeout=20)
     return answer.status_code, answer.json()
 
 
@@ -125,8 +125,8 @@ def scored(server: RewardHTTPServer, uuid: str, name: str) -> tuple[int, dict[st
 def body(array: np.ndarray, **head: Any) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array)
-    given = {"prompts": ["a"] * len(array), "reward_fn": {"level": 1.0}, **head}
-    return json.dumps(given).encode() + b"\n" + buffer.getvalue()
+    settings = {"prompts": ["a"] * len(array), "reward_fn": {"level": 1.0}, **head}
+    return json.dumps(settings).encode() + b"\n" + buffer.getvalue()
 
 
 VIDEO = CLIPS.numpy()
@@ -376,7 +376,7 @@ def test_a_worker_elsewhere_can_deliver_scores(server: RewardHTTPServer) -> None
     assert scored(server, ticket["uuid"], "slow")[0] == 200
     assert post(server, "pull", {"uuid": ticket["uuid"], "type": "facts"}) == (200, pushed)
     for name in ("hps", "level"):
-        said = {"message": f"the job did not ask for the reward function '{name}'"}
-        assert post(server, "push", form | {"type": name}) == (404, said)
+        message = {"message": f"the job did not ask for the reward function '{name}'"}
+        assert post(server, "push", form | {"type": name}) == (404, message)
     for unusable in ("{", '{"x": [NaN]}', '{"x": [1e999]}'):
         assert post(server, "push", form | {"scores": unusable})[0] == 400

@@ -67,14 +67,14 @@ class Service:
 
     def scores(self, not_yet: int = 0, **scores: dict[str, list[float]]) -> None:
         """Answer as the service does: after so many 400s for each function, the scores."""
-        left = dict.fromkeys(scores, not_yet)
+        fromkeys = dict.fromkeys(scores, not_yet)
 
         def answer(path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
             if path.endswith("enqueue"):
                 return 200, {"uuid": "job-1", "replica_id": "replica-7"}
             name = parse_qs(body.decode())["type"][0]
-            left[name] -= 1
-            if left[name] >= 0:
+            fromkeys[name] -= 1
+            if fromkeys[name] >= 0:
                 return 400, {"message": "Not found scores for job-1"}
             return 200, {"scores": scores[name], "input_info": {}, "duration": "2.23", "type": name}
 

@@ -42,12 +42,12 @@ def test_a_rank_without_clips_runs_a_stand_in() -> None:
 
 
 def test_noise_follows_from_seed_step_place_and_purpose() -> None:
-    whole = clip_noise(PLACES, SHAPE, 1, 5, "start")
-    assert whole.dtype == torch.float32
+    noise = clip_noise(PLACES, SHAPE, 1, 5, "start")
+    assert noise.dtype == torch.float32
     for begin, end in ((0, 2), (1, 6), (4, 5)):
-        assert clip_noise(PLACES[begin:end], SHAPE, 1, 5, "start").equal(whole[begin:end])
-    others = [clip_noise(PLACES, SHAPE, *key) for key in ((2, 5, "start"), (1, 6, "start"), (1, 5, "step 0"))]
-    clips = [*whole, *(clip for other in others for clip in other)]
+        assert clip_noise(PLACES[begin:end], SHAPE, 1, 5, "start").equal(noise[begin:end])
+    other_items = [clip_noise(PLACES, SHAPE, *key) for key in ((2, 5, "start"), (1, 6, "start"), (1, 5, "step 0"))]
+    clips = [*noise, *(clip for other in other_items for clip in other)]
     assert all(not a.equal(b) for i, a in enumerate(clips) for b in clips[:i])
 
 
@@ -63,14 +63,14 @@ def test_how_many_frames_are_given_is_drawn_once_a_group() -> None:
     settings = config(conditional_frames=(0, 2))
     drawn = {given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
     assert drawn == {0, 1, 2}
-    given = conditioning_of(PLACES, clean.__getitem__, settings, 7)
-    assert given is not None
-    assert given.mask.shape == (6, 1, 3, 1, 1)
+    conditioning = conditioning_of(PLACES, clean.__getitem__, settings, 7)
+    assert conditioning is not None
+    assert conditioning.mask.shape == (6, 1, 3, 1, 1)
     for row, place in enumerate(PLACES):
         count = given_frames(settings, 7, place.prompt)
-        assert given.mask[row].flatten().tolist() == [1.0] * count + [0.0] * (3 - count)
-        assert given.latents[row, :, :count].eq(place.prompt + 1).all()
-        assert given.latents[row, :, count:].eq(0).all()
+        assert conditioning.mask[row].flatten().tolist() == [1.0] * count + [0.0] * (3 - count)
+        assert conditioning.latents[row, :, :count].eq(place.prompt + 1).all()
+        assert conditioning.latents[row, :, count:].eq(0).all()
 
 
 def test_without_given_frames_no_clip_is_read() -> None:

@@ -63,9 +63,9 @@ def test_an_adapter_is_evaluated_on_the_model_that_it_belongs_to(base: Path, tmp
     save_lora(adapter, export, lora_metadata(trained))
     (export / FILE).write_text(base_note({"path": str(base)}, base))
 
-    found = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
-    assert found == (base, export)
-    loaded = load_model(*found, torch.float32, torch.device("cpu"))
+    evaluated = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
+    assert evaluated == (base, export)
+    loaded = load_model(*evaluated, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(velocity(loaded), velocity(trained), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(velocity(loaded), velocity(load_transformer(base, torch.float32)), atol=1e-3)
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
@@ -81,8 +81,8 @@ def test_every_clip_is_kept_and_the_weights_are_taken_as_they_are() -> None:
         train=WorldTrainConfig(context_parallel_size=4),
         lora=LoRAConfig(rank=8),
     )
-    found = for_evaluation(config)
-    assert (found.validation.show, found.train.context_parallel_size, found.lora.rank) == (7, 1, 0)
+    result = for_evaluation(config)
+    assert (result.validation.show, result.train.context_parallel_size, result.lora.rank) == (7, 1, 0)
 
 
 def test_what_changes_speed_only_does_not_tell_evaluations_apart() -> None:
@@ -143,11 +143,11 @@ def test_the_code_of_a_reward_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / ("package/judge.py" if "package" in name else "judge.py")
     file.parent.mkdir(exist_ok=True)
     config = WorldConfig(reward=WorldRewardConfig(functions={name: 1.0, "red": 1.0}))
-    found = []
+    result = []
     for text in ("one", "another"):
         file.write_text(text)  # it is not imported: this is no Python
-        found.append(settings_of(config, "w"))
-    assert [*differing(*found)] == [f"reward.code.{name}"]
+        result.append(settings_of(config, "w"))
+    assert [*differing(*result)] == [f"reward.code.{name}"]
 
 
 def test_weights_are_what_a_comparison_is_about() -> None:

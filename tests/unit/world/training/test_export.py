@@ -42,17 +42,17 @@ def test_the_average_takes_the_place_of_what_is_trained_and_one_tensor_is_held_a
 ) -> None:
     for rank, part in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]):  # of 3 values, padded
         save_file({"a": part, "b": part + 10}, tmp_path / f"average_ema_rank_{rank}.safetensors")
-    found = {}
+    result = {}
     for name, tensor in export.saved_tensors(tmp_path, saved, with_frozen=True):
-        found[name] = tensor.tolist()
+        result[name] = tensor.tolist()
         del tensor
-        assert sum(one() is not None for one in saved.alive) <= 1
-    assert found == {"a": [1, 2, 3], "b": [11, 12, 13], "c": [0, 0, 0]}
+        assert sum(item() is not None for item in saved.alive) <= 1
+    assert result == {"a": [1, 2, 3], "b": [11, 12, 13], "c": [0, 0, 0]}
 
 
 def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any) -> None:
-    found = dict(export.saved_tensors(tmp_path, saved, with_frozen=True))
-    assert {name: tensor.tolist() for name, tensor in found.items()} == dict.fromkeys("abc", [0, 0, 0])
+    saved_tensors = dict(export.saved_tensors(tmp_path, saved, with_frozen=True))
+    assert {name: tensor.tolist() for name, tensor in saved_tensors.items()} == dict.fromkeys("abc", [0, 0, 0])
 
 
 def test_scores_that_no_card_would_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,18 +202,18 @@ def test_guidance_leads_away_from_the_negative_prompt() -> None:
     batch = batch_of(Place(0, 0), Place(1, 0))
     text = torch.tensor([2.0, 5.0]).view(2, 1, 1)
     mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]]).view(2, 1, 3, 1, 1)
-    given = Conditioning(mask * torch.tensor([3.0, 4.0]).view(2, 1, 1, 1, 1), mask)
+    value = Conditioning(mask * torch.tensor([3.0, 4.0]).view(2, 1, 1, 1, 1), mask)
     start = batch.start + torch.tensor([6.0, 7.0]).view(2, 1, 1, 1, 1)
-    batch = MicroBatch(batch.places, True, batch.rows, start, text, given)
+    batch = MicroBatch(batch.places, True, batch.rows, start, text, value)
     v = build_velocity(maker, batch, 3.0)(batch.start, torch.tensor([0.25, 0.75]))
     assert v[:, 0, 0, 0, 0].tolist() == [2 + 2 * (2 - 1), 5 + 2 * (5 - 1)]
     ((times, conditioning, noise),) = calls
     assert times == [0.25, 0.75, 0.25, 0.75]
-    halves = zip((conditioning.mask, conditioning.latents, noise), (mask, given.latents, start), strict=True)
+    halves = zip((conditioning.mask, conditioning.latents, noise), (mask, value.latents, start), strict=True)
     for both, half in halves:
         assert both.equal(torch.cat([half, half]))
     assert build_velocity(maker, batch, 1.0)(batch.start, torch.ones(2))[:, 0, 0, 0, 0].tolist() == [2, 5]
-    assert calls[1][1] is given
+    assert calls[1][1] is value
 
 
 def test_looks_tell_dark_and_alike_clips() -> None:

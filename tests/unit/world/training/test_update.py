@@ -164,7 +164,7 @@ class Clip:
 
     def sample(self, noisy: list[int]) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
         """The latents, and what the noisy steps led from and to."""
-        x, kept = self.noise, {}
+        x, remaining = self.noise, {}
         for i, (s, s_next) in enumerate(zip(LEVELS, LEVELS[1:], strict=False)):
             v = self.velocity(x, s, self.noise)
             x_next = x + (s_next - s) * v
@@ -172,9 +172,9 @@ class Clip:
                 mean, std = cps(x, v, s, s_next)
                 fresh = mean + std * self.draw(f"sampling step {i}")
                 x_next = torch.where(self.mask.bool(), x_next, fresh)
-                kept[i] = x, x_next
+                remaining[i] = x, x_next
             x = x_next
-        return torch.where(self.mask.bool(), self.clean, x), kept
+        return torch.where(self.mask.bool(), self.clean, x), remaining
 
 
 def cps(x: Tensor, v: Tensor, s: float, s_next: float) -> tuple[Tensor, float]:
@@ -199,15 +199,15 @@ def sampled_loss(net: Engine, trained: list[int], kl: str, data: str, data_steps
     with torch.no_grad():
         values, samples = advantages(clips, trained), [clip.sample(trained)[1] for clip in clips]
     loss = torch.zeros((), dtype=torch.float64)
-    for clip, value, kept in zip(clips, values, samples, strict=True):
-        for i, (x, x_next) in kept.items():
+    for clip, value, remaining in zip(clips, values, samples, strict=True):
+        for i, (x, x_next) in remaining.items():
             s, s_next = LEVELS[i], LEVELS[i + 1]
             v, v_ref = clip.velocity(x, s, clip.noise), reference_velocity(clip, x, s, clip.noise)
             (mean, std), (mean_ref, _) = cps(x, v, s, s_next), cps(x, v_ref, s, s_next)
             log_prob = clip.mean(-((x_next - mean) ** 2) / (2 * std**2))
             ratio = torch.exp(log_prob - log_prob.detach())
             far = (v - v_ref) ** 2 if kl == "velocity" else (mean - mean_ref) ** 2 / (2 * std**2)
-            loss = loss + (KL * clip.mean(far) - value * ratio) / len(kept)
+            loss = loss + (KL * clip.mean(far) - value * ratio) / len(remaining)
         for i in data_steps:
             s, e = LEVELS[i], clip.noise if data == "rollout" else clip.draw(f"data {i}")
             v = clip.predicted((1 - s) * clip.clean + s * e, s, e, clip.text)
