@@ -81,7 +81,7 @@ def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε); its mean over flipped labels is DPO.
+    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε); equals DPO in expectation over flipped labels.
 
     Example: h = 0.07 with ε = 0.1 gives (0.9 · 0.6588 - 0.1 · 0.7288) / 0.8 = 0.6500.
     """
