@@ -1,1 +1,1 @@
-"""Losses, pure functions of log-probabilities."""
+"""Losses as pure functions of log-probabilities."""

@@ -1,7 +1,7 @@
-"""Advantages from the rewards of groups.
+"""Advantages computed from the rewards of groups.
 
-Notation: rewards `[P, G]` of P prompts with G completions each; a row is a group. A group whose rewards are all equal
-gets exactly 0, also where rounding would leave a difference between 0.1 and the mean of several 0.1.
+Notation: rewards `[P, G]` for P prompts with G completions each; a row is a group. A group whose rewards are all equal
+gets exactly 0, even if rounding would leave a difference between 0.1 and the mean of several 0.1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EPS = 1e-6
 
 
 def group_normalized(rewards: Tensor) -> Tensor:
-    """(R - mean of the group) / (population std of the group + 1e-6), `[P, G]` → `[P, G]` (GRPO, 2402.03300).
+    """Return (R - group mean) / (population std of the group + 1e-6), `[P, G]` → `[P, G]` (GRPO, 2402.03300).
 
     Example: [1, 0, 0, 0] has mean 0.25 and std 0.4330, and gives [1.7320, -0.5773, -0.5773, -0.5773].
     """
@@ -24,7 +24,9 @@ def group_normalized(rewards: Tensor) -> Tensor:
 
 
 def group_centered(rewards: Tensor) -> Tensor:
-    """R - mean of the group, `[P, G]` → `[P, G]` (Dr.GRPO, 2503.20783: the std favours too easy and too hard prompts).
+    """Return R - group mean, `[P, G]` → `[P, G]` (Dr.GRPO, 2503.20783).
+
+    Dividing by the std would favour prompts that are too easy or too hard.
 
     Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
     """
@@ -32,18 +34,18 @@ def group_centered(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """R - mean of the other rewards of the group, `[P, G]` → `[P, G]` (RLOO, 2402.14740).
+    """Return R - mean of the other rewards in the group, `[P, G]` → `[P, G]` (RLOO, 2402.14740).
 
-    Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one has no others and gives 0.
+    Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one completion gives 0.
     """
     sum_of_others = rewards.sum(dim=1, keepdim=True) - rewards
     return _zero_where_equal(rewards - sum_of_others / (rewards.shape[1] - 1 or 1), rewards)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:
-    """(R - mean of the group) / (population std of all rewards + 1e-6), `[P, G]` → `[P, G]` (Lite PPO, 2508.08221).
+    """Return (R - group mean) / (population std of all rewards + 1e-6), `[P, G]` → `[P, G]` (Lite PPO, 2508.08221).
 
-    The std is that of the argument, so this needs the groups of the whole global batch, not those of one rank.
+    The std is taken over all of `rewards`, so pass the groups of the whole global batch, not those of one rank.
 
     Example: [[1, 0], [1, 1]] has std 0.4330 over all four, and gives [[1.1547, -1.1547], [0, 0]].
     """

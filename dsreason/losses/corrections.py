@@ -1,12 +1,12 @@
-"""Importance weights for the difference between the trainer's policy and the engine that sampled.
+"""Importance weights that correct for the difference between the trainer's policy and the rollout engine.
 
 The trainer and vLLM give the same token slightly different probabilities, so the samples are off-policy even before
 the first update. With w = π_old / π_rollout, a weight multiplies the clipped objective of its token and is detached.
-All take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]` (each token's sequence within the
-micro-batch, used by the sequence variants) and return weights `[N]`. A weight of 0 takes a token out of the objective
+All functions take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]` (each token's sequence within
+the micro-batch, used by the sequence variants) and return weights `[N]`. A weight of 0 takes a token out of the objective
 but not out of the normaliser: the loss must not grow because some tokens are not trusted.
 
-They assume sampling from the full distribution: with top-p or top-k the engine's probabilities are renormalised.
+The weights assume sampling from the full distribution: top-p and top-k renormalise the engine's probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsreason.losses.sequences import sequence_mean, sequence_sum
 
 
 def token_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 2.0) -> Tensor:
-    """w_t, at most `high` and at least `low`: truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl).
+    """Return w_t clamped to [low, high]: truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl).
 
     Example: w [1, 3, 0.25] gives [1, 2, 0.25].
     """
@@ -28,7 +28,7 @@ def token_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, hig
 
 
 def token_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """w_t where low <= w_t <= high, else 0: IcePop (2510.18855); with low = 0 masked importance sampling, MIS.
+    """Return w_t if low <= w_t <= high, else 0: IcePop (2510.18855); with low = 0, masked importance sampling (MIS).
 
     Example: w [1, 3, 0.25] gives [1, 3, 0].
     """
@@ -36,27 +36,27 @@ def token_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.5, high: f
 
 
 def sequence_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 3.0) -> Tensor:
-    """w = Π_t w_t of the token's sequence, at most `high` and at least `low`.
+    """Return w = Π_t w_t over the token's sequence, clamped to [low, high].
 
-    Example: w_t [1, 8, 0.5] of one sequence have the product 4 and give [3, 3, 3].
+    Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [3, 3, 3].
     """
     return sequence_sum(log_ratio.detach(), sequence).exp().clamp(low, high)
 
 
 def sequence_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 3.0) -> Tensor:
-    """w = Π_t w_t of the token's sequence where low <= w <= high, else 0 (the default of TRL).
+    """Return w = Π_t w_t over the token's sequence if low <= w <= high, else 0 (the default of TRL).
 
-    The product drifts away from 1 with the length, so long sequences are masked first.
+    The product drifts away from 1 as sequences grow, so long sequences are masked first.
 
-    Example: w_t [1, 8, 0.5] of one sequence have the product 4 and give [0, 0, 0].
+    Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [0, 0, 0].
     """
     return _keep_inside(sequence_sum(log_ratio.detach(), sequence).exp(), low, high)
 
 
 def geometric_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.99, high: float = 1.01) -> Tensor:
-    """w = exp(mean_t log w_t) of the token's sequence where low <= w <= high, else 0: no bias against length.
+    """Return w = exp(mean_t log w_t) over the token's sequence if low <= w <= high, else 0: no bias against length.
 
-    Example: w_t [4, 0.25] of one sequence have the geometric mean 1 and give [1, 1].
+    Example: in one sequence, w_t [4, 0.25] have the geometric mean 1 and give [1, 1].
     """
     return _keep_inside(sequence_mean(log_ratio.detach(), sequence).exp(), low, high)
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher says of the student's own tokens, as advantages."""
+"""On-policy distillation: advantages from a teacher's log-probabilities of the student's own tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 def distillation_advantages(
     teacher_logprobs: Tensor, student_logprobs: Tensor, sequence: Tensor, *, discount: float = 0.0
 ) -> Tensor:
-    """A_t = Σ_{s ≥ t} discount^(s - t) (log T(y_s) - log π(y_s)) within each sequence, `[N]`, detached.
+    """Return A_t = Σ_{s ≥ t} discount^(s - t) (log T(y_s) - log π(y_s)) within each sequence, `[N]`, detached.
 
-    π is the policy that drew the tokens, T the teacher. With discount 0 the policy gradient with these advantages is, in
-    expectation over the tokens, that of KL(π ‖ T) at each token alone: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
-    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). With a discount a token also answers for what follows it.
+    π is the policy that sampled the tokens, T the teacher. With discount 0, the expected policy gradient with these
+    advantages is the gradient of the KL at each single token: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
+    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). A discount also credits a token for what follows it.
 
     Args:
         teacher_logprobs: `[N]`.
         student_logprobs: `[N]`.
-        sequence: `[N]` int64, number of each token's sequence; the tokens of one stand together, in order.
+        sequence: `[N]` int64, index of each token's sequence; the tokens of a sequence are adjacent and in order.
 
-    Example: T [-1.44, -0.63], π [-0.50, -0.21] give [-0.94, -0.42], and with discount 0.5 [-1.15, -0.42].
+    Example: T [-1.44, -0.63] and π [-0.50, -0.21] give [-0.94, -0.42]; with discount 0.5, [-1.15, -0.42].
     """
     advantages = (teacher_logprobs - student_logprobs).detach()
     if not discount:

@@ -1,8 +1,8 @@
 """Estimates of KL(policy ‖ reference) at the sampled tokens, elementwise on `[N]` log-probabilities.
 
-With d = ref_logprobs - logprobs and tokens drawn from the policy (http://joschu.net/blog/kl-approx.html). Gradients
-pass through `logprobs`. What a term does inside the loss is its gradient, not its value, and there they differ: only
-k2 and the bias-corrected k3 have the gradient of the KL as their expectation; that of k1 is zero.
+Notation: d = ref_logprobs - logprobs, with tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
+Gradients pass through `logprobs`. Inside a loss only the gradient of a term matters, not its value, and the gradients
+differ: only k2 and the bias-corrected k3 have the gradient of the KL as their expectation; that of k1 is zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """-d, `[N]`: unbiased, of large variance, often negative. For logging; as a loss term it teaches nothing.
+    """Return -d, `[N]`: unbiased, of large variance, often negative. Use it for logging; as a loss term it has no effect.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.5.
     """
@@ -25,7 +25,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d² / 2, `[N]`: biased as a value; as a loss term it has the gradient of the KL.
+    """Return d² / 2, `[N]`: biased as a value; as a loss term it has the gradient of the KL.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.125.
     """
@@ -33,28 +33,28 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) -> Tensor:
-    """e^d - d - 1, `[N]`: unbiased, never negative; the estimate of GRPO (2402.03300).
+    """Return e^d - d - 1, `[N]`: unbiased, never negative; the estimator of GRPO (2402.03300).
 
     Args:
-        clamp: largest value a token may have (cosmos-rl: 10). A token above it has no gradient, so exactly the tokens
-            that went furthest astray are not drawn back; off unless asked for.
+        clamp: largest value a token may have (cosmos-rl: 10); None clamps nothing. A token above it has no gradient, so
+            exactly the tokens that drifted furthest are not pulled back.
 
     Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
     """
     d = ref_logprobs - logprobs
     if clamp is not None:
         d = d.clamp(max=MAX_LOG_RATIO)
-    value = torch.expm1(d) - d  # exp(d) - 1 would lose every digit of a small d
+    value = torch.expm1(d) - d  # exp(d) - 1 would lose all precision for small d
     return value if clamp is None else value.clamp(max=clamp)
 
 
 def bias_corrected_k3(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, clamp: float | None = None
 ) -> Tensor:
-    """e^(logprobs - old_logprobs) (e^d - d - 1), `[N]`: k3 times the importance ratio (DeepSeek-V3.2, 2512.02556).
+    """Return e^(logprobs - old_logprobs) (e^d - d - 1), `[N]`: k3 times the importance ratio (DeepSeek-V3.2, 2512.02556).
 
-    The ratio is not detached. Its gradient, ratio (k3 + 1 - e^d) = -d ratio, makes the whole that of the KL, and that
-    also holds for tokens drawn from an older policy.
+    The ratio is not detached. The gradient of the product, ratio (k3 + 1 - e^d) = -d ratio, is that of the KL in
+    expectation, even for tokens sampled from an older policy.
 
     Example: logprobs -1, ref_logprobs -0.5, old_logprobs -1.1 give e^0.1 * 0.1487 = 0.1644.
     """

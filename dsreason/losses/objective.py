@@ -1,4 +1,4 @@
-"""The objective of a GRPO run: a preset with what the run config changes of it."""
+"""The objective of a GRPO run: a preset with the overrides of the run config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.losses.presets import PRESETS
 
 @dataclass(frozen=True)
 class Objective:
-    """Everything between log-probabilities, rewards and the loss.
+    """All functions and coefficients that turn log-probabilities and rewards into the loss.
 
     Example: `objective_of(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
     """
@@ -26,11 +26,11 @@ class Objective:
     advantages: Callable[[Tensor], Tensor]
     """Rewards `[P, G]` → advantages `[P, G]`."""
     loss: Callable[..., PolicyLoss]
-    """A loss of `losses.policy`, its clips set."""
+    """A loss of `losses.policy` with its clips bound."""
     correction: Callable[[Tensor, Tensor], Tensor] | None
-    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None if the run has no correction."""
+    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None disables the correction."""
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(logprobs, ref_logprobs, old_logprobs), `[N]` each → `[N]`."""
+    """(logprobs, ref_logprobs, old_logprobs), each `[N]` → `[N]`."""
     kl_coef: float
     entropy_coef: float
     overlong_filter: bool
@@ -39,21 +39,21 @@ class Objective:
     def penalty(
         self, logprobs: Tensor, ref_logprobs: Tensor | None, old_logprobs: Tensor, entropy: Tensor
     ) -> Tensor | None:
-        """kl_coef KL - entropy_coef H of each token, `[N]`; None if both coefficients are 0."""
-        parts = []
+        """Return kl_coef KL - entropy_coef H for each token, `[N]`; None if both coefficients are 0."""
+        terms = []
         if self.kl_coef and ref_logprobs is not None:
-            parts.append(self.kl_coef * self.kl(logprobs, ref_logprobs, old_logprobs))
+            terms.append(self.kl_coef * self.kl(logprobs, ref_logprobs, old_logprobs))
         if self.entropy_coef:
-            parts.append(-self.entropy_coef * entropy)
-        return sum(parts[1:], parts[0]) if parts else None
+            terms.append(-self.entropy_coef * entropy)
+        return sum(terms[1:], terms[0]) if terms else None
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:
-    """The preset, where the config does not say otherwise."""
+    """Build the objective from the preset; settings in the config override it."""
     preset = PRESETS[config.preset]
     names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
-    changed = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    preset = replace(preset, **changed)
+    overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    preset = replace(preset, **overrides)
     clips = {"clip_low": preset.clip_low, "clip_high": preset.clip_high}
     if config.dual_clip is not None:
         clips["dual_clip"] = config.dual_clip

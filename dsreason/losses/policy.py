@@ -1,10 +1,10 @@
-"""Policy-gradient losses, one function a variant.
+"""Policy-gradient losses, one function per variant.
 
 A `clip_low` or `clip_high` of infinity clips nothing on that side. A micro-batch without tokens gives a loss of 0 that
-still hangs on the graph.
+is still connected to the graph.
 
 Notation: r = exp(logprobs - old_logprobs), A advantage, sg stops the gradient, clip(r) = clamp(r, 1 - clip_low,
-1 + clip_high), o_i a sequence and |o_i| its tokens. Formulas are objectives J; the loss is -J.
+1 + clip_high), o_i a sequence and |o_i| its number of tokens. Formulas are objectives J; the loss is -J.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_LOG_RATIO = 20.0
 class GlobalCounts:
     """Sizes of the global batch of one optimizer step: all ranks, all micro-batches.
 
-    Tokens and sequences that are not trained (overlong filter) are not counted. `max_length` is the constant that
-    Dr.GRPO divides by, the longest completion that may be sampled.
+    Tokens and sequences that the overlong filter leaves out are not counted. `max_length` is the constant that Dr.GRPO
+    divides by: the length limit of a sampled completion.
 
-    Example: sequences of 5, 3 and a filtered 8 tokens: `GlobalCounts(num_tokens=8, num_sequences=2, max_length=8)`.
+    Example: sequences of 5, 3 and (filtered) 8 tokens: `GlobalCounts(num_tokens=8, num_sequences=2, max_length=8)`.
     """
 
     num_tokens: int
@@ -37,38 +37,36 @@ class GlobalCounts:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A flat micro-batch of whole sequences, `N` tokens in all."""
+    """A flat micro-batch of whole sequences with `N` tokens in total."""
 
     logprobs: Tensor
-    """`[N]` of the policy being trained, with gradient."""
+    """`[N]` log-probabilities under the policy being trained, with gradient."""
     old_logprobs: Tensor
-    """`[N]` of the policy before the update, detached; `logprobs.detach()` with one update per rollout."""
+    """`[N]` log-probabilities under the policy before the update, detached; `logprobs.detach()` with one update per rollout."""
     advantages: Tensor
-    """`[N]`: each token has its sequence's advantage."""
+    """`[N]`: the advantage of each token's sequence."""
     sequence: Tensor
     """`[N]` int64: index of the token's sequence within the micro-batch."""
     counts: GlobalCounts
-    """With them the sum of the loss over every micro-batch of every rank is the loss of the global batch, however it was
-    cut."""
+    """Normalisers of the loss: its sum over all micro-batches of all ranks is the loss of the global batch, however it is cut."""
     correction: Tensor | None = None
     """`[N]` detached trainer/engine weights (`losses.corrections`); they multiply the clipped objective."""
     penalty: Tensor | None = None
-    """`[N]`, added to the loss of each token and averaged like it: kl_coef * kl, - entropy_coef * entropy."""
+    """`[N]`, added to the loss of each token and averaged with it: kl_coef * kl - entropy_coef * entropy."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of a micro-batch (scalar, with gradient) and, detached, what the caller may log.
-
-    `clipped` `[N]` marks the tokens whose update was clipped.
-    """
+    """The loss of a micro-batch, and which of its tokens were clipped."""
 
     loss: Tensor
+    """Scalar, with gradient."""
     clipped: Tensor
+    """Bool `[N]`: tokens whose update was clipped."""
 
 
 def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
-    """GRPO (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A); a long sequence weighs as much as a short one.
+    """GRPO (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A); every sequence weighs the same.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: ((1.2 + 0.5) / 2 - 1) / 2 = -0.075, a loss of 0.075.
     """
@@ -80,7 +78,7 @@ def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
 def dr_grpo_loss(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """Dr.GRPO (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A); no weight depends on a length.
+    """Dr.GRPO (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A); weights do not depend on lengths.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1], max_length 4: (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of -0.0875.
     """
@@ -100,7 +98,7 @@ def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_cli
 def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """GSPO (2507.18071): J = mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(1/|o_i| Σ_t log r_t).
 
-    A sequence is clipped as a whole. Token weights and penalties are averaged over its tokens.
+    A sequence is clipped as a whole. Correction weights and penalties are averaged over its tokens.
 
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5: (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
@@ -113,7 +111,7 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Polic
 def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
     """CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π; no token loses its gradient.
 
-    The paper has no lower bound and leaves the upper one open; ScaleRL (2510.13786) finds a largest weight of 4 to 8.
+    The paper has no lower bound and does not give the upper one; in ScaleRL (2510.13786) maximum weights of 4 to 8 work.
 
     Example: r [1.5, 0.5 | 1], A [1, 1 | -1], log π [-1, -2 | -3], clip_high 0.2: (-1.2 - 1 + 3) / 3, a loss of -0.2667.
     """
@@ -131,9 +129,10 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _clipped_losses(
     log_ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Losses `[N]` with the objective min(r A, clip(r) A), and bool `[N]` where that has no gradient (PPO, 1707.06347).
+    """Return the losses `[N]` of the objective min(r A, clip(r) A), and bool `[N]`, true if clipped (PPO, 1707.06347).
 
-    With `dual_clip` c (1912.09729; c = 3 is usual) it is at least c A where A < 0: there r is otherwise unbounded.
+    With `dual_clip` c (1912.09729; usually c = 3) the objective of tokens with A < 0, for which r is otherwise unbounded,
+    is at least c A.
     """
     ratio, advantages = _ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)

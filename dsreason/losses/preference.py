@@ -1,7 +1,7 @@
-"""Preference losses: of a better and a worse answer to one prompt, one function a variant, each `[P]` for P pairs.
+"""Preference losses for a better and a worse answer to the same prompt, one function per variant, `[P]` for P pairs.
 
-Notation: c the chosen answer and r the rejected one, π the policy, ρ the reference, log-ratio = log π - log ρ of an answer,
-h = β (log-ratio of c - log-ratio of r), the margin. σ is the logistic function. Without a reference log ρ is 0.
+Notation: c is the chosen answer, r the rejected one, π the policy, ρ the reference, log-ratio = log π - log ρ of an answer,
+h = β (log-ratio of c - log-ratio of r), the margin, and σ the logistic function. Without a reference, log ρ is 0.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of whole answers, `[P]` float64 each: sums over their trained tokens.
+    """Log-probabilities of whole answers, each `[P]` float64: sums over their trained tokens.
 
-    Example, of a chosen answer of 4 tokens and a rejected one of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
+    Example with a chosen answer of 4 tokens and a rejected one of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
     ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
     """
 
@@ -45,36 +45,34 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """What losses need beside the pairs.
-
-    `label_smoothing` is the share of pairs that are thought to be the wrong way round. `baseline` is the reward β · log-ratio
-    that BCO takes for neutral.
-    """
+    """Settings of the preference losses."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+    """Assumed share of pairs whose labels are swapped."""
     baseline: float = 0.0
+    """Reward β · log-ratio that BCO considers neutral."""
 
 
 def pairs_of(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
-    """The pairs of a flat micro-batch.
+    """Sum the token log-probabilities of a flat micro-batch into pairs.
 
     Args:
-        logprobs: `[N]` of the trained tokens, with gradient: each pair's chosen answer, then its rejected one.
-        lengths: `[P, 2]` int64, trained tokens of both.
-        ref: `[P, 2]` float64, their log-probabilities under the reference.
+        logprobs: `[N]` for the trained tokens, with gradient: each pair's chosen answer, then its rejected one.
+        lengths: `[P, 2]` int64, numbers of trained tokens of the chosen and the rejected answer.
+        ref: `[P, 2]` float64, log-probabilities of both answers under the reference.
 
     Example: logprobs [-1, -2, -4] with lengths [[2, 1]] → chosen [-3], rejected [-4].
     """
     answer = torch.arange(lengths.numel(), device=logprobs.device).repeat_interleave(lengths.flatten())
-    # In float64: a margin is the small difference of large sums.
+    # Sum in float64, because a margin is a small difference of large sums.
     sums = logprobs.new_zeros(lengths.numel(), dtype=torch.float64).index_add(0, answer, logprobs.double())
-    chosen, rejected = sums.view(-1, 2).unbind(1)
-    return Pairs(chosen, rejected, ref[:, 0], ref[:, 1], lengths[:, 0], lengths[:, 1])
+    chosen_sums, rejected_sums = sums.view(-1, 2).unbind(1)
+    return Pairs(chosen_sums, rejected_sums, ref[:, 0], ref[:, 1], lengths[:, 0], lengths[:, 1])
 
 
 def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """DPO (2305.18290): -log σ(h). With label smoothing ε, cDPO: -(1 - ε) log σ(h) - ε log σ(-h).
+    """DPO (2305.18290): -log σ(h). With label smoothing ε (cDPO): -(1 - ε) log σ(h) - ε log σ(-h).
 
     Example: h = 0.07 gives 0.6588.
     """
@@ -83,7 +81,7 @@ def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε), whose mean over flipped labels is DPO's.
+    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε); equals DPO in expectation over flipped labels.
 
     Example: h = 0.07 with ε = 0.1 gives (0.9 · 0.6588 - 0.1 · 0.7288) / 0.8 = 0.6500.
     """
@@ -92,7 +90,7 @@ def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """SLiC (2305.10425), of log-ratios as RSO has it (2309.06657): max(0, 1 - h).
+    """SLiC (2305.10425), applied to log-ratios as in RSO (2309.06657): max(0, 1 - h).
 
     Example: h = 0.07 gives 0.93.
     """
@@ -100,9 +98,9 @@ def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """IPO (2310.12036): (d - 1 / 2β)², where d is the margin h / β of log-ratios per token, as TRL has it.
+    """IPO (2310.12036): (d - 1 / 2β)² with d, the margin h / β of log-ratios per token, as in TRL.
 
-    Example: log-ratios 0.5 of 4 tokens and -0.2 of 2 give d = 0.125 + 0.1; with β = 0.1 (0.225 - 5)² = 22.8006.
+    Example: log-ratios 0.5 over 4 tokens and -0.2 over 2 give d = 0.125 + 0.1; with β = 0.1, (0.225 - 5)² = 22.8006.
     """
     d = pairs.chosen_ratio / pairs.chosen_length - pairs.rejected_ratio / pairs.rejected_length
     return (d - 1 / (2 * settings.beta)).square()
@@ -113,12 +111,12 @@ def bco_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
     Example: rewards 0.05 and -0.02 with δ = 0.01 give -log σ(0.04) - log σ(0.03) = 1.3516.
     """
-    chosen, rejected = settings.beta * pairs.chosen_ratio, settings.beta * pairs.rejected_ratio
-    return -logsigmoid(chosen - settings.baseline) - logsigmoid(settings.baseline - rejected)
+    chosen_reward, rejected_reward = settings.beta * pairs.chosen_ratio, settings.beta * pairs.rejected_ratio
+    return -logsigmoid(chosen_reward - settings.baseline) - logsigmoid(settings.baseline - rejected_reward)
 
 
 def chosen_nll(pairs: Pairs) -> Tensor:
-    """Mean negative log-likelihood of the chosen answer's tokens, the SFT term of MPO (2411.10442)."""
+    """Return the mean negative log-likelihood of the chosen answer's tokens, the SFT term of MPO (2411.10442)."""
     return -pairs.chosen / pairs.chosen_length
 
 
@@ -134,15 +132,15 @@ LOSSES: dict[str, Callable[[Pairs, PairSettings], Tensor]] = {
 def preference_loss(
     pairs: Pairs, settings: PairSettings, weights: Mapping[str, float], sft_weight: float, *, num_pairs: int
 ) -> Tensor:
-    """The weighted losses of a micro-batch's pairs, as their share of the global batch's mean.
+    """Return this micro-batch's share of the weighted mean loss over the global batch.
 
     Args:
-        weights: by name in `LOSSES`.
-        sft_weight: of `chosen_nll`.
-        num_pairs: pairs of the whole global batch (all ranks, all micro-batches), so that the sum of this over every
-            micro-batch of every rank is the mean over the global batch, however it was cut.
+        weights: loss name in `LOSSES` → weight.
+        sft_weight: weight of `chosen_nll`.
+        num_pairs: number of pairs in the whole global batch (all ranks, all micro-batches), so that the sum over all
+            micro-batches of all ranks is the mean over the global batch, however it is cut.
     """
-    # Without pairs it is 0 and still hangs on the graph: every rank must run backward.
+    # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
     total = sft_weight * chosen_nll(pairs)
     for name, weight in weights.items():
         total = total + weight * LOSSES[name](pairs, settings)

@@ -1,4 +1,4 @@
-"""Loss presets by name: what each paper sets, as defaults that the run config may override."""
+"""Loss presets by name: the settings of each paper, as defaults that the run config may override."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.losses.policy import PolicyLoss, cispo_loss, dapo_loss, dr_grpo_lo
 
 @dataclass(frozen=True)
 class Preset:
-    """One published recipe; the KL is k3 in the loss.
+    """One published recipe; its KL term is k3 in the loss.
 
     Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """

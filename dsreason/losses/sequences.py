@@ -1,4 +1,4 @@
-"""Sums over the sequences of a flat micro-batch, handed back to each of their tokens."""
+"""Sums and means over the sequences of a flat micro-batch, returned for each of their tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def sequence_lengths(sequence: Tensor) -> Tensor:
-    """Return how many tokens the sequence of each token has: `[N]` int64 → `[N]` int64.
+    """Return the length of each token's sequence: `[N]` int64 → `[N]` int64.
 
-    A sequence is never split between micro-batches, so this local count is its whole count.
+    A sequence is never split between micro-batches, so the local count is complete.
 
     Example: sequence [0, 0, 1] gives [2, 2, 1].
     """
@@ -17,7 +17,7 @@ def sequence_lengths(sequence: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum of the values of each token's sequence: `[N]`, `[N]` int64 → `[N]`, with the gradient.
+    """Return the sum of the values over each token's sequence: `[N]`, `[N]` int64 → `[N]`, differentiable.
 
     Example: values [1, 2, 5] with sequence [0, 0, 1] give [3, 3, 5].
     """
@@ -27,7 +27,7 @@ def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
-    """Mean of the values of each token's sequence: `[N]`, `[N]` int64 → `[N]`, with the gradient.
+    """Return the mean of the values over each token's sequence: `[N]`, `[N]` int64 → `[N]`, differentiable.
 
     Example: values [1, 2, 5] with sequence [0, 0, 1] give [1.5, 1.5, 5].
     """

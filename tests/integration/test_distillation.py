@@ -149,7 +149,7 @@ def test_a_run_is_not_resumed_with_a_teacher_that_has_changed(folder: Path, tmp_
     shutil.move(folder / "teacher", tmp_path / "teacher")
     build_tiny("qwen3_vl", folder / "teacher", seed=2)
     try:
-        with pytest.raises(AssertionError, match="is another model than the run had until this checkpoint"):
+        with pytest.raises(AssertionError, match="is not the teacher that this run had at the checkpoint"):
             train(folder, "refused", resume="whole/checkpoints/step_2")
     finally:
         shutil.rmtree(folder / "teacher")

@@ -163,7 +163,7 @@ def test_a_row_that_changed_since_is_named(folder: Path) -> None:
     text = rows.read_text()
     try:
         rows.write_text(text.replace('"rejected": "grey"', '"rejected": "gray"'))
-        with pytest.raises(AssertionError, match=r"rows\.jsonl, row \d \(sample '\d'\): the row is not as it was when"):
+        with pytest.raises(AssertionError, match=r"rows\.jsonl, row \d \(sample '\d'\): the row has changed since"):
             train(folder, "changed_row", resume="whole/checkpoints/step_3")
     finally:
         rows.write_text(text)
@@ -175,7 +175,7 @@ def test_a_model_that_changed_since_is_refused_to_a_resumed_run(folder: Path) ->
     try:
         tensors = load_file(weights)
         save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
-        with pytest.raises(AssertionError, match="is another model than the reference of this run was measured with"):
+        with pytest.raises(AssertionError, match="is not the model that the reference of this run was measured with"):
             train(folder, "changed_model", resume="whole/checkpoints/step_3")
     finally:
         weights.write_bytes(content)

@@ -215,5 +215,5 @@ def test_a_teacher_of_another_vocabulary_is_refused(server: Server, tiny_qwen2_5
         all_special_ids=tokenizer.all_special_ids,
         decode=lambda ids: tokenizer.decode([item + 1 for item in ids]),
     )
-    with pytest.raises(ConfigError, match="the server's vocabulary is another one than model.path's: token "):
+    with pytest.raises(ConfigError, match="the server's vocabulary differs from that of model.path: token "):
         check_server(DistillConfig(teacher=f"{server.url}/v1", server_model="tiny"), shifted)

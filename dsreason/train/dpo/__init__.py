@@ -1,1 +1,1 @@
-"""Training on preferences, pairs of a better and a worse answer; the loop is in `loop.py`."""
+"""Preference training (DPO) on pairs of a better and a worse answer; the loop is in `loop.py`."""

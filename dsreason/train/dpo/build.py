@@ -1,4 +1,4 @@
-"""Building a DPO run: pairs, model, the reference's log-probabilities, and what shows the run to a person."""
+"""Setup of a DPO run: pairs, model, reference log-probabilities, metrics and progress display."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ LOG_EVERY_S = 30.0
 
 @dataclass(kw_only=True)
 class DPOTrainer:
-    """The parts of DPO."""
+    """The components of a DPO run."""
 
     job: TrainingJob[DPOConfig]
     run: TrainingRun[DPOConfig]
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Answers the held-out rows."""
+    """Generates answers to the held-out rows."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
     reference: Reference
@@ -69,19 +69,19 @@ class DPOTrainer:
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
     def validate(self, step: int) -> PreferenceResult | None:
-        """Measure the policy on held-out rows; None if there are none. Collective."""
+        """Measure the policy on the held-out rows; return None without held-out rows. Collective."""
         if len(self.held_out.dataset) == 0:
             return None
         metrics = validate_preferences(self.engine, self.reference, self.held_out, self.baseline, self.run.progress)
         if not self.job.config.validation.generate:
             return PreferenceResult(metrics, None)
-        answered = answer_rows(self.sampler, self.held_out, version=step, progress=self.run.progress)
-        return PreferenceResult(metrics | answered.metrics, answered)
+        answers = answer_rows(self.sampler, self.held_out, version=step, progress=self.run.progress)
+        return PreferenceResult(metrics | answers.metrics, answers)
 
 
 @contextmanager
 def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[DPOTrainer]:
-    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="dpo", check=check, stack=stack)
         config, world = job.config, job.world
@@ -112,7 +112,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
 def open_reference(
     job: TrainingJob[DPOConfig], rows: TrainingRows, engine: DeepSpeedEngine, order: StepOrder
 ) -> Reference:
-    """Open what log-ratios are taken against; `engine` has the weights that training begins with. Collective."""
+    """Open the reference of the log-ratios; `engine` must still hold the initial weights. Collective."""
     config = job.config
     if config.dpo.reference == "none":
         return NoReference()
@@ -122,16 +122,19 @@ def open_reference(
         return RowReference()
     model = on_rank_zero(lambda: model_fingerprint(job.model_path))
     if config.dpo.reference_file is not None:
-        given_reference = on_rank_zero(partial(read_given, config.dpo.reference_file))
+        file_reference = on_rank_zero(partial(read_given, config.dpo.reference_file))
         if job.world.rank == 0:
-            given_reference.tell_other_model(model)
-        return given_reference
+            file_reference.tell_other_model(model)
+        return file_reference
     stored = on_rank_zero(lambda: open_stored(job.output_dir, job.checkpoint, model))
-    trained = {row for step in range(order.num_steps) for row in order.indices(step)}
-    held_out = evenly(len(rows.validation), config.validation.max_samples)
+    training_rows = {row for step in range(order.num_steps) for row in order.indices(step)}
+    validation_rows = evenly(len(rows.validation), config.validation.max_samples)
     engine.eval()
-    for part, dataset, numbers in (("training", rows.training, trained), ("validation", rows.validation, held_out)):
-        missing = stored.missing(part, numbers)
+    for part, dataset, indices in (
+        ("training", rows.training, training_rows),
+        ("validation", rows.validation, validation_rows),
+    ):
+        missing = stored.missing(part, indices)
         batches = pair_batches(
             dataset, rows.encoder, missing, config, job.world, batch_size=config.train.global_batch_size
         )
@@ -149,7 +152,7 @@ def measure_missing(
     num_rows: int,
     job: TrainingJob[DPOConfig],
 ) -> None:
-    """Add the rows that were not measured before. Collective."""
+    """Measure the rows of `batches` and add them to `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:
         with job.watchdog.phase("data"):
@@ -161,4 +164,4 @@ def measure_missing(
             log.info("reference: %d of %d %s rows measured", num_done, num_rows, part)
             logged = time.monotonic()
     if num_rows:
-        log.info("reference: %d %s rows measured, kept in %s", num_rows, part, stored.file)
+        log.info("reference: %d %s rows measured and saved to %s", num_rows, part, stored.file)

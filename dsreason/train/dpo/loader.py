@@ -1,4 +1,4 @@
-"""From row numbers to the micro-batches of pairs of each step."""
+"""Loading of preference pairs: row indices to the micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from dsreason.train.dpo.pairs import Pair, PairEncoder, cut_pairs, pair_encoder
 
 @dataclass(frozen=True)
 class PairFacts:
-    """A pair without its tensors."""
+    """Metadata of a pair, without its tensors."""
 
     row: int
-    """Of its data set."""
+    """Index in its data set."""
     id: str
     where: str
-    """File and row."""
+    """File and row, for messages."""
     fingerprint: str
     lengths: tuple[int, int]
-    """Trained tokens of the chosen and the rejected answer."""
-    given: tuple[float, float] | None
-    """Log-probabilities of both under the reference, where the row has them."""
+    """Numbers of trained tokens of the chosen and the rejected answer."""
+    ref_logprobs: tuple[float, float] | None
+    """Log-probabilities of both answers under the reference; None if the row does not have them."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Pairs that go through one forward. Its trained tokens are, pair by pair, those of the chosen and the rejected answer.
+    """Pairs that go through one forward; `pairs` is empty if the batch only keeps the ranks in step.
 
-    There are no pairs where the batch only keeps the ranks in step.
+    The trained tokens of `batch` are ordered by pair, those of the chosen answer before those of the rejected one.
     """
 
     batch: Batch
@@ -56,10 +56,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepPairs(StepBatches):
-    """One global batch of pairs as this rank runs it; `num_samples` counts pairs."""
+    """This rank's part of one global batch of pairs; `num_samples` counts pairs."""
 
     pairs: list[tuple[PairFacts, ...]]
-    """Of each micro-batch."""
+    """Pairs of each micro-batch."""
 
     @property
     def parts(self) -> list[MicroBatch]:
@@ -73,7 +73,7 @@ class PairShare(Share):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows in their order, `size` at a time, each once."""
+    """Rows in the given order, `size` at a time, each once."""
 
     rows: Sequence[int]
     size: int
@@ -88,7 +88,7 @@ class Chunks:
 
 @dataclass
 class PairLoader(StepLoader):
-    """Iterates as `StepLoader` does; the answers of a pair are always in one micro-batch."""
+    """A `StepLoader` that keeps both answers of a pair in the same micro-batch."""
 
     encoder: PairEncoder
     config: DPOConfig
@@ -131,18 +131,21 @@ def pair_loader(
 def pair_batches(
     dataset: SampleDataset, encoder: Encoder, rows: Sequence[int], config: DPOConfig, world: World, *, batch_size: int
 ) -> Iterator[StepPairs]:
-    """Yield these rows in their order, `batch_size` at a time. Collective."""
+    """Yield the pairs of `rows` in this order, `batch_size` at a time. Collective."""
     return iter(pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
 
 
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
-    """The rows as micro-batches of pairs. An error is a value here, so that its text reaches the ranks whole."""
-    found = read_rows(dataset, encoder.encode_pair, rows)
-    pairs = {row: item for row, item in zip(rows, found, strict=True) if isinstance(item, Pair)}
-    bad = [item for item in found if isinstance(item, DataError)]
-    refused = first_fatal(bad, config)
-    if refused is not None:
-        return PairShare([], error=refused)
+    """Encode the rows into micro-batches of pairs.
+
+    An error is returned as a value, so that all ranks get its full message.
+    """
+    encoded = read_rows(dataset, encoder.encode_pair, rows)
+    pairs = {row: item for row, item in zip(rows, encoded, strict=True) if isinstance(item, Pair)}
+    bad = [item for item in encoded if isinstance(item, DataError)]
+    fatal = first_fatal(bad, config)
+    if fatal is not None:
+        return PairShare([], error=fatal)
     try:
         groups = cut_pairs(list(pairs.values()), config)
     except DataError as error:
@@ -164,4 +167,4 @@ def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig
 
 
 def facts_of(dataset: SampleDataset, row: int, pair: Pair) -> PairFacts:
-    return PairFacts(row, pair.id, dataset.location(row), pair.fingerprint, pair.lengths, pair.given)
+    return PairFacts(row, pair.id, dataset.location(row), pair.fingerprint, pair.lengths, pair.ref_logprobs)

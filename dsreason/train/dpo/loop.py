@@ -21,17 +21,17 @@ from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of
 log = logging.getLogger(__name__)
 
 SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
-"""In the progress bar."""
+"""Metrics displayed in the progress bar: label → metric key."""
 
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
+    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
         train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 
 
 def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
-    """Run the optimizer step over a global batch, count it and show it."""
+    """Run the optimizer step over a global batch, count it and display it."""
     run, engine, baseline, started = dpo.run, dpo.engine, dpo.baseline, time.perf_counter()
     with run.memory.phase("train"):
         config, world = dpo.job.config.dpo, dpo.job.world
@@ -56,15 +56,15 @@ def dpo_step(
     config: PreferenceConfig,
     world: World,
 ) -> dict[str, float]:
-    """Run one optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
+    """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
     settings = settings_of(config, baseline)
     pairs = accumulate_gradients(engine, batches, reference, config, world, baseline)
     metrics = {"train/loss": 0.0} | take_optimizer_step(engine, lr)
-    if len(pairs.chosen) == 0:  # all rows of the step are left out
+    if len(pairs.chosen) == 0:  # all rows of the step were skipped
         return metrics
-    measured = metrics_of(pairs, config, settings)
-    metrics["train/loss"] = measured.pop("total")
+    pair_metrics = metrics_of(pairs, config, settings)
+    metrics["train/loss"] = pair_metrics.pop("total")
     if "bco" in config.weights:
         metrics["dpo/baseline"] = settings.baseline
         baseline.add(pairs, config.beta)
-    return metrics | {f"dpo/{name}": value for name, value in measured.items()}
+    return metrics | {f"dpo/{name}": value for name, value in pair_metrics.items()}

@@ -1,4 +1,4 @@
-"""A better and a worse answer to one prompt, as the model reads them, and cut into micro-batches."""
+"""Preference pairs: encoding of a better and a worse answer to the same prompt, and cutting into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
-"""Fields of a row, which adapters keep in `sample.meta`."""
+"""Fields of a row with reference log-probabilities; adapters keep them in `sample.meta`."""
 LOWEST_LOGPROB = -1e12
-"""Of an answer: a million tokens, each far less probable than any that a model can tell from impossible."""
+"""Lower bound for an answer: a million tokens, each far below the smallest probability that a model can represent."""
 ROUNDING = 1e-3
-"""By which sums of others may exceed 0."""
+"""Tolerance by which a sum of log-probabilities may exceed 0."""
 LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both answers, which have the prompt as their parent."""
+    """A chosen and a rejected answer, both with the prompt as their parent."""
 
     id: str
     chosen: EncodedSample
     rejected: EncodedSample
     fingerprint: str
-    """Of the prompt's tokens and media, and of both answers."""
-    given: tuple[float, float] | None = None
-    """Log-probabilities of both under the reference, where the row has them."""
+    """Hash of the prompt's tokens and media and of both answers."""
+    ref_logprobs: tuple[float, float] | None = None
+    """Log-probabilities of both answers under the reference; None if the row does not have them."""
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Trained tokens of both."""
+        """Numbers of trained tokens of both answers."""
         return int(self.chosen.loss_mask.sum()), int(self.rejected.loss_mask.sum())
 
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
-        """As they are packed: with their prompt as parent, or each behind its own copy."""
+        """Return both answers for packing: sharing the prompt as parent, or each after a copy of the prompt."""
         both = [self.chosen, self.rejected]
         return both if share_prompt else [joined(sample) for sample in both]
 
     def size(self, config: DPOConfig) -> int:
-        """Tokens of a forward of it alone, padding included."""
-        own_lengths = [len(self.chosen), len(self.rejected)]
+        """Count the tokens of a forward over only this pair, including padding."""
+        lengths = [len(self.chosen), len(self.rejected)]
         prompt = len(self.chosen.parent or ())
         if not config.train.packing:
-            return 2 * (prompt + max(own_lengths))
-        return sum(own_lengths) + (prompt if config.shares_prompts else 2 * prompt)
+            return 2 * (prompt + max(lengths))
+        return sum(lengths) + (prompt if config.shares_prompts else 2 * prompt)
 
 
 class PairEncoder(Encoder):
-    """For rows of preferences: a row is as long as its prompt and both answers together."""
+    """Encoder of preference rows; the length of a row is that of its prompt and both answers together."""
 
     def measure(self, sample: Sample) -> int:
-        """From media headers, without decoding; may exceed `max_length`."""
+        """Count the tokens of a row from its media headers, without decoding; the result may exceed `max_length`."""
         prompt, better, worse = conversations(sample)
         _, segments = self._prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
@@ -70,14 +70,20 @@ class PairEncoder(Encoder):
         return self._count(prompt, segments) + sum(map(len, answers))
 
     def encode_pair(self, sample: Sample) -> Pair:
-        """DataError names the sample; SampleTooLong where it has more than `max_length` tokens."""
+        """Encode a preference row.
+
+        Raises:
+            DataError: the row is unusable.
+            SampleTooLong: it has more than `max_length` tokens.
+        """
         prompt, better, worse = conversations(sample)
         reference_logprobs = given_logprobs(sample)
         encoded = self.encode_prompt(prompt)
-        chosen, rejected = self.encode_answer(encoded, better), self.encode_answer(encoded, worse)
-        check_differ(sample, chosen.input_ids.tolist(), rejected.input_ids.tolist())
-        self.check_length(sample, len(encoded.encoded) + len(chosen) + len(rejected))
-        return Pair(sample.id, chosen, rejected, fingerprint(encoded, chosen, rejected), reference_logprobs)
+        better_answer, worse_answer = self.encode_answer(encoded, better), self.encode_answer(encoded, worse)
+        check_differ(sample, better_answer.input_ids.tolist(), worse_answer.input_ids.tolist())
+        self.check_length(sample, len(encoded.encoded) + len(better_answer) + len(worse_answer))
+        digest = fingerprint(encoded, better_answer, worse_answer)
+        return Pair(sample.id, better_answer, worse_answer, digest, reference_logprobs)
 
 
 def pair_encoder(encoder: Encoder) -> PairEncoder:
@@ -85,44 +91,49 @@ def pair_encoder(encoder: Encoder) -> PairEncoder:
 
 
 def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
-    """The prompt, and with it the better and the worse conversation. All that follows their common beginning is an answer.
+    """Split a row into its prompt, better conversation and worse conversation.
+
+    The prompt is the common beginning of the two; the rest is an answer.
 
     Raises:
-        DataError: there is only one conversation, or they do not part at an answer of the assistant.
+        DataError: the row has only one conversation, or they do not diverge at an assistant answer to the user.
     """
     better, worse = sample.messages, sample.rejected
     if worse is None:
         raise DataError(
-            f"sample {sample.id!r}: field 'rejected' is missing: a preference has a better and a worse answer"
+            f"sample {sample.id!r}: field 'rejected' is missing; a preference row needs a chosen and a rejected answer"
         )
     if better == worse:
         raise same_answer(sample)
     start = common_beginning(better, worse)
     for field, messages in (("chosen", better), ("rejected", worse)):
-        where = f"sample {sample.id!r}: field {field!r}"
+        location = f"sample {sample.id!r}: field {field!r}"
         if start == len(messages):
-            raise DataError(
-                f"{where} has nothing that the other of chosen and rejected does not have; give another answer"
-            )
+            raise DataError(f"{location} is only the beginning of the other conversation; give it a different answer")
         if start == 0 or [message["role"] for message in messages[start - 1 : start + 1]] != ["user", "assistant"]:
             raise DataError(
-                f"{where}, message {start}: here chosen and rejected begin to differ, and it is no answer of the assistant's to "
-                "the user; both must answer one prompt"
+                f"{location}, message {start}: chosen and rejected diverge here, but not at an assistant answer to a user "
+                "message; both must answer the same prompt"
             )
         if media_parts(messages[start:]):
-            raise DataError(f"{where}: images and videos must stand before the answers that differ")
+            raise DataError(
+                f"{location}: images and videos must come before the diverging answers; move them to the prompt"
+            )
     prompt = replace(sample, messages=better[:start], rejected=None)
     return prompt, replace(prompt, messages=better), replace(prompt, messages=worse)
 
 
 def common_beginning(better: Sequence[Message], worse: Sequence[Message]) -> int:
-    """Return how many messages both begin with."""
+    """Return the number of leading messages that both conversations share."""
     pairs = zip(better, worse, strict=False)
-    return next((i for i, (better_id, other) in enumerate(pairs) if better_id != other), min(len(better), len(worse)))
+    return next((i for i, (message, other) in enumerate(pairs) if message != other), min(len(better), len(worse)))
 
 
 def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
-    """Answers may differ in what the chat template takes off only, such as spaces at the end."""
+    """Raise DataError if both answers have the same tokens.
+
+    Their text may still differ in what the chat template strips, such as trailing spaces.
+    """
     if chosen == rejected:
         raise same_answer(sample)
 
@@ -132,7 +143,7 @@ def same_answer(sample: Sample) -> DataError:
 
 
 def given_logprobs(sample: Sample) -> tuple[float, float] | None:
-    """Return what the row says the reference gives both answers; None if it says nothing."""
+    """Return the reference log-probabilities of both answers from the row; None if it has none."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
         return None
@@ -152,16 +163,16 @@ def fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedS
     digest = hashlib.blake2b(digest_size=8)
     for sample in (prompt.encoded, chosen, rejected):
         digest.update(b"%d " % len(sample) + sample.input_ids.numpy().tobytes())
-    for medium in prompt.media:
-        digest.update(medium.tobytes() if isinstance(medium, Image.Image) else medium[0].tobytes())
+    for media_item in prompt.media:
+        digest.update(media_item.tobytes() if isinstance(media_item, Image.Image) else media_item[0].tobytes())
     return digest.hexdigest()
 
 
 def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
-    """The pairs of each micro-batch: by tokens where the configuration gives a budget of them, else by number.
+    """Cut pairs into micro-batches: by tokens if the config sets a token budget, else by number of pairs.
 
     Raises:
-        DataError: a pair that does not fit a micro-batch of its own.
+        DataError: a single pair exceeds the token budget.
     """
     budget, key = config.token_budget
     ordered = sorted(pairs, key=lambda pair: pair.size(config), reverse=True)
@@ -171,8 +182,8 @@ def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
     for pair in ordered:
         if pair.size(config) > budget:
             raise DataError(
-                f"sample {pair.id!r}: its pair has {pair.size(config)} tokens, more than {key} ({budget}), and both answers go "
-                "through one forward; raise that, or lower model.max_length and set model.on_too_long"
+                f"sample {pair.id!r}: its pair has {pair.size(config)} tokens, more than {key} ({budget}), but both answers go "
+                f"through one forward; raise {key}, or lower model.max_length and set model.on_too_long"
             )
     if config.train.packing:
         return first_fit([(pair.size(config), [pair]) for pair in ordered], budget)

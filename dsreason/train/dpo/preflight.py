@@ -1,4 +1,4 @@
-"""What DPO can find wrong before a model is loaded."""
+"""Checks of a DPO run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_giv
 
 
 def check(config: DPOConfig) -> None:
-    """Raise user-fixable errors: nothing is trained, and no weight is read.
+    """Raise user-fixable errors without reading weights or training.
 
     Raises:
         DsReasonError: unusable model folder or reference file, no data, too few rows for one step, a bad row.
@@ -33,12 +33,12 @@ def check(config: DPOConfig) -> None:
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if it is asked for, and nothing is held out."""
+    """Raise ConfigError if `checkpoint.best_metric` is set but no rows are held out."""
     set_keys = config.checkpoint.model_fields_set
     if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
-            f"checkpoint.best_metric ({config.checkpoint.best_metric}) is measured on held-out rows, and there are none; set "
-            "data.validation, or remove it"
+            f"checkpoint.best_metric ({config.checkpoint.best_metric}) is measured on held-out rows, but the run has "
+            "none; set data.validation, or remove checkpoint.best_metric"
         )
 
 
@@ -47,7 +47,7 @@ def given_file(config: DPOConfig) -> GivenReference | None:
 
 
 def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, fingerprint: str | None = None) -> None:
-    """Raise DataError if the row or the file should say what the reference gives the row's answers, and does not."""
+    """Raise DataError if the required reference log-probabilities of a row are missing or do not match it."""
     if file is not None and (problem := file.problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
@@ -55,7 +55,7 @@ def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, 
 
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return what a row of training goes through; raises DataError for one that cannot be used."""
+    """Return the function that encodes a training row; it raises DataError for an unusable row."""
     return partial(encode_row, config, given_file(config), pair_encoder(encoder))
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the answers under the reference: measured once and kept in the run folder, or given with the rows."""
+"""Log-probabilities of the answers under the reference: measured and saved in the run folder, or read from rows or a file."""
 
 from __future__ import annotations
 
@@ -27,63 +27,65 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""In the run folder: first the model, then a line for each row."""
+"""File in the run folder: first the model, then a line for each row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
-REMOVE = "remove the file: what it says is then measured anew"
+REMOVE = "remove the file to measure its rows again"
 
 
 class Reference(Protocol):
-    """What log-ratios are taken against."""
+    """The reference of the log-ratios."""
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
-        """`[P, 2]` float64 on the engine's device: of the chosen and the rejected answers.
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+        """Return `[P, 2]` float64 on the engine's device, for the chosen and the rejected answers. Collective.
 
-        Every rank calls it at the same place. `part` is "training" or "validation". Raises DataError for a pair of which
-        nothing is known.
+        `part` is "training" or "validation".
+
+        Raises:
+            DataError: the reference has no log-probabilities for a pair.
         """
 
 
 class NoReference:
-    """All log-probabilities are 0."""
+    """A reference whose log-probabilities are all 0."""
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
-        return torch.zeros(len(one.pairs), 2, dtype=torch.float64, device=engine.device)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+        return torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
 
 
 class AdapterOff:
-    """The model without its adapters, asked in every step."""
+    """The model without its LoRA adapters, evaluated in every step."""
 
     def __init__(self, base: BaseReference) -> None:
         self.base = base
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
         with self.base.in_place():
-            pairs = pairs_without_reference(engine, one)
+            pairs = pairs_without_reference(engine, micro_batch)
         return torch.stack([pairs.chosen, pairs.rejected], dim=1)
 
 
 NOTHING_GIVEN = (
-    'no fields ref_chosen_logprob and ref_rejected_logprob, which dpo.reference = "precomputed" needs; add them, give '
+    'no fields ref_chosen_logprob and ref_rejected_logprob, which dpo.reference = "precomputed" needs; add them, set '
     'dpo.reference_file, or set dpo.reference = "model"'
 )
 
 
 class RowReference:
-    """What the rows say."""
+    """A reference that reads the log-probabilities from the rows."""
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair) for pair in one.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+        return as_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
-        if pair.given is None:
+        if pair.ref_logprobs is None:
             raise DataError(f"{pair.where} (sample {pair.id!r}): {NOTHING_GIVEN}")
-        return pair.given
+        return pair.ref_logprobs
 
 
 @dataclass(frozen=True)
 class GivenLine:
-    """A line of `dpo.reference_file`: of one that a run measured it has the row's fingerprint."""
+    """A line of `dpo.reference_file`; a file that a run wrote also has the fingerprint of the row."""
 
     chosen: float
     rejected: float
@@ -92,15 +94,15 @@ class GivenLine:
 
 @dataclass
 class GivenReference:
-    """What `dpo.reference_file` says."""
+    """A reference that reads the log-probabilities from `dpo.reference_file`."""
 
     file: str
     by_id: dict[str, GivenLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
-    """Fingerprints of those that it was measured with, where it says so."""
+    """Fingerprints of the models that the file was measured with, if it names them."""
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair) for pair in one.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+        return as_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
         if problem := self.problem(pair.id, pair.fingerprint):
@@ -109,24 +111,24 @@ class GivenReference:
         return line.chosen, line.rejected
 
     def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
-        """Return why the row cannot be used, as far as is known without its fingerprint."""
+        """Return why the row cannot be used, or None; without a fingerprint only the id is checked."""
         line = self.by_id.get(row_id)
         if line is None:
-            return f"dpo.reference_file ({self.file}) has no line of this id; add it"
+            return f"dpo.reference_file ({self.file}) has no line with this id; add it"
         if None not in (fingerprint, line.fingerprint) and fingerprint != line.fingerprint:
             return (
-                f"the row is not as it was when dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, there "
-                f"{line.fingerprint}); put data, processor and data.vision back, give the file of these rows, or set "
+                f"the row has changed since dpo.reference_file ({self.file}) was measured (fingerprint {fingerprint}, in the "
+                f"file {line.fingerprint}); restore data, processor and data.vision, use a file measured with these rows, or set "
                 'dpo.reference = "model"'
             )
         return None
 
     def tell_other_model(self, model: str) -> None:
-        """Where it was measured with another model than the one of this fingerprint, which training begins with."""
+        """Warn if the file was measured with a model other than the initial one, which has the fingerprint `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
-                "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training begins with (%s): "
-                'log-ratios do not begin at 0; if that is not meant, set dpo.reference = "model"',
+                "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training starts with (%s), "
+                'so log-ratios do not start at 0; if that is not intended, set dpo.reference = "model"',
                 self.file,
                 " and ".join(other_models),
                 model,
@@ -147,20 +149,20 @@ class Measured:
 
 @dataclass
 class StoredReference:
-    """What the model that training began with gave each row."""
+    """A reference that measures each row once, with the model that training starts with, and saves the results."""
 
     file: Path
     rows: dict[tuple[str, int], Measured] = field(default_factory=dict)
-    """By part and row; equal on all ranks."""
+    """(part, row index) → measured row; the same on all ranks."""
 
-    def logprobs(self, engine: DeepSpeedEngine, one: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair, part) for pair in one.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+        return as_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
         row = self.rows.get((part, pair.row))
         if row is None or row.fingerprint != pair.fingerprint:
             raise DataError(
-                f"{pair.where} (sample {pair.id!r}): the row is not as it was when {self.file} was measured; put the data back, "
+                f"{pair.where} (sample {pair.id!r}): the row has changed since {self.file} was measured; restore the data, "
                 "or start a new run in another --output-dir"
             )
         return row.chosen, row.rejected
@@ -169,31 +171,31 @@ class StoredReference:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
-        """Add what the engine's weights give these rows, to the file as well. Collective."""
-        own_rows = [row for micro_batch in batch.parts for row in measured(engine, micro_batch, part)]
-        rows = [row for rank in world.of_groups(gather_objects(own_rows)) for row in rank]
+        """Measure these rows with the engine's weights; add the results here and to the file. Collective."""
+        local_rows = [row for micro_batch in batch.parts for row in measured(engine, micro_batch, part)]
+        rows = [row for rank in world.of_groups(gather_objects(local_rows)) for row in rank]
         for row in rows:
             if not math.isfinite(row.chosen + row.rejected):
                 raise DataError(
-                    f"{part} row {row.row + 1} (sample {row.id!r}): the reference gives its answers the log-probabilities "
-                    f"{row.chosen} and {row.rejected}; look at the model and the row"
+                    f"{part} row {row.row + 1} (sample {row.id!r}): the log-probabilities of its answers under the reference are "
+                    f"{row.chosen} and {row.rejected}, not finite; check the model and the row"
                 )
             self.rows[part, row.row] = row
         on_rank_zero(partial(append, self.file, rows))
 
 
-def measured(engine: DeepSpeedEngine, one: MicroBatch, part: str) -> list[Measured]:
-    pairs = pairs_without_reference(engine, one)
-    sums = zip(one.pairs, pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)
+def measured(engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> list[Measured]:
+    pairs = pairs_without_reference(engine, micro_batch)
+    sums = zip(micro_batch.pairs, pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)
     return [Measured(part, pair.row, pair.id, pair.fingerprint, *both) for pair, *both in sums]
 
 
 @torch.no_grad()
-def pairs_without_reference(engine: DeepSpeedEngine, one: MicroBatch) -> Pairs:
-    """Return what the engine's forward gives them. Collective."""
-    lengths = one.lengths.to(engine.device)
-    zeros = torch.zeros(len(one.pairs), 2, dtype=torch.float64, device=engine.device)
-    return pairs_of(engine(one.batch.to(engine.device)), lengths, zeros)
+def pairs_without_reference(engine: DeepSpeedEngine, micro_batch: MicroBatch) -> Pairs:
+    """Run the engine's forward and return the pairs with reference log-probabilities of 0. Collective."""
+    lengths = micro_batch.lengths.to(engine.device)
+    zeros = torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
+    return pairs_of(engine(micro_batch.batch.to(engine.device)), lengths, zeros)
 
 
 def as_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Tensor:
@@ -204,26 +206,26 @@ def as_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Ten
 
 
 def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> StoredReference:
-    """Return what was measured before, of the run that is continued or of an earlier start of this one. For rank 0.
+    """Open the rows measured by the resumed run, or by an earlier start of this one. Call it on rank 0 only.
 
     Args:
-        model: fingerprint of the model that training begins with.
+        model: fingerprint of the model that training starts with.
 
     Raises:
-        ConfigError: the run that is continued had another reference.
+        ConfigError: the resumed run had another reference model.
     """
     file = output_dir / FILE
-    places = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
-    existing_file = next((place for place in places if place.is_file()), None)
+    candidates = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
+    existing_file = next((candidate for candidate in candidates if candidate.is_file()), None)
     lines = [] if existing_file is None else read_lines(existing_file, REMOVE)
-    then = lines[0][1].get("model") if lines else model
-    if then != model and checkpoint is not None:
+    measured_model = lines[0][1].get("model") if lines else model
+    if measured_model != model and checkpoint is not None:
         raise ConfigError(
-            f"model.path is another model than the reference of this run was measured with (fingerprint {model}, in "
-            f"{existing_file} {then}); put the model back, or start a new run in another --output-dir"
+            f"model.path is not the model that the reference of this run was measured with (fingerprint {model}, in "
+            f"{existing_file} {measured_model}); restore the model, or start a new run in another --output-dir"
         )
-    if then != model:
-        log.warning("%s was measured with another model; it is made anew", existing_file)
+    if measured_model != model:
+        log.warning("%s was measured with another model; measuring it again", existing_file)
         lines = []
     rows = [as_measured(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))
@@ -234,7 +236,7 @@ def as_measured(line: dict[str, Any], where: str) -> Measured:
     kinds = {"part": str, "row": int, "id": str, "fingerprint": str}
     fits = line.keys() == {*kinds, *VALUES} and all(type(line[name]) is kind for name, kind in kinds.items())
     if not fits or not all(is_logprob(line[name]) for name in VALUES):
-        raise DataError(f"{where}: {line!r:.200} is no measured row; {REMOVE}")
+        raise DataError(f"{where}: {line!r:.200} is not a measured row; {REMOVE}")
     return Measured(**line)
 
 
@@ -244,9 +246,12 @@ def append(file: Path, rows: Iterable[Measured]) -> None:
 
 
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
-    """With where each stands, for messages. DataError for anything that is no object.
+    """Read JSON lines, each with its location for messages.
 
-    Where a run writes, half of a last line is what a killed process left, and does not count.
+    An incomplete last line in the file of a run is skipped: a killed process left it.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a JSON object.
     """
     try:
         content = file.read_bytes()
@@ -255,7 +260,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
     rows, lines = [], content.splitlines()
     unfinished = len(lines) if content.startswith(START) and not content.endswith(b"\n") else 0
     for number, line in enumerate(lines, start=1):
-        where = f"{file}, line {number}"
+        location = f"{file}, line {number}"
         if not line.strip():
             continue
         try:
@@ -263,18 +268,19 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == unfinished:
                 break
-            raise DataError(f"{where}: not JSON ({parse_error(error)}); {advice}") from error
+            raise DataError(f"{location}: not JSON ({parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
-            raise DataError(f"{where}: not an object; {advice}")
-        rows.append((where, value))
+            raise DataError(f"{location}: not an object; {advice}")
+        rows.append((location, value))
     return rows
 
 
 def read_given(path: str) -> GivenReference:
-    """`dpo.reference_file`: by id the log-probabilities of the chosen and the rejected answer.
+    """Read `dpo.reference_file`: log-probabilities of the chosen and the rejected answer by id.
 
     Raises:
-        ConfigError, DataError: no such file, or a line without them.
+        ConfigError: the file does not exist.
+        DataError: a line is invalid.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -285,10 +291,12 @@ def read_given(path: str) -> GivenReference:
             reference.models.add(str(line["model"]))
             continue
         if "id" not in line or not all(is_logprob(line.get(name)) for name in VALUES):
-            raise DataError(f"{where}: must have id, chosen and rejected, each of the two {LOGPROB}; is {line!r:.200}")
+            raise DataError(
+                f"{where}: must have id, chosen and rejected (each of the latter {LOGPROB}); got {line!r:.200}"
+            )
         key = str(line["id"])
-        given_line = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
-        other = reference.by_id.setdefault(key, given_line)
-        if (other.chosen, other.rejected) != (given_line.chosen, given_line.rejected):
-            raise DataError(f"{where}: the id {key!r} is there twice with other values; give each row an id")
+        entry = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
+        other = reference.by_id.setdefault(key, entry)
+        if (other.chosen, other.rejected) != (entry.chosen, entry.rejected):
+            raise DataError(f"{where}: the id {key!r} occurs twice with different values; give each row a unique id")
     return reference

@@ -1,4 +1,4 @@
-"""One optimizer step of DPO: pairs → log-probabilities → loss → gradients, and what is shown of them."""
+"""One optimizer step of DPO: pairs → log-probabilities → loss → gradients, and its metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dsreason.train.dpo.loader import MicroBatch, StepPairs
 from dsreason.train.dpo.reference import Reference
 
 WINDOW = 20
-"""Steps of which the later half is compared with the earlier one."""
+"""Number of recent steps whose later half is compared with the earlier half."""
 
 
 @dataclass
 class Baseline:
-    """The mean reward β · log-ratio of all answers of all steps before this one, which BCO takes for neutral.
+    """The mean reward β · log-ratio of the answers of all previous steps, which BCO considers neutral.
 
-    Not of this step's: its gradient would depend on the order of its micro-batches.
+    The current step is excluded, because its gradient would then depend on the order of its micro-batches.
     """
 
     total: float = 0.0
@@ -38,7 +38,7 @@ class Baseline:
         return self.total / max(self.count, 1)
 
     def add(self, pairs: Pairs, beta: float) -> None:
-        """The pairs of a step, unless one of them has no finite reward."""
+        """Add the pairs of a step, unless any of their rewards is not finite."""
         rewards = beta * torch.cat([pairs.chosen_ratio, pairs.rejected_ratio])
         if bool(rewards.isfinite().all()):
             self.total = math.fsum([self.total, *rewards.tolist()])
@@ -50,11 +50,11 @@ def settings_of(config: PreferenceConfig, baseline: Baseline) -> PairSettings:
 
 
 def reference_logprobs(
-    engine: DeepSpeedEngine, reference: Reference, parts: Sequence[MicroBatch], name: str
+    engine: DeepSpeedEngine, reference: Reference, micro_batches: Sequence[MicroBatch], part: str
 ) -> list[Tensor]:
-    """By micro-batch, see `Reference.logprobs`. Collective; an error on one rank is raised on all."""
+    """Return `Reference.logprobs` of each micro-batch. Collective; an error on one rank is raised on all."""
     with record_phase("ref_logprobs"), errors_on_all_ranks(), torch.no_grad():
-        return [reference.logprobs(engine, part, name) for part in parts]
+        return [reference.logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
 
 
 def accumulate_gradients(
@@ -65,38 +65,38 @@ def accumulate_gradients(
     world: World,
     baseline: Baseline,
 ) -> Pairs:
-    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut.
+    """Run forward and backward of every micro-batch; the gradient does not depend on how the global batch is cut.
 
     Returns the pairs of all ranks, on the CPU.
     """
-    parts, settings = batches.parts, settings_of(config, baseline)
+    micro_batches, settings = batches.parts, settings_of(config, baseline)
     all_pairs = []
     for i, (micro_batch, ref) in enumerate(
-        zip(parts, reference_logprobs(engine, reference, parts, "training"), strict=True)
-    ):  # every rank runs the same number: forwards are collectives
+        zip(micro_batches, reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
+    ):  # every rank runs the same number, because forwards are collective
         with record_phase("forward"):
             pairs = pairs_of(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
             loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
-        add_gradient(engine, loss.float(), world.size, last=i == len(parts) - 1)
+        add_gradient(engine, loss.float(), world.size, last=i == len(micro_batches) - 1)
         all_pairs.append(pairs)
     return gather_pairs(all_pairs, world)
 
 
-def gather_pairs(found: Sequence[Pairs], world: World) -> Pairs:
-    """Those of all ranks as one, detached and on the CPU. Collective."""
-    own_values = [
-        torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in found]).tolist() for name in NAMES
+def gather_pairs(local_pairs: Sequence[Pairs], world: World) -> Pairs:
+    """Join the pairs of all ranks, detached and on the CPU. Collective."""
+    local_values = [
+        torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in local_pairs]).tolist() for name in NAMES
     ]
-    ranks = world.of_groups(gather_objects(own_values))
+    ranks = world.of_groups(gather_objects(local_values))
     columns = [torch.tensor(sum((rank[i] for rank in ranks), []), dtype=torch.float64) for i in range(len(NAMES))]
     return Pairs(*columns)
 
 
-NAMES = [one.name for one in fields(Pairs)]
+NAMES = [item.name for item in fields(Pairs)]
 
 
 def metrics_of(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
-    """Means over pairs, of which there must be one.
+    """Compute means over pairs; at least one pair is required.
 
     `accuracy` is the share whose margin is positive: the policy prefers the chosen answer more than the reference does.
     `ranking` is the share whose chosen answer is the more probable one. `chosen` and `rejected` are log-ratios.
@@ -120,29 +120,29 @@ def metrics_of(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -
 
 @dataclass
 class ChosenWatch:
-    """Looks for the known failure of preference losses: both answers become less probable, the rejected one faster."""
+    """Detector of a known failure of preference losses: both answers become less probable, the rejected one faster."""
 
-    seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Of the newest steps, the mean log-ratio of the chosen answers, and the accuracy."""
-    told: bool = False
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """(Mean log-ratio of the chosen answers, accuracy) of the most recent steps."""
+    has_warned: bool = False
 
     def look(self, chosen: float, accuracy: float) -> str | None:
-        """A warning, once, where over the window chosen answers fell while accuracy rose."""
+        """Return a warning, once, if chosen answers fell while accuracy rose over the window; else None."""
         if not math.isfinite(chosen):
             return None
-        self.seen.append((chosen, accuracy))
-        if self.told or len(self.seen) < WINDOW:
+        self.recent.append((chosen, accuracy))
+        if self.has_warned or len(self.recent) < WINDOW:
             return None
         half = WINDOW // 2
         earlier, later = (
-            [sum(values) / half for values in zip(*part, strict=True)]
-            for part in (list(self.seen)[:half], list(self.seen)[half:])
+            [sum(values) / half for values in zip(*steps, strict=True)]
+            for steps in (list(self.recent)[:half], list(self.recent)[half:])
         )
         if not (later[0] < min(earlier[0], 0.0) and later[1] > earlier[1]):
             return None
-        self.told = True
+        self.has_warned = True
         return (
             f"dpo/chosen fell from {earlier[0]:.3f} to {later[0]:.3f} while dpo/accuracy rose from {earlier[1]:.1%} to "
-            f"{later[1]:.1%} (means of {half} steps): the chosen answers become less probable, too, and what takes their place "
-            "is in no row; raise dpo.sft_weight (such as 0.2 to 1), raise dpo.beta, or lower optim.lr"
+            f"{later[1]:.1%} (means of {half} steps): the chosen answers become less probable, too, in favour of answers "
+            "that are in no row; raise dpo.sft_weight (such as 0.2 to 1), raise dpo.beta, or lower optim.lr"
         )

@@ -1,4 +1,4 @@
-"""Held-out preferences: loss, margins and accuracy; and generated answers where they are asked for."""
+"""Validation on held-out preferences: loss, margins and accuracy, and generated answers if enabled."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from dsreason.train.dpo.update import Baseline, gather_pairs, metrics_of, refere
 log = logging.getLogger(__name__)
 
 NAMES = {"total": "loss", "accuracy": "preference_accuracy", "ranking": "ranking_accuracy"}
-"""What the metrics of pairs are called in validation, where it is another name."""
+"""Metrics of pairs that have another name in validation."""
 
 
 @dataclass(frozen=True)
 class PreferenceResult:
-    """Equal on all ranks."""
+    """The result of a validation, the same on all ranks."""
 
     metrics: dict[str, float]
     answered: ValidationResult | None
 
     def summary(self, step: int) -> str:
-        """`validation at step 60: loss 0.1234, margin 2.31, preferences 93.8 %, accuracy 90.6 %`."""
+        """Format a log line: `validation at step 60: loss 0.1234, margin 2.31, preferences 93.8 %, accuracy 90.6 %`."""
         metrics = self.metrics
-        text = f"validation at step {step}: loss {metrics['val/loss']:.4f}, margin {metrics['val/margin']:.2f}, preferences "
-        text += f"{metrics['val/preference_accuracy']:.1%}"
+        line = f"validation at step {step}: loss {metrics['val/loss']:.4f}, margin {metrics['val/margin']:.2f}, preferences "
+        line += f"{metrics['val/preference_accuracy']:.1%}"
         if "val/accuracy" in metrics:
-            text += f", accuracy {metrics['val/accuracy']:.1%}"
-        return text.replace("%", " %")
+            line += f", accuracy {metrics['val/accuracy']:.1%}"
+        return line.replace("%", " %")
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
         if self.answered is not None:
@@ -63,15 +63,19 @@ def validate_preferences(
 def measure_pairs(
     engine: DeepSpeedEngine, reference: Reference, held_out: HeldOut[DPOConfig], progress: Progress
 ) -> Pairs:
-    """Measure the held-out pairs of all ranks. Raises DataError if none of the rows can be used."""
+    """Measure the held-out pairs of all ranks. Collective.
+
+    Raises:
+        DataError: none of the rows can be used.
+    """
     config, world, rows, pairs = held_out.config, held_out.world, held_out.rows, []
     was_training = engine.training
     engine.eval()
     size = config.validation.micro_batch_size * world.size
     with progress.phase("validation: preferences", len(rows), "pairs") as advance:
         for batches in pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
-            for text in batches.skipped:
-                log.warning("validation: left out: %s", text)
+            for message in batches.skipped:
+                log.warning("validation: left out: %s", message)
             refs = reference_logprobs(engine, reference, batches.parts, "validation")
             for micro_batch, ref in zip(batches.parts, refs, strict=True):
                 logprobs = engine(micro_batch.batch.to(engine.device))

@@ -1,4 +1,4 @@
-"""Building a GRPO run: prompts, model, engine, sampler, rewards, and what shows the run to a person."""
+"""Setup of a GRPO run: prompts, model, engine, sampler, rewards, metrics and progress display."""
 
 from __future__ import annotations
 
@@ -47,34 +47,34 @@ from dsreason.train.grpo.teacher import Teacher, open_teacher
 
 @dataclass(kw_only=True)
 class GRPOTrainer:
-    """The parts of GRPO."""
+    """The components of a GRPO run."""
 
     job: TrainingJob[GRPOConfig]
     run: TrainingRun[GRPOConfig]
     engine: DeepSpeedEngine
     rows: TrainingRows
     prompt_encoder: Encoder
-    """Leaves room for the longest completion."""
+    """Encoder of prompts that leaves room for the longest completion."""
     sampler: Sampler
     held_out: HeldOut[GRPOConfig]
     rollouts: RolloutSampler
     scorer: Scorer
     reference: Reference | None
-    """None without a KL term."""
+    """Reference policy of the KL term; unset without a KL term."""
     teacher: Teacher | None
-    """None if nothing is distilled."""
+    """Teacher to distill from; unset without distillation."""
     objective: Objective
     arithmetic: Arithmetic
     banned_ids: Tensor
-    """Media tokens, which no completion has."""
+    """Ids of the media tokens, which must not occur in a completion."""
     batches_per_epoch: float
-    """Of prompts."""
+    """Number of prompt batches per epoch."""
     num_untrained: int = 0
-    """Rollouts in a row that had nothing to train."""
+    """Number of consecutive rollouts without anything to train."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What a checkpoint has beside the state of every run."""
+        """State that a checkpoint stores in addition to that of every trainer."""
         teacher = {"teacher": self.teacher.fingerprint} if self.teacher else {}
         return {"next_batch": self.rollouts.next_batch} | teacher
 
@@ -84,7 +84,7 @@ class GRPOTrainer:
 
 @contextmanager
 def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPOTrainer]:
-    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="grpo", check=check, stack=stack)
         config, world, encoder = job.config, job.world, rows.encoder
@@ -106,10 +106,10 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             offload=config.rollout.offload,
             total_steps=num_steps(order, config),
         )
-        asker, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
+        loader_encoder, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
         prompts = PromptLoader(
             rows.training,
-            asker,
+            loader_encoder,
             order,
             config,
             exchange=gather_objects,
@@ -125,7 +125,7 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             run=run,
             engine=engine,
             rows=rows,
-            prompt_encoder=asker,
+            prompt_encoder=loader_encoder,
             sampler=sampler,
             held_out=HeldOut(rows.validation, encoder, config, world),
             rollouts=RolloutSampler(
@@ -142,17 +142,17 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 
 
 def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, Reference | None, TrainerState]:
-    """Load the policy with its optimizer, the reference if there is a KL term, and where the run starts. Collective."""
+    """Load the policy with its optimizer, the reference of the KL term if any, and the state to start from. Collective."""
     config, model_path = job.config, job.model_path
-    # A resumed run could not read the newest reference: only the first host has it.
+    # Without a shared folder only the first host has the newest reference, so a resumed run could not read it.
     if job.world.folder_ranks and config.grpo.reference_reset_every:
         raise ConfigError(
-            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, and "
-            f"{config.output_dir} is another one on every host; give such a folder, or set it to 0"
+            f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, but "
+            f"{config.output_dir} is a separate folder on each host; use a shared folder, or set it to 0"
         )
     engine = build_policy_engine(config, job.deepspeed, model_path, job.world.group)
     reference: Reference | None = None
-    if objective_of(config.grpo).kl_coef:  # before a checkpoint is loaded
+    if objective_of(config.grpo).kl_coef:  # must run before a checkpoint is loaded
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
     state = start_policy(job, engine)
     if job.checkpoint is not None and isinstance(reference, ReferencePolicy):
@@ -165,7 +165,7 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
     if rollout.engine == "transformers":
         return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
     return VLLMSettings(
-        # A held-out prompt may be as long as model.max_length by itself.
+        # A held-out prompt may fill model.max_length without its completion.
         max_model_len=config.model.max_length + config.validation.max_completion_length,
         tensor_parallel_size=rollout.tensor_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -177,7 +177,7 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """Return what one engine is asked for in one rollout; at least what validation may ask for as well."""
+    """Return the number of completions per engine and rollout, but at least `MIN_SEQUENCES`, for validation."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)
     return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

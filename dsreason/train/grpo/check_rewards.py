@@ -1,4 +1,4 @@
-"""What can be found wrong with rewards before anything is sampled: names, options, the server's address, rows and prompts."""
+"""Checks of the rewards before anything is sampled: names, options, the server's URL, rows and prompts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from dsreason.train.grpo.teacher_server import check_no_media
 def check_functions(config: GRPOConfig) -> None:
     """Raise ConfigError if a reward cannot be loaded with its options, or the reward server's settings are wrong.
 
-    Nothing is requested from the server.
+    No request is sent to the server.
     """
     for name in config.reward.functions:
         options = config.reward.options.get(name, {})
         if not name.startswith(REMOTE):
             check_reward(name, options)
         elif name == REMOTE:
-            raise ConfigError(f'reward.functions: "{REMOTE}" names no score of the server; write {REMOTE}<score>')
+            raise ConfigError(
+                f'reward.functions: "{REMOTE}" lacks the name of a score of the server; write {REMOTE}<score>'
+            )
         elif options:
-            raise ConfigError(f'reward.options."{name}": a reward of the server has no options')
+            raise ConfigError(f'reward.options."{name}": a server reward has no options; remove them')
     open_remote(config.reward)
     buffer = config.reward.options.get("overlong", {}).get("buffer")
     if buffer is not None:
@@ -44,21 +46,21 @@ def check_functions(config: GRPOConfig) -> None:
 
 
 def row_check(config: GRPOConfig) -> Check:
-    """Return what a row must have for the rewards of this run; raises DataError."""
+    """Return the check of a training row for the rewards of this run; it raises DataError."""
     names = tuple(name for name in config.reward.functions if name in BUILT_IN)
-    of_rewards = partial(check_answer, names, options=config.reward.options)
+    check_rewards = partial(check_answer, names, options=config.reward.options)
     if not config.distill.by_server:
-        return of_rewards
+        return check_rewards
 
     def check(sample: Sample) -> None:
         check_no_media(sample)
-        of_rewards(sample)
+        check_rewards(sample)
 
     return check
 
 
 def held_out_check(config: GRPOConfig) -> Check:
-    """Return what a held-out row must have: a reward that reads its reference would stop the run at the first validation."""
+    """Return the check of a held-out row: an unusable reference would otherwise stop the run at the first validation."""
     names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
     return partial(check_references, names, config.reward.options)
 
@@ -66,14 +68,14 @@ def held_out_check(config: GRPOConfig) -> Check:
 def check_answer(
     rewards: Sequence[str], sample: Sample, options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """DataError for a reference answer that one of these built-in rewards cannot use with its options."""
+    """Raise DataError if one of these built-in rewards cannot use the reference answer with its options."""
     for name in rewards:
         if name in WITHOUT_ANSWER:
             continue
         if not isinstance(sample.answer, str) or not sample.answer.strip():
             raise DataError(
                 f"sample {sample.id!r}: field 'answer' is {sample.answer!r}; the reward {name} compares with it; "
-                "add it, leave such rows out (data.on_bad_row), or take a reward that needs none"
+                "add it, skip such rows (data.on_bad_row), or use a reward that needs no answer"
             )
         problem = UNUSABLE[name](sample.answer, sample.options or {}) if name in UNUSABLE else None
         if problem is not None:
@@ -88,13 +90,13 @@ def no_option(answer: str, options: dict[str, str]) -> str | None:
 
 
 def no_number(answer: str, options: dict[str, str]) -> str | None:
-    bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
-    return None if bare or hash_number(answer) is not None else "neither a number nor a text with `#### number`"
+    is_bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
+    return None if is_bare or hash_number(answer) is not None else "neither a number nor a text with `#### number`"
 
 
 def no_latex(answer: str, options: dict[str, str]) -> str | None:
-    plain = "\\" not in answer and "$" not in answer
-    return f"no LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if plain else None
+    is_plain = "\\" not in answer and "$" not in answer
+    return f"no LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if is_plain else None
 
 
 UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
@@ -104,13 +106,13 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": no_number,
     "boxed_math": no_latex,
 }
-"""Reward → what is wrong with a reference answer, given the sample's options; None if a completion can be right."""
+"""Reward → function that returns what is wrong with a reference answer, given the sample's options, or None."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
-    """Raise ConfigError if what these prompts ask for is not what the reward `format` accepts.
+    """Raise ConfigError if no prompt asks for a format that the reward `format` accepts.
 
-    One prompt that asks for it is enough: in the others a question may have tags of its own.
+    One matching prompt is enough, because the questions of others may contain unrelated tags.
     """
     if "format" not in config.reward.functions:
         return
@@ -124,7 +126,7 @@ def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
     if problems and None not in problems:
         example = f", such as {REQUEST!r}" if format_problem(REQUEST, pattern) is None else ""
         raise ConfigError(
-            f"reward format with the pattern {pattern!r}: {problems[0]}; a completion that does as asked gets no reward. "
+            f"reward format with the pattern {pattern!r}: {problems[0]}; a completion that follows the prompt gets no reward. "
             f"Change reward.options.format.pattern, or let data.system_prompt ask for the format{example}"
         )
 

@@ -1,4 +1,4 @@
-"""Before the first step: do weights arrive in the rollout engine, and does it compute the trainer's log-probabilities?"""
+"""Self-test before the first step: weight transfer to the rollout engine, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.update import current_logprobs, cut
 
 NUM_ROWS = 64
-"""Rows that are searched for a prompt of each modality."""
+"""Number of rows that are searched for a prompt of each modality."""
 
 
 class SelfTestError(DsReasonError):
-    """The rollout engine does not do what training relies on."""
+    """The rollout engine failed its self-test."""
 
 
 def check_engine(
@@ -38,15 +38,15 @@ def check_engine(
     step: int,
     progress: Progress,
 ) -> None:
-    """Run the engine's self-test, and compare its log-probabilities with the trainer's. Collective.
+    """Run the engine's self-test and compare its log-probabilities with the trainer's. Collective.
 
     Raises:
-        SelfTestError: names the tensors that did not arrive or come back.
-        MismatchError: the two sides are further apart than `rollout.mismatch_stop`.
+        SelfTestError: some tensors did not arrive or were not restored; the message names them.
+        MismatchError: the log-probabilities differ by more than `rollout.mismatch_stop`.
     """
     sampler.offload.offload()
     try:
-        tested = self_test(
+        test_result = self_test(
             sampler.rollout,
             lambda: merged_parameters(sampler.policy, sampler.bucket_mb),
             prompts,
@@ -55,16 +55,16 @@ def check_engine(
     except SyncError as error:
         raise SelfTestError(str(error)) from error
     sampler.offload.reload()
-    pairs = zip(prompts, tested.completions, strict=True)
+    pairs = zip(prompts, test_result.completions, strict=True)
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
     micro_batches = cut(rollouts, config, encoder)
-    logprobs = current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)  # greedy ones are reported at 1
-    own_prompts = [
+    logprobs = current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)  # engines report greedy tokens at 1
+    local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
         for difference in mismatch.mismatches(micro_batch.rollouts, values)
     ]
-    differences = [difference for part in gather_objects(own_prompts) for difference in part]
+    differences = [difference for part in gather_objects(local_differences) for difference in part]
     metrics = mismatch.metrics_of(differences)
     by_modality = ", ".join(
         f"{name.rpartition('/')[2]} {value:.2g}"
@@ -72,17 +72,17 @@ def check_engine(
         if name.startswith("mismatch/max_abs_logprob/")
     )
     progress.say(
-        f"self-test: {sum(map(len, tested.tensors))} tensors of the engine took perturbed values and were restored; its "
+        f"self-test: {sum(map(len, test_result.tensors))} tensors of the engine were perturbed and restored; its "
         f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
     mismatch.check(metrics, differences, config.rollout, step, folder=None)
 
 
 def prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[EncodedPrompt]:
-    """Encode the first prompt of each modality among the first rows, the same on every rank.
+    """Encode the first usable prompt of each modality among the first rows; every rank gets the same.
 
     Raises:
-        DataError: none of them can be used.
+        DataError: none of these rows is usable.
     """
     prompts: dict[str, EncodedPrompt] = {}
     for index in range(min(NUM_ROWS, len(training))):
@@ -90,7 +90,7 @@ def prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[Encod
             sample = training[index]
             if modality_of(sample) not in prompts:
                 prompts[modality_of(sample)] = encoder.encode_prompt(sample)
-        except DataError:  # the loader names it when it is met
+        except DataError:  # the loader reports the row when it reads it
             continue
     if not prompts:
         raise DataError(f"none of the first {NUM_ROWS} rows is a usable prompt, so the rollout engine cannot be tested")

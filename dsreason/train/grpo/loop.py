@@ -29,15 +29,15 @@ from dsreason.train.grpo.show import describe, show_rollouts
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
 SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
-"""In the progress bar."""
+"""Metrics displayed in the progress bar: label → metric key."""
 SHOWN_OF_TEACHER = {"distance": "distill/kl", "length": "completion/length_mean"}
-"""The same if there is a teacher and no reward."""
+"""Metrics displayed in the progress bar of a run with a teacher and no reward."""
 MAX_UNTRAINED = 10
-"""Rollouts in a row that may have nothing to train."""
+"""Number of consecutive rollouts without anything to train after which the run stops."""
 
 
 def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
+    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
     with build_grpo(config, output_dir, resume) as grpo:
         train(grpo)
 
@@ -56,7 +56,7 @@ def train(grpo: GRPOTrainer) -> None:
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
-    """Check before the first step that weights arrive in the rollout engine, and that it computes what the trainer does."""
+    """Check that weights arrive in the rollout engine and that its log-probabilities match the trainer's."""
     job, progress = grpo.job, grpo.run.progress
     prompts = prompt_per_modality(grpo.rows.training, grpo.prompt_encoder)
     with job.watchdog.phase("self_test"), progress.phase("self-test of the rollout engine"):
@@ -65,7 +65,7 @@ def check_rollout_engine(grpo: GRPOTrainer) -> None:
 
 
 def train_on_rollout(grpo: GRPOTrainer) -> None:
-    """Sample completions of the policy as it is, and run the optimizer steps over them."""
+    """Sample completions from the current policy and run the optimizer steps over them."""
     run, watchdog = grpo.run, grpo.job.watchdog
     started = time.perf_counter()
     with watchdog.phase("rollout"):
@@ -82,11 +82,11 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
             finish_step(grpo, micro_batches, metrics | times, rollout_metrics)
-        sampling_seconds, train_started = 0.0, now  # a rollout's further steps cost no sampling
+        sampling_seconds, train_started = 0.0, now  # only the first step of a rollout includes sampling
 
 
 def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float]:
-    """Show the completions and return the metrics of the rollout."""
+    """Log the completions and return the metrics of the rollout."""
     job = grpo.job
     return show_rollouts(
         sampled,
@@ -100,18 +100,20 @@ def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float
 
 
 def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[MicroBatch]]:
-    """Cut the rollouts into optimizer steps, with all log-probabilities that do not change while the policy trains."""
+    """Cut the rollouts into optimizer steps and add all log-probabilities that do not change while the policy trains."""
     run, config, world = grpo.run, grpo.job.config, grpo.job.world
-    rollouts = join_group(sampled.rollouts, sampled.prompts, lambda own: gather_in_group(own, world))
+    rollouts = join_group(sampled.rollouts, sampled.prompts, lambda rollouts: gather_in_group(rollouts, world))
     steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
     grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
     check_trained(grpo.num_untrained, run.state.step, config)
-    steps_left = run.total_steps - run.state.step  # fewer than `steps` if earlier rollouts left some out
-    return add_fixed_logprobs(steps[:steps_left], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids)
+    remaining_steps = run.total_steps - run.state.step  # fewer than len(steps) if earlier rollouts skipped steps
+    return add_fixed_logprobs(
+        steps[:remaining_steps], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids
+    )
 
 
 def train_on_step(grpo: GRPOTrainer, micro_batches: list[MicroBatch]) -> dict[str, float]:
-    """Run one optimizer step over a part of a rollout. Return its metrics."""
+    """Run one optimizer step over a part of a rollout and return its metrics."""
     run, job = grpo.run, grpo.job
     step = run.state.step + 1
     with run.memory.phase("train"):
@@ -133,7 +135,7 @@ def train_on_step(grpo: GRPOTrainer, micro_batches: list[MicroBatch]) -> dict[st
 def cut_into_steps(
     rollouts: list[Rollout], objective: Objective, config: GRPOConfig, encoder: Encoder, world: World
 ) -> list[list[MicroBatch]]:
-    """Cut the trained rollouts into the micro-batches of each optimizer step; a step for which no rank has any is left out."""
+    """Cut the trained rollouts into the micro-batches of each optimizer step; skip steps without rollouts on any rank."""
     numbers = [rollout.group for rollout in rollouts if rollout.group is not None]
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
     if objective.overlong_filter:
@@ -143,11 +145,11 @@ def cut_into_steps(
 
 
 def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
-    """Raise DsReasonError if rollout after rollout has nothing to train."""
+    """Raise DsReasonError after `MAX_UNTRAINED` consecutive rollouts without anything to train."""
     if num_untrained == MAX_UNTRAINED:
         raise DsReasonError(
-            f"step {step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were left "
-            "out, or the overlong filter took all that were cut off at rollout.max_completion_length "
+            f"step {step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were "
+            "skipped, or the overlong filter removed all completions that were cut off at rollout.max_completion_length "
             f"({config.rollout.max_completion_length}); raise it, or set grpo.overlong_filter = false"
         )
 
@@ -163,12 +165,12 @@ def grpo_step(
     step: int,
     mismatch_folder: Path | None,
 ) -> dict[str, float]:
-    """Run one optimizer step over a part of a rollout, however it was cut into micro-batches and over ranks.
+    """Run one optimizer step over a part of a rollout; the result does not depend on how it is cut.
 
-    `mismatch_folder` is where rank 0 saves completions whose log-probabilities differ between engine and trainer.
+    Rank 0 saves completions whose log-probabilities differ between engine and trainer to `mismatch_folder`.
     """
     metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
-    if math.isfinite(metrics["train/loss"]):  # else it is no sign of two different policies
+    if math.isfinite(metrics["train/loss"]):  # after a non-finite loss, a mismatch does not mean different policies
         mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
     return metrics | take_optimizer_step(engine, lr)
 
@@ -180,7 +182,7 @@ def describe_batches(micro_batches: list[MicroBatch], tokenizer: Any) -> list[li
 def finish_step(
     grpo: GRPOTrainer, micro_batches: list[MicroBatch], metrics: dict[str, float], rollout_metrics: dict[str, float]
 ) -> None:
-    """Count the step and show it."""
+    """Count the step and display it."""
     run, job, config = grpo.run, grpo.job, grpo.job.config
     run.count_step(epoch=grpo.rollouts.next_batch / grpo.batches_per_epoch, extra=grpo.extra)
     if isinstance(grpo.reference, ReferencePolicy):
@@ -190,8 +192,8 @@ def finish_step(
     batches = [micro_batch.batch for micro_batch in micro_batches]
     metrics |= grpo.arithmetic.metrics(work, batches, metrics["time/train"])
     rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
-    own_tokens = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
-    num_tokens = sum(job.world.of_groups(gather_objects(own_tokens)))
+    local_tokens = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
+    num_tokens = sum(job.world.of_groups(gather_objects(local_tokens)))
     metrics |= rollout_metrics
     names = SHOWN if config.reward.functions else SHOWN_OF_TEACHER
     run.show_step(

@@ -1,4 +1,4 @@
-"""Where the engine that samples and the trainer give the same tokens different probabilities."""
+"""Differences between the log-probabilities of the rollout engine and the trainer for the same tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NUM_WORST = 8
 
 
 class MismatchError(DsReasonError):
-    """The engine does not sample from the policy that is trained."""
+    """The rollout engine does not sample from the policy that is trained."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Of one completion: the sum over its tokens of KL(engine ‖ trainer) by k3, and the largest |Δ log-probability|.
+    """The difference in one completion: KL(engine ‖ trainer) by k3 summed over its tokens, and the largest |Δ log-probability|.
 
     Example: `Mismatch("7", "video", "left", num_tokens=2, kl=2.1e-13, largest=9.5e-7, at=1)`.
     """
@@ -41,7 +41,7 @@ class Mismatch:
     kl: float
     largest: float
     at: int
-    """Number of the sampled token that `largest` is of."""
+    """Index of the sampled token with the largest difference."""
 
     @property
     def mean(self) -> float:
@@ -49,59 +49,61 @@ class Mismatch:
 
 
 def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
-    """One for each rollout of a micro-batch, whose tokens have the trainer's `logprobs` `[N]`, rollout after rollout."""
-    mismatches, start = [], 0
+    """Measure the mismatch of each rollout of a micro-batch; `logprobs` `[N]` are the trainer's, in the order of the rollouts."""
+    results, start = [], 0
     logprobs = logprobs.double().cpu()
     for rollout in rollouts:
         engine = torch.tensor(rollout.completion.logprobs, dtype=torch.float64)
         trainer = logprobs[start : start + len(engine)]
         start += len(engine)
-        apart = (trainer - engine).abs()
-        mismatches.append(
+        differences = (trainer - engine).abs()
+        results.append(
             Mismatch(
                 id=rollout.prompt.sample.id,
                 modality=modality_of(rollout.prompt.sample),
                 completion=rollout.completion.text,
                 num_tokens=len(engine),
                 kl=float(k3(engine, trainer).sum()),
-                largest=float(apart.max()) if len(engine) else 0.0,
-                at=int(apart.argmax()) if len(engine) else 0,
+                largest=float(differences.max()) if len(engine) else 0.0,
+                at=int(differences.argmax()) if len(engine) else 0,
             )
         )
-    return mismatches
+    return results
 
 
-def metrics_of(found: Sequence[Mismatch]) -> dict[str, float]:
-    """`mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob` of every rank's completions, both also by modality."""
-    parts = {
-        f"/{name}": [mismatch for mismatch in found if mismatch.modality == name]
-        for name in sorted({m.modality for m in found})
+def metrics_of(mismatches: Sequence[Mismatch]) -> dict[str, float]:
+    """Compute `mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob`, in total and by modality."""
+    by_modality = {
+        f"/{name}": [mismatch for mismatch in mismatches if mismatch.modality == name]
+        for name in sorted({mismatch.modality for mismatch in mismatches})
     }
     metrics = {}
-    for suffix, ones in {**parts, "": found}.items():
-        num_tokens = sum(mismatch.num_tokens for mismatch in ones)
-        metrics[f"mismatch/kl{suffix}"] = sum(mismatch.kl for mismatch in ones) / max(num_tokens, 1)
-        metrics[f"mismatch/max_abs_logprob{suffix}"] = max((mismatch.largest for mismatch in ones), default=0.0)
+    for suffix, group in {**by_modality, "": mismatches}.items():
+        num_tokens = sum(mismatch.num_tokens for mismatch in group)
+        metrics[f"mismatch/kl{suffix}"] = sum(mismatch.kl for mismatch in group) / max(num_tokens, 1)
+        metrics[f"mismatch/max_abs_logprob{suffix}"] = max((mismatch.largest for mismatch in group), default=0.0)
     return metrics
 
 
-def with_few_texts(found: Sequence[Mismatch]) -> list[Mismatch]:
-    """For other ranks: only this rank's worst can be among the worst of all, so only they keep their text."""
-    worst_ids = set(map(id, worst(found)))
-    return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in found]
+def with_few_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+    """Keep the text of only this rank's worst completions, before the exchange: the worst of all ranks are among them."""
+    worst_ids = set(map(id, worst(mismatches)))
+    return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in mismatches]
 
 
-def worst(found: Sequence[Mismatch]) -> list[Mismatch]:
-    """Those that differ most on average, the worst first; NaN comes before all others."""
-    return sorted(found, key=lambda one: math.inf if math.isnan(one.mean) else one.mean, reverse=True)[:NUM_WORST]
+def worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+    """Return the `NUM_WORST` completions with the largest mean difference, worst first; NaN sorts first."""
+    return sorted(
+        mismatches, key=lambda mismatch: math.inf if math.isnan(mismatch.mean) else mismatch.mean, reverse=True
+    )[:NUM_WORST]
 
 
 def check(
-    metrics: dict[str, float], found: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
+    metrics: dict[str, float], mismatches: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
 ) -> None:
-    """Warn or stop on the mean over tokens, and write the worst completions of `found` to `folder/step_N.jsonl`.
+    """Warn or stop if the mean over tokens is too large, and write the worst completions to `folder/step_N.jsonl`.
 
-    Not with top_p or top_k: the engine's probabilities are then renormalised over the tokens that remain.
+    Nothing is checked with top_p or top_k, because the engine then renormalises its probabilities over fewer tokens.
 
     Raises:
         MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
@@ -109,16 +111,18 @@ def check(
     kl = metrics["mismatch/kl"]
     if kl <= config.mismatch_warn or not config.samples_all_tokens:
         return
-    worst_ones, place = worst(found), ""
+    worst_mismatches, hint = worst(mismatches), ""
     if folder is not None:
         file = folder / f"{step_name(step)}.jsonl"
-        write_rows(file, map(vars, worst_ones))
-        place = f"; the worst are in {file}"
-    names = ", ".join(f"{mismatch.id!r} ({mismatch.modality}, {mismatch.mean:.3g})" for mismatch in worst_ones[:3])
-    text = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{place}"
+        write_rows(file, map(vars, worst_mismatches))
+        hint = f"; the worst are in {file}"
+    names = ", ".join(
+        f"{mismatch.id!r} ({mismatch.modality}, {mismatch.mean:.3g})" for mismatch in worst_mismatches[:3]
+    )
+    message = f"step {step}: mismatch/kl is {kl:.3g} between engine and trainer, worst in samples {names}{hint}"
     if not kl <= config.mismatch_stop:
         raise MismatchError(
-            f"{text}. That is above rollout.mismatch_stop ({config.mismatch_stop}): the completions are not those of the policy "
-            "that is trained; look at mismatch/kl/<modality>, and whether precision, processor and positions of both sides agree"
+            f"{message}. That is above rollout.mismatch_stop ({config.mismatch_stop}): the engine does not sample from the "
+            "trained policy; check mismatch/kl/<modality>, and that precision, processor and positions agree on both sides"
         )
-    log.warning("%s (rollout.mismatch_warn is %s)", text, config.mismatch_warn)
+    log.warning("%s (rollout.mismatch_warn is %s)", message, config.mismatch_warn)

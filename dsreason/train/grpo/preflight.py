@@ -1,4 +1,4 @@
-"""What GRPO can find wrong before a model is loaded, and the order of its prompts."""
+"""Checks of a GRPO run before a model is loaded, and the order of its prompts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dsreason.train.grpo.teacher import check_teacher
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
-"""Prompts whose text is looked at."""
+"""Number of rows that are inspected."""
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise user-fixable errors, as every trainer does; also for rewards that cannot be loaded or can never be earned."""
+    """Raise user-fixable errors, including for rewards that cannot be loaded or can never be earned."""
     check_functions(config)
     check_engine_choice(config)
     check_distillation(config)
@@ -53,7 +53,7 @@ def check(config: GRPOConfig) -> None:
 
 
 def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if held-out rows have no answer, and the best checkpoint is found by what needs one."""
+    """Raise ConfigError if `checkpoint.best_metric` needs reference answers and the held-out rows have none."""
     best = config.checkpoint.best_metric
     if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
         return
@@ -63,7 +63,7 @@ def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
     samples = [sample for sample in first if isinstance(sample, Sample)]
     if samples and all(reference_of(sample) is None for sample in samples):
         raise ConfigError(
-            f'checkpoint.best_metric ("{best}") needs reference answers, and the held-out rows have none; set '
+            f'checkpoint.best_metric ("{best}") needs reference answers, but the held-out rows have none; set '
             'checkpoint.best_metric = "val/reward/mean", or checkpoint.keep_best = false'
         )
 
@@ -77,34 +77,34 @@ def check_engine_choice(config: GRPOConfig) -> None:
     check_engine_options(config.rollout.engine_options, "rollout.engine_options")
     if config.rollout.engine == "transformers" and config.rollout.tensor_parallel_size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine has no tensor "
-            "parallelism; remove it"
+            f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine does not "
+            "support tensor parallelism; remove it"
         )
     if zero_section(config.deepspeed).get("zero_quantized_weights") and objective_of(config.grpo).kl_coef:
         raise ConfigError(
-            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which the reference policy of "
-            "the KL must exchange exactly; remove it, or set grpo.kl_coef = 0"
+            f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, but the reference policy of "
+            "the KL needs them exactly; remove it, or set grpo.kl_coef = 0"
         )
 
 
 def check_distillation(config: GRPOConfig) -> None:
-    """Raise ConfigError if dynamic sampling would leave out what a teacher has to say."""
+    """Raise ConfigError if dynamic sampling would drop completions that a teacher should score."""
     if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
-            f"{setting} replaces groups of equal rewards, and distill.teacher says something about every completion; set "
+            f"{setting} replaces groups of equal rewards, but distill.teacher needs every completion; set "
             "grpo.dynamic_sampling = false"
         )
 
 
 def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
-    """For prompts: with room for the longest completion behind each."""
+    """Build the encoder of prompts, which leaves room for the longest completion after each."""
     longest = config.rollout.max_completion_length
     room = encoder.max_length - longest
     if room < 1:
         raise ConfigError(
             f"rollout.max_completion_length ({longest}) leaves no room for a prompt in {encoder.max_length_key} "
-            f"({encoder.max_length}); raise that or lower it"
+            f"({encoder.max_length}); raise {encoder.max_length_key}, or lower rollout.max_completion_length"
         )
     key = f"{encoder.max_length_key} without rollout.max_completion_length"
     return PromptEncoder(
@@ -113,7 +113,7 @@ def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
 
 
 def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
-    """Return which prompts each rollout has; `train.max_steps` counts optimizer steps."""
+    """Return the order of the prompts over the rollouts; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
         order_parts(training, config.data),
@@ -127,10 +127,10 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
 
 
 def num_steps(order: StepOrder, config: GRPOConfig) -> int:
-    """Optimizer steps of the run; `order` counts rollouts."""
+    """Return the number of optimizer steps of the run; `order` counts rollouts."""
     return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 
 def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return what a row of training goes through; raises DataError for one that cannot be used."""
+    """Return the function that encodes a training row; it raises DataError for an unusable row."""
     return partial(ask, prompt_encoder(config, encoder), row_check(config))

@@ -1,4 +1,4 @@
-"""When the reference policy changes, and that a resumed run has the one it had."""
+"""Resets of the reference policy, and its restoration in a resumed run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def reset_step(step: int, every: int) -> int:
-    """The step whose policy is the reference after `step`: with every = 100, step 250 → 200; 0 is the first model."""
+    """Return the step whose policy is the reference after `step`: with every = 100, 250 → 200; 0 is the initial model."""
     return step // every * every if every else 0
 
 
 def reset_reference(
     reference: ReferencePolicy, config: GRPOConfig, step: int, output_dir: Path, model_path: Path, world: World
 ) -> None:
-    """Make the present policy the reference where it is time, and keep it for resuming. Collective."""
+    """Make the current policy the reference if a reset is due, and save it for resuming. Collective."""
     every = config.grpo.reference_reset_every
     if not every or step % every:
         return
@@ -40,24 +40,24 @@ def reset_reference(
     on_rank_zero(lambda: delete_folder(folder))
     export_engine(reference.engine, model_path, folder, world, dtype=config.train.precision)
     on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
-    log.info("step %d: the policy is the reference from here on", step)
+    log.info("step %d: reset the reference to the current policy", step)
 
 
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
-    """References that neither the run nor one of its checkpoints, those being written included, goes on with."""
+    """Delete references that neither the run nor any of its checkpoints needs, including those being written."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(named_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
-    needed = {step_name(reset_step(kept_step, every)) for kept_step in steps}
+    needed = {step_name(reset_step(used_step, every)) for used_step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
 
 
 def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: Path, output_dir: Path) -> None:
-    """The reference as it was at a checkpoint; without a reset it is the first model, which the caller has loaded.
+    """Load the reference as it was at a checkpoint; before the first reset it is the model that is already loaded.
 
     Raises:
-        CheckpointError: the run that saved the checkpoint has no such reference.
+        CheckpointError: the reference is missing in the run that saved the checkpoint.
     """
     step = reset_step(named_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:

@@ -1,4 +1,4 @@
-"""Rollouts: completions with their prompts, rewards and advantages, and the same as the loss takes them."""
+"""Rollouts: completions with their prompts, rewards and advantages, and their conversion to inputs of the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsreason.rewards.scoring import Scores
 from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
-"""(Batch of prompts, number of the prompt in it over all ranks): the same on any number of ranks."""
+"""(Batch of prompts, index of the prompt in it over all ranks); does not depend on the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Rollout:
     prompt: EncodedPrompt
     completion: Completion
     reward: float
-    """The weighted sum."""
+    """Weighted sum of `rewards`."""
     rewards: dict[str, float]
-    """By function, unweighted."""
+    """Reward function → unweighted reward."""
     advantage: float = 0.0
     group: int | None = 0
-    """Number of the trained group, over all ranks; None if it is not trained."""
+    """Index of the trained group over all ranks; None if it is not trained."""
     place: PromptPlace = (0, 0)
-    """Of the prompt."""
+    """Position of the prompt."""
 
 
 Group = list[Rollout]
@@ -46,7 +46,7 @@ Group = list[Rollout]
 
 @dataclass(frozen=True)
 class RolloutSample(EncodedSample):
-    """Prompt and completion of a rollout as the model reads them."""
+    """Prompt and completion of a rollout, encoded for the model."""
 
     rollout: Rollout
 
@@ -55,33 +55,33 @@ class RolloutSample(EncodedSample):
 class MicroBatch:
     """Rollouts that go through one forward.
 
-    The rollouts are in the order in which `batch` has their tokens, those of one prompt together; there is none in a batch
-    that only keeps the ranks in step.
+    The rollouts are in the order of their tokens in `batch`, those of a prompt together. A batch that only keeps the ranks
+    in step has none.
     """
 
     batch: Batch
     rollouts: list[Rollout]
     old_logprobs: Tensor | None = None
-    """`[N]`, of the policy that sampled; None: the policy is still the same."""
+    """`[N]` under the policy that sampled; None if the policy has not changed since."""
     ref_logprobs: Tensor | None = None
-    """`[N]`, of the reference; None if there is no KL."""
+    """`[N]` under the reference; None without a KL term."""
     teacher_logprobs: Tensor | None = None
-    """`[N]`; None if there is no teacher."""
+    """`[N]` under the teacher; None without a teacher."""
 
 
 @dataclass(frozen=True)
 class FlatRollouts:
-    """What the loss needs beside log-probabilities, one entry for each of the `N` sampled tokens of a micro-batch."""
+    """Inputs of the loss besides the log-probabilities, one entry per sampled token of a micro-batch (`N` in total)."""
 
-    rollout_logprobs: Tensor  # [N] float32, of the rollout engine
+    rollout_logprobs: Tensor  # [N] float32, from the rollout engine
     advantages: Tensor  # [N] float32
-    sequence: Tensor  # [N] int64, number of the token's rollout in the micro-batch
+    sequence: Tensor  # [N] int64, index of the token's rollout in the micro-batch
 
 
 def make_rollouts(
     prompts: Sequence[EncodedPrompt], places: Sequence[PromptPlace], completions: Sequence[Completion], scores: Scores
 ) -> list[Rollout]:
-    """The rollouts as they are sampled: without advantages, and not chosen for training yet."""
+    """Build rollouts from scored completions, without advantages and not yet selected for training."""
     return [
         Rollout(
             prompt=prompt,
@@ -98,8 +98,8 @@ def make_rollouts(
 def informative(group: Group, tolerance: float) -> bool:
     """Return whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
 
-    Continuous rewards are never equal to the last bit, and the normalisation by std would blow up their noise. The span is
-    compared and not the std, which rounding keeps from 0.
+    Continuous rewards are never exactly equal, and normalisation by the std would amplify their noise. The range is
+    compared instead of the std, because rounding keeps the std from being exactly 0.
     """
     rewards = [rollout.reward for rollout in group]
     return max(rewards) - min(rewards) > tolerance
@@ -108,56 +108,54 @@ def informative(group: Group, tolerance: float) -> bool:
 def with_advantages(
     groups: Sequence[Group],
     usable: Sequence[bool],
-    wanted: int,
-    advantages_of: Callable[[Tensor], Tensor],
+    num_trained: int,
+    compute_advantages: Callable[[Tensor], Tensor],
     exchange: Exchange,
 ) -> list[Rollout]:
-    """The rollouts, those of the first `wanted` usable groups of all ranks with their numbers and advantages. Collective.
+    """Add group indices and advantages to the rollouts of the first usable groups of all ranks. Collective.
 
-    The groups are numbered in the order of their places, and `advantages_of` (`[P, G]` → `[P, G]`) gets all of them. The
-    rollouts of the others are not trained and have advantage 0.
+    At most `num_trained` groups are used. They are numbered in the order of their places, and `compute_advantages`
+    (`[P, G]` → `[P, G]`) gets all of them. The rollouts of the other groups are not trained and have advantage 0.
     """
-    own_rewards = [
+    local_rewards = [
         (group[0].place, [rollout.reward for rollout in group])
         for group, keep in zip(groups, usable, strict=True)
         if keep
     ]
-    trained = sorted(item for part in exchange(own_rewards) for item in part)[:wanted]
+    trained = sorted(item for part in exchange(local_rewards) for item in part)[:num_trained]
     trained_groups: dict[PromptPlace, tuple[int, list[float]]] = {}
     if trained:
-        table = advantages_of(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))
+        table = compute_advantages(torch.tensor([rewards for _, rewards in trained], dtype=torch.float64))
         trained_groups = {place: (number, table[number].tolist()) for number, (place, _) in enumerate(trained)}
-    advantaged = []
+    updated = []
     for group in groups:
         number, advantages = trained_groups.get(group[0].place) or (None, [0.0] * len(group))
-        advantaged += [
-            replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)
-        ]
-    return advantaged
+        updated += [replace(rollout, advantage=a, group=number) for rollout, a in zip(group, advantages, strict=True)]
+    return updated
 
 
 def join_group(
     rollouts: Sequence[Rollout], prompts: Mapping[PromptPlace, EncodedPrompt], exchange: Exchange
 ) -> list[Rollout]:
-    """The trained rollouts of all ranks that compute this rank's rows, in the order of their prompts. Collective.
+    """Gather the trained rollouts of all ranks that compute this rank's rows, in the order of their prompts. Collective.
 
     Args:
-        prompts: all of these ranks'. Each has them, so that only what belongs to the completions is exchanged.
-        exchange: among these ranks.
+        prompts: the prompts of all of these ranks. Each rank has them, so they are not exchanged.
+        exchange: gathers objects from these ranks.
     """
-    own_rollouts = [
+    local_rollouts = [
         {name: value for name, value in vars(rollout).items() if name != "prompt"}
         for rollout in rollouts
         if rollout.group is not None
     ]
     joined = sorted(
-        (rollout_fields for part in exchange(own_rollouts) for rollout_fields in part), key=itemgetter("place")
+        (rollout_fields for part in exchange(local_rollouts) for rollout_fields in part), key=itemgetter("place")
     )
     return [Rollout(prompt=prompts[fields["place"]], **fields) for fields in joined]
 
 
 def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
-    """This rank's trained rollouts by optimizer step; which step has a group does not depend on the number of ranks.
+    """Split this rank's trained rollouts into optimizer steps; the split does not depend on the number of ranks.
 
     Example: 10 groups over 4 steps → groups 0 to 2, 3 and 4, 5 to 7, 8 and 9.
     """
@@ -169,7 +167,7 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def training_sample(rollout: Rollout) -> RolloutSample:
-    """The completion as what follows its prompt; its sampled tokens are trained."""
+    """Build the training sample of a rollout: the completion after its prompt, with the sampled tokens trained."""
     prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
     positions, start = [], prompt.position_ids.max() + 1  # a segment begins after the largest position on any axis
     for segment in segments:
@@ -188,7 +186,7 @@ def training_sample(rollout: Rollout) -> RolloutSample:
 
 
 def encode_segment(segment: CompletionSegment) -> EncodedSample:
-    """The tokens of a segment with positions that begin at 0; tokens that were sampled are text."""
+    """Encode the tokens of a segment with positions that start at 0; sampled tokens are text."""
     if segment.encoded is not None:
         return segment.encoded
     ids = torch.tensor(segment.ids, dtype=torch.int64)
@@ -203,7 +201,7 @@ def encode_segment(segment: CompletionSegment) -> EncodedSample:
 
 
 def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
-    """The sampled tokens of a micro-batch's rollouts, in the order in which the policy gives log-probabilities."""
+    """Flatten the sampled tokens of a micro-batch's rollouts, in the order of the policy's log-probabilities."""
     by_rollout = [rollout.completion.logprobs for rollout in rollouts]
     lengths = torch.tensor(list(map(len, by_rollout)), dtype=torch.int64)
     logprobs = [logprob for part in by_rollout for logprob in part]

@@ -1,4 +1,4 @@
-"""Sampling of a rollout: the next prompts, completions of the present policy, and their rewards and advantages."""
+"""Sampling of rollouts: the next prompts, completions from the current policy, their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, informativ
 
 @dataclass
 class SampledRollouts:
-    """Scored completions of this rank, and what was measured while they were made."""
+    """Scored completions of this rank, and the metrics of sampling them."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
-    """By place, those of all ranks that compute this rank's rows: each of these ranks samples some of them."""
+    """Place → prompt, for all ranks that compute this rank's rows; each of these ranks samples some of them."""
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
     reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """What this rank's reward functions measured beside their scores, see `Scores.metric_sums`."""
+    """Additional metrics of this rank's reward functions, see `Scores.metric_sums`."""
 
 
 @dataclass
 class RolloutSampler:
-    """Samples the completions of the next prompts and scores them."""
+    """Sampler and scorer of completions for the next prompts."""
 
     config: GRPOConfig
     objective: Objective
@@ -47,12 +47,12 @@ class RolloutSampler:
     world: World
     watchdog: Watchdog
     count_skipped: Callable[[Sequence[str]], None]
-    """Gets the rows that are left out, one text each."""
+    """Called with one message per skipped row."""
     next_batch: int
-    """Number of the batch of prompts that is sampled next."""
+    """Index of the prompt batch that is sampled next."""
 
     def sample(self, step: int) -> SampledRollouts:
-        """Sample with the policy as it is after `step`; with dynamic sampling, until enough groups can be trained. Collective."""
+        """Sample from the policy after `step`; with dynamic sampling, until enough groups are trainable. Collective."""
         config, num_prompts, dynamic = (
             self.config.grpo,
             self.config.grpo.prompts_per_step,
@@ -74,7 +74,7 @@ class RolloutSampler:
         return sampled
 
     def next_prompts(self, sampled: SampledRollouts) -> Prompts:
-        """Read this rank's share of the next prompts, and note them in `sampled`."""
+        """Read this rank's share of the next prompts and add them to `sampled`."""
         started = time.perf_counter()
         with self.watchdog.phase("data"):
             prompts = next(self.loader)
@@ -88,7 +88,7 @@ class RolloutSampler:
     def sample_groups(
         self, engine: RolloutEngine, prompts: Prompts, step: int, sampled: SampledRollouts
     ) -> list[Group]:
-        """Sample and score `num_generations` completions of each prompt; what is measured goes to `sampled`."""
+        """Sample and score `num_generations` completions per prompt; add the metrics to `sampled`."""
         rollout, size = self.config.rollout, self.config.grpo.num_generations
         seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
         sampling = Sampling(
@@ -99,7 +99,8 @@ class RolloutSampler:
             seed=seed,
         )
         repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
-        streams = [number * size + i for number in prompts.numbers for i in range(size)]  # equal on any number of ranks
+        # The random streams do not depend on the number of ranks.
+        streams = [number * size + i for number in prompts.numbers for i in range(size)]
         started = time.perf_counter()
         completions = engine.generate(repeated, sampling, version=step, streams=streams)
         sampled.metrics["time/generate"] += time.perf_counter() - started

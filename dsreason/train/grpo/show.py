@@ -1,4 +1,4 @@
-"""What a person sees of the rollouts: a file with all of them, their metrics, and some with their media."""
+"""Reports of the rollouts: a file with all of them, their metrics, and some examples with their media."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def show_rollouts(
     output_dir: Path,
     metrics: Metrics,
 ) -> dict[str, float]:
-    """Write `rollouts/step_N.jsonl`, and from time to time completions to the metrics' sinks; rank 0 does it. Collective.
+    """Write `rollouts/step_N.jsonl`, and periodically log example completions; rank 0 writes. Collective.
 
-    Returns the metrics of the rollout, of all ranks.
+    Returns the metrics of the rollout over all ranks.
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
-    own_lines = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
+    local_rows = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
     sheets = contact_sheets(sampled.rollouts, config, world.size) if is_due else []
-    parts = gather_objects((own_lines, sheets, sampled.reward_sums))
+    parts = gather_objects((local_rows, sheets, sampled.reward_sums))
     rows = [row for part, *_ in parts for row in part]
     means = summarise(rows, config.grpo.num_generations)
     means |= reward_means([sums for *_, part in parts for sums in part])
@@ -75,11 +75,11 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    """Metrics of a rollout from its rows, in which the completions of a prompt follow each other.
+    """Compute the metrics of a rollout from its rows, in which the completions of a prompt are adjacent.
 
-    They are of all that was sampled, also of what dynamic sampling or the overlong filter then leaves out.
+    They cover everything that was sampled, including what dynamic sampling or the overlong filter then discards.
     """
-    if not rows:  # all were left out
+    if not rows:  # all rows were skipped
         return {}
     rewards = np.array([row["reward"] for row in rows], dtype=np.float64).reshape(-1, num_generations)
     lengths = np.array([row["length"] for row in rows], dtype=np.float64)
@@ -97,18 +97,19 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
 
 
 def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """`reward/<function>/<metric>`: the mean over the calls that gave it."""
+    """Compute `reward/<function>/<metric>`, the mean over the calls that returned the metric."""
     names = sorted({name for rank_sums in sums for name in rank_sums})
     values_by_name = {name: [rank_sums[name] for rank_sums in sums if name in rank_sums] for name in names}
     return {
-        f"reward/{name}": sum(t for t, _ in pairs) / sum(n for _, n in pairs) for name, pairs in values_by_name.items()
+        f"reward/{name}": sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        for name, pairs in values_by_name.items()
     }
 
 
 def contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
-    """Text and picture of one completion of each of this rank's first prompts, `rollout.show` over all ranks."""
-    num_own, sheets = -(-config.rollout.show // world_size), []
-    for rollout in rollouts[:: config.grpo.num_generations][:num_own]:
+    """Return text and picture of one completion for each of this rank's first prompts; `rollout.show` over all ranks."""
+    num_local, sheets = -(-config.rollout.show // world_size), []
+    for rollout in rollouts[:: config.grpo.num_generations][:num_local]:
         sample = rollout.prompt.sample
         rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
         reference = "" if sample.answer is None else f"reference: {sample.answer}\n"

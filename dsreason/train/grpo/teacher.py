@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model whose log-probabilities of the student's completions are wanted."""
+"""The teacher of a distillation: a frozen model that gives log-probabilities of the student's completions."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from dsreason.train.grpo.teacher_server import TeacherServer, check_server
 log = logging.getLogger(__name__)
 
 PIXELS_AS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
-"""Of the image and the video processor: what decides how the model is shown a picture of a given size."""
+"""Settings of the image and video processors that decide which pixels the model sees for a picture of a given size."""
 
 
 class Teacher(Protocol):
-    """What the student learns from."""
+    """A model that the student learns from."""
 
     fingerprint: str
-    """Tells teachers apart: a run is resumed with the one that it had."""
+    """Identifies the teacher, so that a run is resumed with the same one."""
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Of the completions' tokens at temperature 1, `[N]` for each micro-batch. Collective."""
+        """Return log-probabilities of the completions' tokens at temperature 1, `[N]` per micro-batch. Collective."""
 
 
 class TeacherModel:
-    """A model in ZeRO-3 partitions, which is never trained. It reads the student's own batches."""
+    """A frozen model in ZeRO-3 partitions that reads the student's batches."""
 
     def __init__(self, path: Path, config: GRPOConfig, banned_ids: Tensor, world: World) -> None:
         settings = teacher_deepspeed(config, world)
@@ -72,7 +72,7 @@ class TeacherModel:
 
 
 def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
-    """ZeRO-3 whatever the student's stage, and no optimizer."""
+    """Build the DeepSpeed config of a teacher: ZeRO-3 for any stage of the student, and no optimizer."""
     zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
     if world.device.type == "cuda" and config.distill.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -83,14 +83,14 @@ def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
     }
 
 
-def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, before: Mapping[str, Any]) -> Teacher | None:
-    """The teacher that the configuration names. Collective.
+def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Mapping[str, Any]) -> Teacher | None:
+    """Open the configured teacher, or return None. Collective.
 
     Args:
-        before: what a resumed run knows of the teacher that it had.
+        saved: the additional state of the checkpoint that is resumed; it may hold the teacher's fingerprint.
 
     Raises:
-        ConfigError: that was another one.
+        ConfigError: the resumed run had another teacher.
     """
     if config.distill.teacher is None:
         return None
@@ -99,17 +99,17 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, before: M
         teacher = TeacherServer(config.distill, world)
     else:
         teacher = TeacherModel(find_teacher(config), config, banned_ids, world)
-    had = before.get("teacher", teacher.fingerprint)
-    if had != teacher.fingerprint:
+    saved_fingerprint = saved.get("teacher", teacher.fingerprint)
+    if saved_fingerprint != teacher.fingerprint:
         raise ConfigError(
-            f"distill.teacher ({config.distill.teacher}) is another model than the run had until this checkpoint (fingerprint "
-            f"{teacher.fingerprint}, then {had}); put the model back, or start a new run in another --output-dir"
+            f"distill.teacher ({config.distill.teacher}) is not the teacher that this run had at the checkpoint (fingerprint "
+            f"{teacher.fingerprint}, then {saved_fingerprint}); restore the model, or start a new run in another --output-dir"
         )
     return teacher
 
 
 def find_teacher(config: GRPOConfig) -> Path:
-    """The teacher's local folder; downloads or builds it where needed. Safe on several ranks at once."""
+    """Return the teacher's local folder; download or build it if needed. Safe to call on several ranks at once."""
     assert config.distill.teacher is not None
     model_settings = {"path": config.distill.teacher, "revision": config.distill.revision}
     model = ModelConfig.model_validate(model_settings | {"trust_remote_code": config.model.trust_remote_code})
@@ -117,36 +117,36 @@ def find_teacher(config: GRPOConfig) -> Path:
 
 
 def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
-    """Raise ConfigError if the teacher cannot read what the student reads and writes. No weights are loaded."""
+    """Raise ConfigError if the teacher cannot read the student's prompts and completions. Loads no weights."""
     if config.distill.teacher is None:
         return
     if config.distill.by_server:
         check_server(config.distill, student.processor.tokenizer)
         return
-    path, trusted = find_teacher(config), config.model.trust_remote_code
-    kinds = [model_config(folder, trust_remote_code=trusted).model_type for folder in (path, model_path)]
-    where = f"distill.teacher ({config.distill.teacher})"
+    path, trust_remote_code = find_teacher(config), config.model.trust_remote_code
+    kinds = [model_config(folder, trust_remote_code=trust_remote_code).model_type for folder in (path, model_path)]
+    key = f"distill.teacher ({config.distill.teacher})"
     if kinds[0] != kinds[1]:
         raise ConfigError(
-            f"{where} is a {kinds[0]}, and model.path ({config.model.path}) a {kinds[1]}, which reads prompts otherwise; take a "
+            f"{key} is a {kinds[0]}, and model.path ({config.model.path}) a {kinds[1]}, which reads prompts differently; use a "
             f"teacher that is a {kinds[1]}"
         )
-    teacher = load_processor(path, trust_remote_code=trusted)
-    check_vocabularies(where, teacher.tokenizer.get_vocab(), student.processor.tokenizer.get_vocab())
+    teacher = load_processor(path, trust_remote_code=trust_remote_code)
+    check_vocabularies(key, teacher.tokenizer.get_vocab(), student.processor.tokenizer.get_vocab())
     if student.family.vision is not None:
         for kind in ("image_processor", "video_processor"):
             settings = [getattr(processor, kind).to_dict() for processor in (student.processor, teacher)]
             for name in PIXELS_AS:
-                of_student, of_teacher = (processor_settings.get(name) for processor_settings in settings)
-                if of_student != of_teacher:
+                student_value, teacher_value = (processor_settings.get(name) for processor_settings in settings)
+                if student_value != teacher_value:
                     raise ConfigError(
-                        f"{where}: its {kind} has {name} {of_teacher}, that of model.path {of_student}: it would be shown "
-                        "other pixels than it was trained on; take a teacher of the same kind"
+                        f"{key}: its {kind} has {name} {teacher_value}, but that of model.path has {student_value}, so it would "
+                        "see other pixels than it was trained on; use a teacher with the same processor settings"
                     )
 
 
-def check_vocabularies(where: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
-    """Raise ConfigError unless both have the same tokens under the same ids."""
+def check_vocabularies(key: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
+    """Raise ConfigError unless both have the same tokens with the same ids."""
     differing = sorted(
         (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
     )
@@ -157,6 +157,7 @@ def check_vocabularies(where: str, teacher: Mapping[str, int], student: Mapping[
             for vocabulary in (teacher, student)
         ]
         raise ConfigError(
-            f"{where}: its vocabulary is another one than model.path's: the teacher has {descriptions[0]}, the student "
-            f"{descriptions[1]} ({len(differing)} such entries); log-probabilities of the same ids would be those of other texts"
+            f"{key}: its vocabulary differs from that of model.path: the teacher has {descriptions[0]}, the student "
+            f"{descriptions[1]} ({len(differing)} such entries), so the same ids mean other texts; use a teacher with the same "
+            "vocabulary"
         )

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible server, which gives the log-probabilities of a prompt's tokens (vLLM)."""
+"""A teacher behind an OpenAI-compatible server that returns the log-probabilities of prompt tokens (vLLM)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "TEACHER_API_KEY"
-"""Environment variable of the server's key."""
+"""Environment variable with the server's API key."""
 FIRST_PAUSE = 1.0
+"""Seconds before the first retry."""
 PROBES = 256
-"""Tokens from all over the vocabulary, of which the server says what they are."""
+"""Number of tokens, spread over the vocabulary, that are compared with the server's vocabulary."""
 ROUNDING = 1e-3
-"""By which a log-probability may exceed 0."""
+"""Tolerance by which a log-probability may exceed 0."""
 LOWEST = -1e6
-"""No token of a model has a lower one, and 32 bits hold none of -1e300."""
+"""Lower bound of a token's log-probability: models give none below it, and float32 cannot hold one like -1e300."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -48,15 +49,15 @@ class Choice(BaseModel):
 
 
 class Answer(BaseModel):
-    """What is read of a response."""
+    """The part of a response that is read."""
 
     choices: list[Choice] = Field(min_length=1, max_length=1)
 
 
 class TeacherServer:
-    """A `Teacher` that is asked for each completion with its prompt, as token ids; they stand for no media.
+    """A `Teacher` that scores each completion with its prompt, both sent as token ids; media are not supported.
 
-    What the student may not draw (media tokens) keeps its probability here, unlike in a model's own forward.
+    Media tokens, which the student must not sample, keep their probability here, unlike in `TeacherModel`.
     """
 
     def __init__(self, config: DistillConfig, world: World) -> None:
@@ -64,13 +65,13 @@ class TeacherServer:
         self.fingerprint = str(config.server_model)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Those that compute rows together have the same rollouts, and ask for some of them each."""
+        """Query the server; ranks that compute rows together have the same rollouts, so each requests only some of them."""
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
         with errors_on_all_ranks(), ThreadPoolExecutor(self.concurrency) as threads:
-            own_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
+            local_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
         all_logprobs: list[list[float]] = [[]] * len(rollouts)
-        for number, rank_logprobs in enumerate(gather_in_group(own_logprobs, self.world)):
+        for number, rank_logprobs in enumerate(gather_in_group(local_logprobs, self.world)):
             all_logprobs[number :: part.total] = rank_logprobs
         values = iter(all_logprobs)
         by_batch = [[value for _ in micro_batch.rollouts for value in next(values)] for micro_batch in micro_batches]
@@ -78,35 +79,36 @@ class TeacherServer:
 
 
 class Client:
-    """Asks for log-probabilities. The key is read from the environment only.
+    """A client that requests log-probabilities. The API key is read only from the environment.
 
     Args:
-        config: with a `teacher` that is an address, below which `/completions` lies, and a `server_model`.
+        config: `teacher` is the base URL of `/completions`, and `server_model` is set.
     """
 
     def __init__(self, config: DistillConfig) -> None:
         self.config = config
-        address = f"{config.teacher}".rstrip("/").removesuffix("/completions") + "/completions"
+        url = f"{config.teacher}".rstrip("/").removesuffix("/completions") + "/completions"
         key = os.environ.get(KEY, "").strip() or None
-        self.server = RewardServer(address, key, what="teacher", token_name=KEY)
+        self.server = RewardServer(url, key, what="teacher", token_name=KEY)
 
     def ask(self, rollout: Rollout) -> list[float]:
-        """Ask for the log-probabilities of the completion's sampled tokens."""
+        """Request the log-probabilities of the completion's sampled tokens."""
         prompt, completion = rollout.prompt.prompt_ids, rollout.completion
         tokens = self.request([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
         return [token.logprob for token in compress(tokens[-completion.num_tokens :], completion.sampled)]
 
     def request(self, ids: list[int], what: str) -> list[Token]:
-        """Return what the server says of each token but the first, which follows nothing.
+        """Request the log-probability of each token except the first, which has no context.
 
-        DsReasonError if there is no answer, or one that does not fit.
+        Raises:
+            DsReasonError: the request failed, or the response does not match the tokens.
         """
-        request = {"model": self.config.server_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
-        body, attempt = json.dumps(request).encode(), 0
+        document = {"model": self.config.server_model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        body, attempt = json.dumps(document).encode(), 0
         while True:
             try:
-                _, answer = self.server.post(body, {"Content-Type": "application/json"}, self.config.time_limit)
-                return read_tokens(answer, ids)
+                _, response = self.server.post(body, {"Content-Type": "application/json"}, self.config.time_limit)
+                return read_tokens(response, ids)
             except Retry as error:
                 if attempt == self.config.retries:
                     raise self.failed(what, f"{error} ({attempt + 1} attempts)") from None
@@ -121,53 +123,53 @@ class Client:
 
     def unreadable(self, what: str, problem: str) -> DsReasonError:
         quoted = self.server.quoted(problem)
-        return self.failed(what, f"no log-probabilities of the prompt as vLLM gives them: {quoted}")
+        return self.failed(what, f"the response has no prompt log-probabilities in vLLM's format: {quoted}")
 
-    def failed(self, what: str, text: str) -> DsReasonError:
-        return DsReasonError(f"distill.teacher ({self.server.place}), {what}: {text}")
+    def failed(self, what: str, message: str) -> DsReasonError:
+        return DsReasonError(f"distill.teacher ({self.server.place}), {what}: {message}")
 
 
-def read_tokens(answer: bytes, ids: Sequence[int]) -> list[Token]:
-    """Of all tokens but the first; ValueError if the answer does not fit them."""
-    entries = Answer.model_validate_json(answer).choices[0].prompt_logprobs
+def read_tokens(response: bytes, ids: Sequence[int]) -> list[Token]:
+    """Read the entries of all tokens except the first; raise ValueError if the response does not match them."""
+    entries = Answer.model_validate_json(response).choices[0].prompt_logprobs
     if len(entries) != len(ids):
-        raise ValueError(f"entries of {len(entries)} tokens instead of {len(ids)}")
+        raise ValueError(f"entries for {len(entries)} tokens instead of {len(ids)}")
     tokens = []
-    for place, (number, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
+    for index, (number, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
         token = (entry or {}).get(str(number))
         if token is None:
-            raise ValueError(f"nothing of token {place}, whose id is {number}")
+            raise ValueError(f"no entry for token {index}, whose id is {number}")
         if not LOWEST < token.logprob < ROUNDING:
-            raise ValueError(f"{token.logprob} for token {place}")
+            raise ValueError(f"log-probability {token.logprob} for token {index}")
         tokens.append(token)
     return tokens
 
 
 def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the server cannot be asked, or reads tokens otherwise than the student."""
+    """Raise ConfigError if the server cannot be queried, or its vocabulary differs from the student's."""
     client = Client(config)
-    plain = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
-    ids = plain[:: max(1, len(plain) // PROBES)][: PROBES + 1]
+    plain_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    ids = plain_ids[:: max(1, len(plain_ids) // PROBES)][: PROBES + 1]
     try:
         tokens = client.request(ids, "tokens of the student's vocabulary")
     except DsReasonError as error:
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):
         decoded = tokenizer.decode([number])
-        if UNREADABLE in decoded or token.decoded_token is None:  # a part of a character
+        if UNREADABLE in decoded or token.decoded_token is None:  # the token is a part of a character
             continue
         if token.decoded_token != decoded:
             raise ConfigError(
-                f"distill.teacher ({client.server.place}): the server's vocabulary is another one than model.path's: token "
+                f"distill.teacher ({client.server.place}): the server's vocabulary differs from that of model.path: token "
                 f"{number} is {client.server.quoted(token.decoded_token)!r} there and {decoded!r} here; serve a model "
-                "with the same"
+                "with the same vocabulary"
             )
 
 
 def check_no_media(sample: Sample) -> None:
-    """DataError for a row that a server cannot be asked about."""
+    """Raise DataError if the row has media, which cannot be sent to a server."""
     if media := media_paths(sample.messages):
         raise DataError(
-            f"sample {sample.id!r}: shows {media[0]}, and distill.teacher is a server, which is given token ids alone; leave "
-            "such rows out (data.on_bad_row), or let distill.teacher be a model folder"
+            f"sample {sample.id!r}: shows {media[0]}, but distill.teacher is a server, which gets only token ids; skip "
+            "such rows (data.on_bad_row), or set distill.teacher to a model folder"
         )

@@ -28,9 +28,9 @@ from dsreason.train.grpo.teacher import Teacher
 
 
 def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE) -> list[MicroBatch]:
-    """The rollouts of one optimizer step as micro-batches: every rank has as many, with the same media. Collective.
+    """Cut the rollouts of a step into micro-batches; all ranks get the same number, with the same media. Collective.
 
-    `part`: what this rank computes of each row; those that compute rows together have the same rollouts.
+    `part` is the share of each row that this rank computes; ranks that compute rows together have the same rollouts.
     """
     samples = [training_sample(rollout) for rollout in rollouts]
     if not config.shares_prompts:
@@ -46,7 +46,7 @@ def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part:
 def current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
-    """Log-probabilities of the weights that the engine holds now, by micro-batch. Collective."""
+    """Compute the log-probabilities under the engine's current weights, per micro-batch. Collective."""
     return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
@@ -58,9 +58,9 @@ def add_fixed_logprobs(
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each step with what must be measured before the first of the steps. Collective."""
+    """Add the log-probabilities that must be computed before the first optimizer step. Collective."""
 
-    def measured(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
+    def add_logprobs(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
         completed_steps = []
         for step in steps:
             logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
@@ -69,12 +69,12 @@ def add_fixed_logprobs(
             )
         return completed_steps
 
-    if len(steps) > 1:  # with one step alone the policy that sampled is the one that is trained
+    if len(steps) > 1:  # in a single step, the policy that sampled is the one that is trained
         with record_phase("old_logprobs"):
-            steps = measured(lambda one, values: replace(one, old_logprobs=values))
+            steps = add_logprobs(lambda micro_batch, values: replace(micro_batch, old_logprobs=values))
     if reference is not None:
         with record_phase("ref_logprobs"), reference.in_place():
-            steps = measured(lambda one, values: replace(one, ref_logprobs=values))
+            steps = add_logprobs(lambda micro_batch, values: replace(micro_batch, ref_logprobs=values))
     if teacher is not None:
         with record_phase("teacher_logprobs"):
             steps = [
@@ -90,9 +90,9 @@ def add_fixed_logprobs(
 def accumulate_gradients(
     engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
 ) -> tuple[dict[str, float], list[Mismatch]]:
-    """Forward and backward of every micro-batch; the gradient is that of the global batch, however it was cut.
+    """Run forward and backward of every micro-batch; the gradient does not depend on how the global batch is cut.
 
-    Returns the metrics, and of every rank's completions how their log-probabilities differ between engine and trainer.
+    Returns the metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
     """
     objective = objective_of(config.grpo)
     lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
@@ -101,14 +101,14 @@ def accumulate_gradients(
         num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
-    # By metric, for each micro-batch; read after the loop, for reading waits for the GPU.
+    # Metric → one value per micro-batch; read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
     if micro_batches[0].ref_logprobs is not None:
         terms["policy/kl"] = []
     if micro_batches[0].teacher_logprobs is not None:
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
-    for i, micro_batch in enumerate(micro_batches):  # every rank runs the same number: forwards are collectives
+    for i, micro_batch in enumerate(micro_batches):  # every rank runs the same number, because forwards are collective
         with record_phase("forward"):
             logprobs, entropy = engine(
                 micro_batch.batch.to(engine.device), config.rollout.temperature, banned_ids, True
@@ -137,11 +137,11 @@ def accumulate_gradients(
             terms["distill/kl"].append((old - micro_batch.teacher_logprobs).sum())
         trainer_logprobs.append(old)
     sums = {name: sum(map(float, values)) for name, values in terms.items()}
-    found_mismatches: list[Mismatch] = []
+    local_mismatches: list[Mismatch] = []
     for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True):
-        found_mismatches += mismatches(micro_batch.rollouts, values)
-    everywhere = world.of_groups(gather_objects((sums, with_few_texts(found_mismatches))))
-    totals = {name: sum(part[name] for part, _ in everywhere) for name in sums}
-    found_mismatches = [mismatch for _, part in everywhere for mismatch in part]
+        local_mismatches += mismatches(micro_batch.rollouts, values)
+    ranks = world.of_groups(gather_objects((sums, with_few_texts(local_mismatches))))
+    totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
+    all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(found_mismatches)}, found_mismatches
+    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(all_mismatches)}, all_mismatches

@@ -1,4 +1,4 @@
-"""Building an SFT run: model, engine, batches, and what shows the run to a person."""
+"""Setup of an SFT run: model, engine, batches, metrics and progress display."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dsreason.train.sft.preflight import check
 
 @dataclass(kw_only=True)
 class SFTTrainer:
-    """The parts of supervised fine-tuning."""
+    """The components of an SFT run."""
 
     job: TrainingJob[SFTConfig]
     run: TrainingRun[SFTConfig]
     world: World
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Answers the held-out rows."""
+    """Generates answers to the held-out rows."""
     held_out: HeldOut[SFTConfig]
     loader: StepLoader
     arithmetic: Arithmetic
@@ -49,7 +49,7 @@ class SFTTrainer:
 
 @contextmanager
 def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTTrainer]:
-    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="sft", check=check, stack=stack)
         config, world, model_path = job.config, job.world, job.model_path
@@ -90,7 +90,7 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
 
 
 def validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
-    """Of a batch of held-out answers: what fits a quarter of the GPU, where the optimizer's state has made room."""
+    """Return the token budget of a validation batch: what fits a quarter of the GPU's memory; 0 (unset) on a CPU."""
     if world.device.type != "cuda":
         return 0
     memory = torch.cuda.get_device_properties(world.device).total_memory // 4

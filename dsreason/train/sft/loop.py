@@ -20,13 +20,13 @@ from dsreason.train.sft.build import SFTTrainer, build_sft
 
 
 def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
+    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
     with build_sft(config, output_dir, resume) as sft:
         train_on_loader(sft.run, sft.loader, partial(train_on_batches, sft), sft.validate)
 
 
 def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
-    """Run the optimizer step over a global batch, count it and show it."""
+    """Run the optimizer step over a global batch, count it and display it."""
     run, engine, started = sft.run, sft.engine, time.perf_counter()
     with run.memory.phase("train"):
         metrics = sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
@@ -38,18 +38,20 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
 
 
 def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
-    """Run one optimizer step over one global batch, however it was cut into micro-batches and over ranks."""
+    """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
     loss = accumulate_gradients(engine, batches, world)
     return {"train/loss": loss} | take_optimizer_step(engine, lr)
 
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
-    """Forward and backward of every micro-batch; returns the mean loss over the trained tokens of the global batch."""
-    losses: list[Tensor] = []  # read after the loop, for reading waits for the GPU
-    for i, batch in enumerate(batches.micro_batches):  # every rank runs the same number: forwards are collectives
+    """Run forward and backward of every micro-batch; return the mean loss over the trained tokens of the global batch."""
+    losses: list[Tensor] = []  # read after the loop, because reading waits for the GPU
+    for i, batch in enumerate(
+        batches.micro_batches
+    ):  # every rank runs the same number, because forwards are collective
         with record_phase("forward"):
             logprobs = engine(batch.to(engine.device))
             loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    return all_sum(sum(map(float, losses))) / world.ranks_per_row  # those that compute a row together all have its loss
+    return all_sum(sum(map(float, losses))) / world.ranks_per_row  # ranks that share a row all count its loss

@@ -1,4 +1,4 @@
-"""What SFT can find wrong before a model is loaded."""
+"""Checks of an SFT run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.train.common.preflight import check_dataset, check_model
 
 
 def check(config: SFTConfig) -> None:
-    """Raise user-fixable errors: nothing is trained, and no weight is read.
+    """Raise user-fixable errors without reading weights or training.
 
     Raises:
         DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
@@ -26,5 +26,5 @@ def check(config: SFTConfig) -> None:
 
 
 def row_encoder(config: SFTConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return what a row of training goes through; raises DataError for one that cannot be used."""
+    """Return the function that encodes a training row; it raises DataError for an unusable row."""
     return encoder.encode

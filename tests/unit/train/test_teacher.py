@@ -184,8 +184,8 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_named(server: Sta
         ((200, "<html>"), "invalid JSON"),
         ((200, {"choices": []}), "choices"),
         ((200, {"choices": [{"text": "x"}]}), "prompt_logprobs"),
-        (said([5, 20, 30]), "entries of 3 tokens instead of 2"),
-        (said([5, 21]), "nothing of token 1, whose id is 20"),
+        (said([5, 20, 30]), "entries for 3 tokens instead of 2"),
+        (said([5, 21]), "no entry for token 1, whose id is 20"),
         ((200, {"choices": [{"prompt_logprobs": [None, {"20": {"logprob": 0.5}}]}]}), "0.5 for token 1"),
         ((200, '{"choices": [{"prompt_logprobs": [null, {"20": {"logprob": NaN}}]}]}'), "token 1|finite|NaN"),
         ((302, {}, {"location": "http://127.0.0.1:9/"}), "redirects are not followed"),
@@ -233,6 +233,6 @@ def test_a_server_of_another_vocabulary_is_refused_at_the_start(server: StandIn)
 
 def test_rows_with_media_are_not_for_a_server() -> None:
     check_no_media(Sample("1", [{"role": "user", "content": "Why?"}]))
-    displayed = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
-    with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, and distill.teacher is a server"):
-        check_no_media(displayed)
+    shown = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
+    with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, but distill.teacher is a server"):
+        check_no_media(shown)

@@ -95,15 +95,15 @@ def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
     [
         (Sample("7", [*ASKED, LEFT]), "field 'rejected' is missing"),
         (preference(LEFT, rejected=[LEFT]), "fields 'chosen' and 'rejected' are the same answer"),
-        (preference(LEFT, rejected=[]), "field 'rejected' has nothing that the other"),
+        (preference(LEFT, rejected=[]), "field 'rejected' is only the beginning of the other"),
         (
             Sample("7", [*ASKED, LEFT], rejected=[says("user", "Which colour?"), RIGHT]),
-            "field 'chosen', message 0: here chosen and rejected begin to differ",
+            "field 'chosen', message 0: chosen and rejected diverge here",
         ),
-        (preference(LEFT, LEFT, rejected=[LEFT, RIGHT]), "field 'chosen', message 2: here chosen and rejected begin"),
+        (preference(LEFT, LEFT, rejected=[LEFT, RIGHT]), "field 'chosen', message 2: chosen and rejected diverge"),
         (
             preference(LEFT, says("user", [{"type": "image", "image": "a.png"}]), LEFT, rejected=[RIGHT]),
-            "field 'chosen': images and videos must stand before",
+            "field 'chosen': images and videos must come before",
         ),
         (preference(LEFT, rejected=[says("assistant", " ")]), "the assistant's text is empty"),
     ],
@@ -153,9 +153,9 @@ def test_a_file_of_references_that_does_not_fit_is_found_before_training(encoder
     config = DPOConfig.model_validate({"dpo": {"reference": "precomputed", "reference_file": str(file)}})
     file.write_text(json.dumps(line))
     row_encoder(config, encoder)(sample)
-    with pytest.raises(DataError, match=r"sample '7': the row is not as it was when dpo\.reference_file"):
+    with pytest.raises(DataError, match=r"sample '7': the row has changed since dpo\.reference_file"):
         row_encoder(config, encoder)(preference(LEFT, rejected=[says("assistant", "up")]))
-    with pytest.raises(DataError, match=r"sample '8': dpo\.reference_file \(.*\) has no line of this id; add it"):
+    with pytest.raises(DataError, match=r"sample '8': dpo\.reference_file \(.*\) has no line with this id; add it"):
         check_given(config, given_file(config), replace(sample, id="8"))
 
 

@@ -35,7 +35,7 @@ def test_what_was_measured_is_found_by_part_and_row(run: Path) -> None:
 
 @pytest.mark.parametrize("pair", [facts(fingerprint="xx"), facts(row=4)])
 def test_a_row_that_is_not_as_it_was_is_refused(run: Path, pair: PairFacts) -> None:
-    with pytest.raises(DataError, match=rf"{pair.where} \(sample '7'\): the row is not as it was .*reference\.jsonl"):
+    with pytest.raises(DataError, match=rf"{pair.where} \(sample '7'\): the row has changed since .*reference\.jsonl"):
         open_stored(run, None, "model-1").of(pair, "training")
 
 
@@ -45,7 +45,7 @@ def test_another_model_begins_anew_or_is_refused_to_a_resumed_run(run: Path, cap
         open_stored(run, checkpoint, "model-2")
     with caplog.at_level(logging.WARNING):
         assert open_stored(run, None, "model-2").rows == {}
-    assert "it is made anew" in caplog.text
+    assert "measuring it again" in caplog.text
     assert (run / "reference.jsonl").read_text() == '{"model": "model-2"}\n'
 
 
@@ -82,7 +82,7 @@ def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: P
     assert value.of(facts()) == (-1.0, -2.5)
     assert value.of(facts(name="8")) == (-3.0, 0.0)
     with pytest.raises(
-        DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line of this id; add it"
+        DataError, match=r"row 4 \(sample '9'\): dpo.reference_file \(.*\) has no line with this id; add it"
     ):
         value.of(facts(name="9"))
 
@@ -90,7 +90,7 @@ def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: P
 def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> None:
     value = read_given(str(run / "reference.jsonl"))
     with pytest.raises(
-        DataError, match=r"row 4 \(sample '7'\): the row is not as it was.*\(fingerprint xx, there ab\)"
+        DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(fingerprint xx, in the file ab\)"
     ):
         value.of(facts(fingerprint="xx"))
 
@@ -99,8 +99,8 @@ def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCapt
     value = read_given(str(run / "reference.jsonl"))
     value.tell_other_model("model-1")
     assert not caplog.records
-    value.tell_other_model("model-2")
-    assert "another model (fingerprint model-1) than training begins with (model-2)" in caplog.text
+    given.tell_other_model("model-2")
+    assert "another model (fingerprint model-1) than training starts with (model-2)" in caplog.text
 
 
 def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
         ("{}\n{\n", "line 2: not JSON"),
         (
             '{"id": "7", "chosen": -1, "rejected": -2}\n{"id": 7, "chosen": -1, "rejected": -3}\n',
-            "line 2: the id '7' is there twice with other values",
+            "line 2: the id '7' occurs twice with different values",
         ),
     ],
 )
@@ -151,5 +151,5 @@ def test_a_file_that_is_not_there_is_told() -> None:
 )
 def test_a_file_that_holds_other_lines_is_no_reference_of_a_run(tmp_path: Path, line: str) -> None:
     (tmp_path / "reference.jsonl").write_text(f'{{"model": "model-1"}}\n{line}\n')
-    with pytest.raises(DataError, match=r"reference\.jsonl, line 2: .* is no measured row; remove the file"):
+    with pytest.raises(DataError, match=r"reference\.jsonl, line 2: .* is not a measured row; remove the file"):
         open_stored(tmp_path, None, "model-1")
