@@ -204,7 +204,9 @@ def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_o
     os.utime(checkpoint / "COMPLETE", (1, 1))
     assert exported(str(run)) == str(final)
     os.utime(final / "model_index.json", (0, 0))
-    message = rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
+    message = (
+        rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
+    )
     with pytest.raises(ConfigError, match=message):
         exported(str(run))
     assert exported(str(final)) == str(final)

@@ -233,6 +233,6 @@ def test_a_server_of_another_vocabulary_is_refused_at_the_start(server: StandIn)
 
 def test_rows_with_media_are_not_for_a_server() -> None:
     check_no_media(Sample("1", [{"role": "user", "content": "Why?"}]))
-    shown = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
+    displayed = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
     with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, but distill.teacher is a server"):
-        check_no_media(shown)
+        check_no_media(displayed)
