@@ -99,7 +99,7 @@ def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCapt
     value = read_given(str(run / "reference.jsonl"))
     value.tell_other_model("model-1")
     assert not caplog.records
-    given.tell_other_model("model-2")
+    value.tell_other_model("model-2")
     assert "another model (fingerprint model-1) than training starts with (model-2)" in caplog.text
 
 
