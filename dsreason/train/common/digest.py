@@ -26,14 +26,14 @@ def rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
 def samples_digest(samples: SampleDataset) -> dict[str, Any]:
     """Return the digest of the rows' texts and media file names; folder names do not count, so data may be moved."""
 
-    def content(row: int) -> Any:
+    def read_content(row: int) -> Any:
         try:
             sample = samples.without_media(row)
             return [sample.answer, sample.options, *map(said, sample.messages), *map(said, sample.rejected or [])]
         except Exception:  # noqa: BLE001  rows may have any shape; a bad row is reported when it is used
             return None
 
-    return rows_digest(len(samples), content)
+    return rows_digest(len(samples), read_content)
 
 
 def said(message: Message) -> list[str]:

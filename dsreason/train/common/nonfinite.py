@@ -133,9 +133,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if (
-        batch.part is not None
-    ):  # the batch holds only this rank's pixels; the grids give the patches per side of its frames
+    if batch.part is not None:  # the pixels are only this rank's, in frames with these grids of patches
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

@@ -1,4 +1,4 @@
-"""Opening a run of a vision-language model: its data, its policy engine, and the sampler beside it."""
+"""Opening a run of a vision-language model: its data, its policy engine and its sampler."""
 
 from __future__ import annotations
 

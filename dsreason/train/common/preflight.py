@@ -206,7 +206,7 @@ def check_dataset(
     Return one message for each row that `data.on_bad_row` or `model.on_too_long` leaves out, and log them.
 
     Raises:
-        DataError: a row is unusable or `check` rejects it, and the configuration does not say to skip it.
+        DataError: a row is unusable or `check` rejects it, and the configuration does not skip it.
     """
 
     def check_row(sample: Sample) -> None:

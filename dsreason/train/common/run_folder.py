@@ -43,8 +43,9 @@ VISIBILITY_TIMEOUT_S = 3.0
 def open_output_dir(
     output_dir: Path, config: JobConfig, resume: str | None, lock: FolderLock, world: World
 ) -> tuple[World, Path | None]:
-    """Check and lock the folder of the run; return the world with the ranks that share the folder, and the checkpoint to
-    continue from. Collective.
+    """Check and lock the run's folder; return the world with the ranks that share it, and the checkpoint to continue from.
+
+    Collective.
     """
     on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
     world, checkpoints = find_folders(output_dir, world), output_dir / "checkpoints"

@@ -62,7 +62,7 @@ def validate(
         version: stamped on the weights that the rollout engine gets (the step).
 
     Raises:
-        DataError: a row is bad, and the configuration does not say to skip it.
+        DataError: a row is bad, and the configuration does not skip it.
     """
     if len(held_out.dataset) == 0:
         return None
@@ -125,7 +125,7 @@ class HeldOut(Generic[C]):
         """Yield the row numbers and `use(sample)` of each group's usable rows, computed in worker processes.
 
         Raises:
-            DataError: a row is bad, and the configuration does not say to skip it; on all ranks.
+            DataError: a row is bad, and the configuration does not skip it; on all ranks.
         """
         groups = self.groups()
         read = partial(read_rows, self.dataset, use)
