@@ -87,7 +87,7 @@ def known_arguments() -> set[str]:
     """Return the public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds and needs a device."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
-        raise ConfigError("engine_options are arguments of vLLM, which is not installed; install it, or remove them")
+        raise ConfigError("engine_options need vLLM, but vLLM is not installed; install it, or remove them")
     source = (Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     (arguments,) = (
         node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"

@@ -180,8 +180,8 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
             f'"{adapter_state.quantize}"' if adapter_state.quantize else "unset" for adapter_state in (saved, adapter)
         )
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {saved.base} with model.quantize {saved_quantize}, which is now "
-            f"{current_quantize} and yields different weights; set it as it was, or choose another checkpoint"
+            f"{checkpoint}: its adapters were trained on {saved.base} with model.quantize {saved_quantize}, which is "
+            f"{current_quantize} now and yields different weights; set it as it was, or choose another checkpoint"
         )
 
 
