@@ -1,1 +1,1 @@
-"""Rollout engines: completions of the policy, the weights they get, and the memory they give back."""
+"""Rollout engines: they complete prompts with the policy's weights, and release their memory while it trains."""

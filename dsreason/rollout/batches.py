@@ -1,4 +1,4 @@
-"""How many prompts an engine is given at a time."""
+"""Batches of prompts for a rollout engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.monitor.memory import GIB
 T = TypeVar("T")
 
 MAX_ROWS = 256
-"""Of a batch: beyond that the time of a step grows with the rows."""
+"""Largest number of rows in a batch; with more, the time per step grows with the number of rows."""
 
 
 def merged(
@@ -24,11 +24,14 @@ def merged(
     least: int,
     any_rank: Callable[[bool], bool],
 ) -> Iterator[list[T]]:
-    """The groups in as few lists as memory allows: an engine waits for its longest completion once a list.
+    """Merge the groups into as few lists as memory allows: an engine waits for its longest completion once per list.
 
-    A list ends after the group with which it takes more than `memory_gib`, unless it then has fewer than `least` items.
-    `size` is an item's, in bytes. `any_rank` tells whether something is true on any rank that has to make as many lists;
-    such ranks have as many groups, some of them empty.
+    A list ends after the group that takes it above `memory_gib`, unless it then has fewer than `least` items.
+
+    Args:
+        groups: the same number on all ranks that must yield the same number of lists; some may be empty.
+        size: returns the bytes of an item.
+        any_rank: returns whether its argument is true on any of these ranks.
     """
     batch: list[T] = []
     num_bytes = 0
@@ -43,24 +46,27 @@ def merged(
 
 
 def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) -> list[list[int]]:
-    """Prompts by their lengths in tokens, so that like ones share a batch, which spares padding.
+    """Group prompts into batches by their `lengths` in tokens, so that prompts of similar length share a batch.
 
-    A batch has `batch_size` prompts, or up to `MAX_ROWS` of which none makes it larger than `batch_tokens`, padding
-    included.
+    A batch has at most `batch_size` prompts, or up to `MAX_ROWS` if they fit into `batch_tokens` including padding.
 
     Example: lengths {0: 30, 1: 10, 2: 20}, batches of 1 or 40 tokens → [[1, 2], [0]].
     """
     batches: list[list[int]] = []
     for i in sorted(lengths, key=lengths.__getitem__):
-        room = max(batch_size, min(MAX_ROWS, batch_tokens // lengths[i]))
-        if not batches or len(batches[-1]) >= room:
+        capacity = max(batch_size, min(MAX_ROWS, batch_tokens // lengths[i]))
+        if not batches or len(batches[-1]) >= capacity:
             batches.append([])
         batches[-1].append(i)
     return batches
 
 
 def tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
-    """Tokens of a batch whose keys, values and widest activations take `memory` bytes; `config` is the model's."""
+    """Compute how many tokens of a batch fit into `memory` bytes with their keys, values and widest activations.
+
+    Args:
+        config: configuration of the model.
+    """
     text = config.get_text_config()
     cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text)
     activations = 3 * text.intermediate_size + 8 * text.hidden_size  # gate, up and their product; the residual stream

@@ -1,4 +1,4 @@
-"""The one place where rollout engines are built: vLLM's or plain transformers', for training and for answering."""
+"""Construction of rollout engines, on vLLM or plain transformers, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def open_rollout_engine(
     loaded_version: int | None = None,
     trust_remote_code: bool = False,
 ) -> Iterator[RolloutEngine]:
-    """The engine that the settings are of, for a model folder. All ranks open it together, after `init_world`.
+    """Open the engine that `settings` describe for a model folder. All ranks open it together, after `init_world`.
 
-    Asleep and without weights, or with a `loaded_version` awake with those of the folder.
+    The engine is asleep and has no weights; with a `loaded_version` it is awake with the folder's weights.
     """
     if isinstance(settings, TransformersSettings):
         device = world.device
@@ -41,7 +41,7 @@ def open_rollout_engine(
             engine.load(loaded_version)
         yield engine
         return
-    from dsreason.rollout.vllm_engine import VLLMEngine  # only where it is used: it imports vLLM
+    from dsreason.rollout.vllm_engine import VLLMEngine  # imported here because it imports vLLM
 
     vllm = VLLMEngine(
         path,

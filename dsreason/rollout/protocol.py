@@ -1,4 +1,4 @@
-"""What a rollout engine does: hold a copy of the policy, complete prompts with it, and give its memory back."""
+"""The protocol of rollout engines, which hold a copy of the policy, complete prompts with it, and release its memory."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class SyncError(RuntimeError):
-    """A weight sync that did not bring every tensor of the policy; the text names the tensors."""
+    """A weight sync did not deliver every tensor of the policy; the message names the tensors."""
 
 
 class StaleWeightsError(RuntimeError):
-    """Completions were asked of weights that the engine does not hold."""
+    """Completions were requested for weights that the engine does not hold."""
 
 
 class RolloutError(RuntimeError):
-    """A completion that cannot be trained on; the text names the sample.
+    """A completion cannot be trained on; the message names the sample.
 
-    The engine read another prompt than the trainer does, has no room for it, or drew a media token.
+    The engine read a different prompt than the trainer, has no room for it, or sampled a media token.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. The stop tokens are those of the model's generation config.
+    """Settings for sampling completions. The stop tokens are those of the model's generation config.
 
     Example: `Sampling(temperature=0.9, top_p=0.95, max_completion_length=512, seed=7)`.
     """
@@ -46,17 +46,17 @@ class Sampling:
     top_p: float = 1.0
     """Sample from the fewest tokens whose probability reaches this; 1 keeps all."""
     top_k: int = 0
-    """Sample from this many most probable tokens; 0 keeps all."""
+    """Sample from this number of most probable tokens; 0 keeps all."""
     max_completion_length: int = 64
     """Longest completion in tokens, the stop token included."""
     seed: int = 0
-    """A prompt draws from the random stream (seed, its stream's number), whatever it is batched with."""
+    """Seed of the random streams: a prompt draws from (seed, number of its stream), whatever it is batched with."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that the prompt or the completion holds, and multiplies the negative ones."""
+    """Divisor of positive logits, and factor of negative ones, for tokens that the prompt or completion already contains."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the completion holds."""
+    """Subtracted from the logits of tokens that the completion already contains."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens as often as the completion holds them."""
+    """Subtracted from a token's logit once for each time that the completion already contains the token."""
 
     def __post_init__(self) -> None:
         out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0
@@ -70,22 +70,22 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CompletionSegment:
-    """Tokens of a completion that the policy sampled in one go, or that it was given: the answer of a tool, a further turn.
+    """Consecutive tokens of a completion that were all sampled, or all inserted: the result of a tool, another turn.
 
-    Sampled tokens are trained. Given ones are only read, and may bring media.
+    Sampled tokens are trained on. Inserted ones are only read, and may come with media.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """Of sampled tokens, under the distribution they were drawn from (temperature, top_p, top_k, penalties and the banned
-    media tokens applied; greedy: temperature 1), in float32. None: the tokens were given."""
+    """Float32 log-probabilities of sampled tokens; None for inserted ones. They refer to the sampling distribution, with
+    temperature, top_p, top_k, penalties and the ban on media tokens applied (greedy: temperature 1)."""
     encoded: EncodedSample | None = None
-    """Given tokens as the model reads them, with positions that begin at 0; None: text."""
+    """Inserted tokens as the model reads them, with positions that begin at 0; None if they are plain text."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to a prompt, of one segment or, if tools or an environment took part, of several.
+    """An answer to a prompt: one segment, or several if tools or an environment took part.
 
     The ids end with the stop token if there is one; `text` has no special tokens. `version` is that of the weights.
     """
@@ -97,12 +97,12 @@ class Completion:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens, sampled and given."""
+        """All tokens, sampled and inserted."""
         return tuple(token for segment in self.segments for token in segment.ids)
 
     @property
     def num_tokens(self) -> int:
-        """Number of `ids`, without putting them together."""
+        """Number of `ids`, computed without concatenating them."""
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
@@ -112,19 +112,19 @@ class Completion:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Of the sampled tokens of all segments."""
+        """Log-probabilities of the sampled tokens of all segments."""
         return tuple(logprob for segment in self.segments for logprob in segment.logprobs or ())
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """For each of `ids`, whether the policy sampled it."""
+        """Flags for `ids`: True if the policy sampled the token."""
         return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
 
 
 def single_turn(
     ids: Sequence[int], text: str, logprobs: Sequence[float], finish_reason: Literal["stop", "length"], version: int
 ) -> Completion:
-    """Make a completion that was sampled as a whole.
+    """Make a completion whose tokens were all sampled.
 
     Example: `single_turn((1190, 151645), "left", (-0.02, -0.0004), "stop", version=12)`.
     """
@@ -132,45 +132,52 @@ def single_turn(
 
 
 class TensorFingerprints(NamedTuple):
-    """What a rank's engine computes with: the fingerprint of each tensor, by its name."""
+    """Fingerprints of the tensors that a rank's engine computes with, by name."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class RolloutEngine(Protocol):
-    """The order of calls is wake, retained, sync, generate (any number of times), sleep, on every rank alike."""
+    """A rollout engine. Every rank calls wake, retained, sync, generate (any number of times) and sleep, in this order."""
 
     dtype: torch.dtype
-    """Of the weights."""
+    """Data type of the weights."""
     max_num_seqs: int
-    """Prompts that it completes at the same time: a call with fewer leaves it idle in part."""
+    """Number of prompts completed at the same time; calls with fewer prompts leave the engine partly idle."""
     reads_pixels: bool
-    """Whether it reads `mm_kwargs` of prompts; one that processes the media itself does not."""
+    """True if the engine reads `mm_kwargs` of prompts, False if it processes the media itself."""
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the weights outlive `sleep`, so that their version can be generated from after `wake`."""
+        """True if the weights survive `sleep`, so that their version can generate after `wake`."""
 
     def wake(self) -> None:
-        """Takes the memory that generation needs. Raises `SyncError` where a buffer did not outlive the sleep."""
+        """Allocate the memory that generation needs.
+
+        Raises:
+            SyncError: a buffer did not survive the sleep.
+        """
 
     def retained(self, names: Collection[str]) -> set[str]:
-        """Those of `names` (frozen parameters) whose values, last sent, are still there: `sync` can do without them.
+        """Return those of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
 
-        Collective, between `wake` and `sync`; the same answer on every rank. Logs once what has to be sent again.
+        Collective, between `wake` and `sync`; the result is the same on every rank. Log once which must be sent again.
         """
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
-        """Replaces every weight by the policy's, but for those `retained`, which `weights` leaves out.
+        """Replace every weight by the policy's, except the `retained` ones, which `weights` leaves out.
 
-        Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those that
-        `named_parameters()` of the Hugging Face model gives in memory. Raises `SyncError` when a tensor is missing,
-        unknown, of another shape or not retained after all; the engine then holds no version.
+        Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those of
+        `named_parameters()` of the Hugging Face model in memory.
+
+        Raises:
+            SyncError: a tensor is missing, unknown, of another shape, or was not retained after all; the engine then holds
+                no version.
         """
 
     def fingerprints(self) -> TensorFingerprints:
-        """Fingerprints of this rank's tensors, while awake."""
+        """Return the fingerprints of this rank's tensors, while awake."""
 
     def generate(
         self,
@@ -180,11 +187,14 @@ class RolloutEngine(Protocol):
         version: int,
         streams: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Completes this rank's own prompts with the weights of `version`, in the order of the prompts.
+        """Complete this rank's prompts with the weights of `version`, in the order of the prompts.
 
-        `streams` numbers the prompts' random streams, 0, 1, … by default: with numbers that are unique over all ranks,
-        a prompt's completion does not depend on the rank that draws it. Raises `StaleWeightsError` when the engine
-        holds other weights than `version`, or none.
+        Args:
+            streams: numbers of the prompts' random streams, 0, 1, … by default. If they are unique over all ranks, a
+                prompt's completion does not depend on the rank that samples it.
+
+        Raises:
+            StaleWeightsError: the engine holds other weights than `version`, or none.
         """
         streams = range(len(prompts)) if streams is None else streams
         completions = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
@@ -193,17 +203,17 @@ class RolloutEngine(Protocol):
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """`generate` with a setting for each prompt, giving each completion with the number of its prompt once it is there.
+        """Yield each completion with the index of its prompt as soon as it is finished; settings are per prompt.
 
-        Where ranks hold the weights together, all of them go through it to the end.
+        If several ranks hold the weights together, all of them must exhaust the iterator.
         """
 
     def sleep(self) -> None:
-        """Gives the memory back. The weights count as lost, unless the engine `keeps_weights`."""
+        """Release the memory. The weights count as lost, unless the engine `keeps_weights`."""
 
 
 def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
-    """Ids of the family's media tokens, which are never sampled; those that the vocabulary has."""
+    """Return the ids of the family's media tokens in the vocabulary; they are never sampled."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary[token] for token in family.tokens.media if token in vocabulary)
 
@@ -211,22 +221,22 @@ def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[
 def check_no_media_tokens(
     sample_id: str, ids: Sequence[int], banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise RolloutError if a completion holds a media token in spite of its ban."""
+    """Raise RolloutError if a completion contains a media token despite the ban."""
     if media := set(ids) & set(banned_ids):
         names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(media)))
         raise RolloutError(f"sample {sample_id!r}: the completion holds {names}, which is banned")
 
 
-def check_version(asked: int, current: int | None) -> None:
-    """Raise StaleWeightsError if completions of one version are asked of another, or of none."""
-    if asked != current:
+def check_version(requested: int, current: int | None) -> None:
+    """Raise StaleWeightsError if the engine does not hold the requested version of the weights."""
+    if requested != current:
         raise StaleWeightsError(
-            f"completions of weights version {asked} were asked for, the engine holds "
-            f"{'no weights' if current is None else f'version {current}'}: sync before generate"
+            f"completions of weights version {requested} were requested, but the engine holds "
+            f"{'no weights' if current is None else f'version {current}'}; call sync before generate"
         )
 
 
 def random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
-    """`[len(streams), max_completion_length]` uniform numbers in [0, 1), one row a stream; no global RNG involved."""
+    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, one row per stream, without global RNGs."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

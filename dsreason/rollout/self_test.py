@@ -1,6 +1,6 @@
-"""The start-up self-test: weights are perturbed, put to sleep, woken and synced, and the log-probabilities must come back.
+"""The start-up self-test: perturb the weights, sleep, wake, sync, and check that the log-probabilities are restored.
 
-A sync or a sleep that loses something shows here, before the first step, and not as rewards that never rise.
+It detects a sync or a sleep that loses something before the first step, instead of through rewards that never rise.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncE
 from dsreason.rollout.weight_sync import changed
 
 REAL, PERTURBED = -1, -2
-"""Versions that no step has."""
+"""Weight versions that no training step uses."""
 TOLERANCES = {torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.1
-"""Of a log-probability. The same weights, prompts and kernels should give the very same one. Where one does not, a logit
-that is rounded otherwise moves by 1e-6 in float32 and, between 8 and 16, by 0.06 in bfloat16."""
+"""Tolerance of a log-probability. The same weights, prompts and kernels should reproduce it exactly; if they do not, a logit
+that is rounded differently moves by 1e-6 in float32 and, between 8 and 16, by 0.06 in bfloat16."""
 
 
 class Round(NamedTuple):
-    """What was seen while the engine was awake once."""
+    """Completions and fingerprints from one round of waking the engine."""
 
     completions: list[Completion]
-    """This rank's, greedy, one a prompt."""
+    """This rank's greedy completions, one per prompt."""
     tensors: TensorFingerprints
 
 
@@ -41,13 +41,21 @@ def self_test(
     *,
     max_completion_length: int,
 ) -> Round:
-    """Three rounds of wake, sync, generate and sleep: the policy's `weights`, perturbed ones, the policy's again.
+    """Run wake, sync, generate and sleep three times: with the policy's `weights`, perturbed ones, and the policy's again.
 
-    Where the engine keeps its weights, a fourth round wakes and generates without a sync. Collective: every rank calls
-    it, with as many prompts. Each is completed alone, for one may hide what another shows: give one with media and one
-    without. The engine is left asleep with the policy's weights, under a version that no step asks for. SyncError on
-    every rank where any finds a fault; it names the tensors that did not take the perturbed values, or did not come back.
-    Returns the first round.
+    If the engine keeps its weights, a fourth round wakes and generates without a sync. The engine is then asleep with the
+    policy's weights, under a version that no step requests. Collective: every rank passes the same number of prompts.
+
+    Args:
+        prompts: should include one with media and one without; they are completed separately, so that a fault that shows
+            in only one of them is found.
+
+    Returns:
+        The first round.
+
+    Raises:
+        SyncError: a rank found a fault; on every rank. The message names the tensors that did not take the perturbed
+            values, or were not restored.
     """
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
@@ -73,13 +81,13 @@ def self_test(
 
 
 def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Half of every value plus 0.01: tensors of zeros or ones change as well, and activations stay finite."""
+    """Halve every value and add 0.01: tensors of zeros or ones change as well, and activations stay finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
 
 def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
-    """Return what is wrong where the perturbed weights did not make themselves felt."""
+    """Return a message if the perturbed weights left a tensor or all completions unchanged."""
     before, after = real.tensors.parameters, moved.tensors.parameters
     different = set(changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
@@ -90,19 +98,19 @@ def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
 
 
 def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
-    """Return what is wrong where the policy's weights are there again, and not all is as it was."""
+    """Return a message if tensors or completions differ although the policy's weights were restored."""
     pairs = zip(real.tensors, again.tensors, strict=True)
-    if wrong := [name for before, after in pairs for name in changed(before, after)]:
-        return f"{when}, {len(wrong)} tensors changed: {listed(wrong)}"
+    if different := [name for before, after in pairs for name in changed(before, after)]:
+        return f"{when}, {len(different)} tensors changed: {listed(different)}"
     difference = largest_difference(real.completions, again.completions)
     if difference <= tolerance:
         return None
-    by = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
-    return f"{when}, {by}, although every parameter and buffer is unchanged: the engine does not compute with them"
+    symptom = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
+    return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not compute with them"
 
 
 def largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
-    """Largest |difference| of two rounds' log-probabilities; infinite where tokens differ or one is NaN."""
+    """Return the largest |difference| of two rounds' log-probabilities; infinity if tokens differ or a value is NaN."""
     if [completion.ids for completion in first] != [completion.ids for completion in second]:
         return math.inf
     pairs = zip(first, second, strict=True)
@@ -111,9 +119,13 @@ def largest_difference(first: Sequence[Completion], second: Sequence[Completion]
 
 
 def raise_on_all_ranks(problem: str | None) -> None:
-    """SyncError on every rank where any has a problem."""
-    by_rank = gather_objects(problem)
-    texts = {text: [rank for rank, rank_text in enumerate(by_rank) if rank_text == text] for text in by_rank if text}
-    if texts:
-        problems = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
+    """Raise SyncError on every rank if any has a problem."""
+    problem_by_rank = gather_objects(problem)
+    ranks_by_problem = {
+        text: [rank for rank, rank_text in enumerate(problem_by_rank) if rank_text == text]
+        for text in problem_by_rank
+        if text
+    }
+    if ranks_by_problem:
+        problems = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_problem.items())
         raise SyncError(f"self-test of the rollout engine: {problems}")

@@ -1,7 +1,7 @@
-"""What vLLM's memory pools hold beside weights, keys and values: sleep drops it, and nothing but this writes it again.
+"""Tensors in vLLM's memory pools other than weights, keys and values: sleep drops them, and only this module restores them.
 
 Examples are the zeros that Qwen3-VL adds to prompts without media, the positions of a CUDA graph's unused rows, and in
-older versions the tables of blocks. No list names them: what counts is where a tensor lies.
+older versions the block tables. No list names them, so they are found by their address.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 from torch import Tensor, nn
 
 DROPPED = ("weights", "kv_cache")
-"""Tags of the pools that get memory back when they are woken by name. Others vLLM keeps itself, or holds to be scratch."""
+"""Tags of the pools that get new memory when they are woken by name. vLLM preserves the others or treats them as scratch."""
 Pools = Callable[[int], str | None]
-"""Device address → tag of the vLLM pool that it lies in; None outside of them."""
+"""Device address → tag of the vLLM pool that contains it; None outside the pools."""
 
 
 def vllm_pools() -> Pools:
-    """The pools as they are now. Without sleep mode, as on a CPU, there are none."""
+    """Return the lookup of the current pools. Without sleep mode, for example on a CPU, vLLM has no pools."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.instance
     allocations = {} if allocator is None else allocator.pointer_to_data
     starts = sorted(allocations)
 
-    def tag_of(address: int) -> str | None:
-        place = bisect_right(starts, address) - 1
-        if place < 0:
+    def find_tag(address: int) -> str | None:
+        index = bisect_right(starts, address) - 1
+        if index < 0:
             return None
-        data = allocations[starts[place]]
-        return data.tag if address < starts[place] + data.handle[1] else None
+        data = allocations[starts[index]]
+        return data.tag if address < starts[index] + data.handle[1] else None
 
-    return tag_of
+    return find_tag
 
 
 @dataclass
 class SleepState:
-    """The memory behind such tensors, as bytes by pool, and its contents when the engine fell asleep."""
+    """The memory of these tensors, as byte tensors by pool tag, and its contents when the engine fell asleep."""
 
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """On the CPU; None: zeros."""
+    """Copies on the CPU by pool tag; None stands for zeros."""
 
     @property
     def gib(self) -> float:
@@ -58,7 +58,7 @@ class SleepState:
         }
 
     def write_back(self, tag: str) -> None:
-        """Once the pool `tag` has its memory again."""
+        """Restore the contents of the pool `tag`, once it has memory again."""
         for memory, content in zip(self.memory.get(tag, []), self.contents.pop(tag, []), strict=True):
             if content is None:
                 memory.zero_()
@@ -67,8 +67,9 @@ class SleepState:
 
 
 def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
-    """Every tensor of the process that lies in such a pool, but for what vLLM's model `runner` has as weights, buffers, keys
-    and values. To be called once after vLLM's start: nothing is made in these pools later.
+    """Find all tensors of the process in these pools, except the weights, buffers, keys and values of vLLM's model `runner`.
+
+    Call it once after vLLM's start: no tensor is created in these pools later.
     """
     model: nn.Module = runner.model
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
@@ -78,18 +79,18 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
         storage = tensor.untyped_storage()
         try:
             address = storage.data_ptr()
-        except RuntimeError:  # a wrapper that torch's compiler has left: no memory of its own
+        except RuntimeError:  # wrappers left by torch's compiler own no memory
             continue
         if address in restored_storages or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         restored_storages.add(address)
-        # Bytes of its own: vLLM's tensors are made in inference mode, and nothing else may write to such.
+        # Wrap the storage in a new byte tensor: vLLM's are inference tensors, which cannot be written outside that mode.
         memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
 
 
 def all_tensors() -> Iterator[Tensor]:
-    """Also those that vLLM has frozen, which the garbage collector does not list."""
+    """Yield all tensors of the process, including those that vLLM has frozen and the garbage collector does not list."""
     if frozen := gc.get_freeze_count():
         gc.unfreeze()
     objects = gc.get_objects()

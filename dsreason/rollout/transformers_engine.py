@@ -1,4 +1,4 @@
-"""Rollouts from a plain transformers copy of the policy: no vLLM, no ZeRO partitions."""
+"""Rollouts from a plain transformers copy of the policy, without vLLM or ZeRO partitions."""
 
 from __future__ import annotations
 
@@ -42,22 +42,21 @@ if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
 
 PAD_ID = 0
-"""Masked everywhere, so any id will do."""
+"""Id of padding tokens; they are always masked, so any id would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSettings:
-    """How many prompts the engine completes together, and with which attention."""
+    """Settings of the transformers engine: attention implementation and batch size."""
 
     attention: str = "auto"
     batch_size: int = 8
     batch_tokens: int = 0
-    """More prompts than `batch_size` share a batch where they have at most so many tokens together, completions and
-    padding included."""
+    """Token limit up to which more than `batch_size` prompts share a batch, with completions and padding included."""
 
 
 class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays: there is nothing to hand back)."""
+    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays, because no GPU memory must be freed)."""
 
     reads_pixels = True
 
@@ -97,7 +96,7 @@ class TransformersEngine(RolloutEngine):
         self.awake = True
 
     def load(self, version: int) -> None:
-        """Wakes with the weights of the model folder."""
+        """Wake the engine with the weights of the model folder."""
         self.model = load_where_it_fits(
             self.path,
             dtype=self.dtype,
@@ -108,7 +107,7 @@ class TransformersEngine(RolloutEngine):
         self.awake, self.version = True, version
 
     def retained(self, names: Collection[str]) -> set[str]:
-        """None: all are sent, however often."""
+        """Return the empty set: every sync sends all weights."""
         return set()
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
@@ -127,15 +126,15 @@ class TransformersEngine(RolloutEngine):
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """A batch shares its settings; each prompt is drawn from its own random stream."""
+        """Complete the prompts in batches that share their settings; each prompt uses its own random stream."""
         check_version(version, self.version if self.awake else None)
         for sampling in dict.fromkeys(samplings):
             positions = [i for i, prompt_sampling in enumerate(samplings) if prompt_sampling == sampling]
             lengths = {i: len(prompts[i].encoded) + sampling.max_completion_length for i in positions}
             for indices in cut_batches(lengths, self.settings.batch_size, self.settings.batch_tokens):
                 rows = [prompts[index].encoded for index in indices]
-                drawn = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
-                yield from zip(indices, drawn, strict=True)
+                completions = self._complete_batch(rows, [streams[index] for index in indices], sampling, version)
+                yield from zip(indices, completions, strict=True)
 
     def sleep(self) -> None:
         self.awake = False
@@ -144,7 +143,7 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def _empty_model(self) -> PreTrainedModel:
-        """The folder's architecture with whatever memory holds for weights."""
+        """Build the folder's model with uninitialised weights."""
         model = empty_model(self.config, self.dtype, self.settings.attention, self.trust_remote_code)
         model.to_empty(device=self.device)
         model.tie_weights()
@@ -163,12 +162,14 @@ class TransformersEngine(RolloutEngine):
             banned_ids=self.banned_ids,
             stop_ids=self.stop_ids,
         )
-        ids, logprobs = (torch.stack(drawn, 1).tolist() for drawn in zip(*steps, strict=True))
-        drawn = zip(rows, ids, logprobs, strict=True)
-        return [self._completion(row.id, own_ids, own_logprobs, version) for row, own_ids, own_logprobs in drawn]
+        ids, logprobs = (torch.stack(step_values, 1).tolist() for step_values in zip(*steps, strict=True))
+        return [
+            self._completion(row.id, row_ids, row_logprobs, version)
+            for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True)
+        ]
 
     def _completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
-        """Cuts off what a finished row went on drawing beside its unfinished neighbours."""
+        """Build the completion without the tokens sampled after the stop token, while other rows were unfinished."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
@@ -192,25 +193,26 @@ def draw_tokens(
     banned_ids: Tensor,
     stop_ids: Tensor,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """One step after another: a token for each of the `B` rows and its log-probability, `[B]` both.
+    """Yield, step by step, a token for each of the `B` rows and its log-probability, both `[B]`.
 
-    It ends when every row has drawn a stop token; one that has goes on being drawn beside the others until then. The
-    positions are ours all the way, so nothing of transformers' own generation state is used. The model's layers may lie on
-    several devices; inputs, and what is drawn, are where `banned_ids` are.
+    Stop when every row has sampled a stop token; rows that have one continue to sample until then. Positions are computed
+    here, so transformers' generation state is not used. The model's layers may lie on several devices; inputs and
+    sampled tokens are on the device of `banned_ids`.
     """
     prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
-    places = {id(prompt): i for i, prompt in enumerate(prompts)}
+    index_by_prompt = {id(prompt): i for i, prompt in enumerate(prompts)}
     device = banned_ids.device
-    numbers = torch.tensor([places[id(row)] for row in rows])  # [B]
-    which = numbers.to(device)
+    prompt_indices = torch.tensor([index_by_prompt[id(row)] for row in rows])  # [B]
+    device_indices = prompt_indices.to(device)
     batch = collate(prompts, pad_id=PAD_ID).to(device)
     output = base_output(model, batch, use_cache=True)
     assert batch.attention_mask is not None  # the rows are padded
-    hidden = output.last_hidden_state.to(device)[which, batch.attention_mask.sum(1)[which] - 1]
+    hidden = output.last_hidden_state.to(device)[device_indices, batch.attention_mask.sum(1)[device_indices] - 1]
     cache = output.past_key_values
-    cache.batch_select_indices(numbers)  # on the CPU they serve the layers of every device
-    attention = pad(batch.attention_mask[which], (0, sampling.max_completion_length), value=1)
-    next_position = batch.position_ids.amax(dim=(0, 2))[which] + 1  # text goes on after the largest of all axes
+    cache.batch_select_indices(prompt_indices)  # indices on the CPU work for the layers of every device
+    attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
+    # Text continues after the largest position of all axes.
+    next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1
     uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()
     width, vocabulary = batch.input_ids.shape[1], head.weight.shape[0]
@@ -240,9 +242,10 @@ def draw_tokens(
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
-    """Copy each tensor into the parameter of its name, tied ones under the first of their names.
+    """Copy each tensor into the parameter of its name; tied parameters use the first of their names.
 
-    SyncError if one is missing or wrong.
+    Raises:
+        SyncError: a tensor is missing or wrong.
     """
     parameters = dict(model.named_parameters())
     for name, tensor in sending:
@@ -251,10 +254,10 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
 
 
 def stop_token_ids(path: Path) -> list[int]:
-    """The end-of-sequence ids of the folder's generation config, or of its model config where it has none.
+    """Return the end-of-sequence ids of the folder's generation config or, if it has none, of its model config.
 
     Raises:
-        CheckpointError: there is none, or what is there is no id of a token.
+        CheckpointError: `eos_token_id` is missing, or is not a token id or a list of them.
     """
     generation = read_generation_config(path)
     file = "config.json" if generation is None else "generation_config.json"
@@ -265,13 +268,13 @@ def stop_token_ids(path: Path) -> list[int]:
     if not stop_ids or any(type(stop_id) is not int or stop_id < 0 for stop_id in stop_ids):
         raise CheckpointError(
             f"{path}: {file} gives {eos_token_id!r:.100} as eos_token_id, which must be the id of a token, or a list of them; "
-            "correct it, or completions would never end"
+            "correct it, because completions would never end"
         )
     return stop_ids
 
 
 class Penalties:
-    """What tokens lose for having been used: `B` rows over a vocabulary of `V`.
+    """Penalties on the logits of tokens that were already used: `B` rows over a vocabulary of `V`.
 
     Source: `apply_penalties` of vLLM; the repetition penalty is CTRL's (arXiv:1909.05858), the others OpenAI's.
     """
@@ -281,8 +284,8 @@ class Penalties:
     ) -> None:
         self.sampling = sampling
         self.in_prompt = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
-        for used, row in zip(self.in_prompt, rows, strict=True):
-            used[row.input_ids.to(device)] = True
+        for row_mask, row in zip(self.in_prompt, rows, strict=True):
+            row_mask[row.input_ids.to(device)] = True
         self.counts = torch.zeros(len(rows), vocabulary, device=device)
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -297,9 +300,13 @@ class Penalties:
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-probability: `logits` `[B, V]` float32, `uniform` `[B]` in [0, 1), results `[B]`.
+    """Sample one token per row; return the tokens and their log-probabilities, both `[B]`.
 
-    Inverse transform sampling: the first token at which the cumulated probability exceeds the row's uniform number.
+    Inverse transform sampling: take the first token at which the cumulated probability exceeds the row's uniform number.
+
+    Args:
+        logits: `[B, V]`, float32.
+        uniform: `[B]`, in [0, 1).
     """
     if sampling.temperature == 0:
         token = logits.argmax(dim=-1)
@@ -311,7 +318,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     logprobs = logits.log_softmax(dim=-1)
     cumulated = logprobs.double().exp().cumsum(dim=-1)
-    # Scaled by the last value, which rounding leaves beside 1; `right` skips tokens of probability 0.
+    # Scale by the last value, which rounding moves off 1; `right` skips tokens of probability 0.
     threshold = uniform[:, None].double() * cumulated[:, -1:]
     token = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), logprobs.gather(1, token).squeeze(1)

@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engine: those that we set, and those that a person may add."""
+"""The arguments of vLLM's engine: the ones set here, and the check of those that users add."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from dsreason.job.ranks import World
 from dsreason.problems import nearest
 
 MAX_SEQUENCES = 256
-"""Completions that are drawn at the same time, at most: vLLM keeps counts of the whole vocabulary for each."""
+"""Largest number of completions sampled at the same time; vLLM keeps counts of the whole vocabulary for each."""
 MIN_SEQUENCES = 64
-"""The same, however few a rollout of GRPO has: validation asks for all of its rows."""
+"""Smallest number of completions sampled at the same time, even if a GRPO rollout has fewer: validation needs more."""
 BATCHED_TOKENS = 8192
-"""Tokens of one forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
+"""Tokens per forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
 MEDIA_BYTES_PER_TOKEN = 32 * 1024
-"""Of a processed medium in float32; Qwen3-VL's, the largest, take 24 KiB."""
+"""Bytes per token of a processed image or video in float32; Qwen3-VL's, the largest, take 24 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSettings:
-    """How a vLLM engine is laid out."""
+    """Settings of a vLLM engine."""
 
     max_model_len: int
-    """Tokens of a prompt and its completion together."""
+    """Largest number of tokens of a prompt and its completion together."""
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.4
     sleep_level: int = 2
     """1 keeps a copy of the weights in host memory, 2 keeps nothing."""
     enforce_eager: bool = False
     max_num_seqs: int = MAX_SEQUENCES
-    """Completions that are asked for together; more than `MAX_SEQUENCES` wait for their turn."""
+    """Number of completions requested together; those beyond `MAX_SEQUENCES` wait for their turn."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `LLM`."""
+    """Additional arguments of vLLM's `LLM`."""
 
 
 def engine_arguments(
     world: World, settings: VLLMSettings, *, dtype: torch.dtype, sleep_mode: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Those of vLLM's `LLM` beside the model. vLLM's own budgets are those of a server, and cost gigabytes."""
+    """Build the arguments of vLLM's `LLM` other than the model. vLLM's defaults suit a server, and cost gigabytes."""
     on_cuda = world.device.type == "cuda"
     arguments = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -57,14 +57,14 @@ def engine_arguments(
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enforce_eager": settings.enforce_eager or not on_cuda,
         "logprobs_mode": "processed_logprobs",
-        # Room for the media of two prompts: the completions of one are asked for after each other.
+        # Fit the media of two prompts: the completions of a prompt are requested one after the other.
         "mm_processor_cache_gb": max(1.0, 2 * settings.max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
         "use_tqdm_on_load": False,
         "trust_remote_code": trust_remote_code,
     }
     if on_cuda:
         return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": settings.gpu_memory_utilization}
-    # Without chunked prefill: on a CPU vLLM cannot rewind a request's random stream, as it does after each part of a
+    # Disable chunked prefill: on a CPU vLLM cannot rewind a request's random stream, which it does after each part of a
     # prompt but the last.
     return arguments | {
         "enable_chunked_prefill": False,
@@ -73,7 +73,7 @@ def engine_arguments(
 
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
-    """ConfigError for options under our `key` that the installed vLLM does not have."""
+    """Raise ConfigError if the installed vLLM does not have one of the options, which are configured under `key`."""
     known_options = known_arguments() if options else set()
     unknown = {name: nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:
@@ -84,10 +84,10 @@ def check_engine_options(options: Mapping[str, Any], key: str) -> None:
 
 
 def known_arguments() -> set[str]:
-    """The public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds, and a device."""
+    """Return the public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds and needs a device."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
-        raise ConfigError("engine_options are vLLM's, and vLLM is not installed; install it, or remove them")
+        raise ConfigError("engine_options need vLLM, but vLLM is not installed; install it, or remove them")
     source = (Path(package.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
     (arguments,) = (
         node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"

@@ -75,7 +75,7 @@ class VLLMEngine(RolloutEngine):
     through the same states.
 
     Args:
-        loaded_version: of the folder's weights, where they are what shall answer: the engine stays awake with them.
+        loaded_version: version of the folder's weights, if the engine shall generate with them; it then starts awake.
     """
 
     reads_pixels = False
@@ -97,9 +97,9 @@ class VLLMEngine(RolloutEngine):
         self.stop_ids = stop_token_ids(path)
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
-        """Fingerprints of what the last sync sent."""
+        """Fingerprints of the tensors that the last sync sent."""
         self.buffers: dict[str, Tensor] = {}
-        """Fingerprints of the model's buffers, when it fell asleep."""
+        """Fingerprints of the model's buffers from before the last sleep."""
         self.logged_lost_weights = False
         set_environment(world)
         with preserved_process_state(world), unique_shared_memory(world):
@@ -107,7 +107,9 @@ class VLLMEngine(RolloutEngine):
             self.family = family_of(config.model_type)
             self.banned_ids = media_token_ids(tokenizer, self.family)
             hf_model = empty_model(config, dtype, "auto", trust_remote_code)
-            self.expected = {name: parameter.shape for name, parameter in hf_model.named_parameters()}  # tied ones once
+            self.expected = {
+                name: parameter.shape for name, parameter in hf_model.named_parameters()
+            }  # tied parameters appear once
             from vllm import LLM
 
             keep_video_times()
@@ -125,7 +127,7 @@ class VLLMEngine(RolloutEngine):
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
             self.state = find_sleep_state(runner, vllm_pools())
             log.info(
-                "%.2f GiB of vLLM's memory beside weights and KV cache are copied to the host while it sleeps",
+                "%.2f GiB of vLLM's memory besides weights and KV cache are copied to the host while it sleeps",
                 self.state.gib,
             )
             self.weights_awake = self.cache_awake = True
@@ -134,7 +136,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy together; gloo, for Python objects and tensors on the CPU."""
+        """The process group of the ranks that hold one copy together; gloo, for Python objects and tensors on the CPU."""
         from vllm.distributed.parallel_state import get_tp_group
 
         group: dist.ProcessGroup = get_tp_group().cpu_group
@@ -147,7 +149,7 @@ class VLLMEngine(RolloutEngine):
     # ------------------------------------------------------------ phases
 
     def wake(self) -> None:
-        """Memory for the weights; that for keys and values follows at the end of `sync`, when gathers are over."""
+        """Allocate memory for the weights; `sync` allocates that of keys and values at its end, when gathers are over."""
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
@@ -155,7 +157,7 @@ class VLLMEngine(RolloutEngine):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
 
     def retained(self, names: Collection[str]) -> set[str]:
-        """Compares what the engine holds: sleep at level 2 loses weights on a GPU, and not on a CPU."""
+        """Compare the engine's weights with those sent: sleep at level 2 loses weights on a GPU, but not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
@@ -166,8 +168,8 @@ class VLLMEngine(RolloutEngine):
         if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
             log.info(
-                "%d of %d frozen tensors are sent at every sync: %d are lost during sleep (rollout.sleep_level %d), and %d are "
-                "in one layer with such or with trained ones",
+                "%d of %d frozen tensors are sent at every sync: %d are lost during sleep (rollout.sleep_level %d), and %d "
+                "share a layer with lost or trained ones",
                 *(len(frozen - retained), len(frozen), len(lost), self.sleep_level, len(frozen - retained - lost)),
             )
         return retained
@@ -192,7 +194,7 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def fingerprints(self) -> TensorFingerprints:
-        """Parameters by the name in the Hugging Face model and, where it lies elsewhere too, each place by its own."""
+        """Return the fingerprints; the name of a parameter is `Hugging Face name (vLLM name)`."""
         parameters = {
             f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)) for place in self.places
         }
@@ -201,7 +203,7 @@ class VLLMEngine(RolloutEngine):
     def as_completed(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Collective over the tensor-parallel group: its ranks complete all their prompts together, each keeps its own."""
+        """Complete the prompts of all ranks of the tensor-parallel group together; yield this rank's. Collective."""
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
             self._empty_cache()
@@ -214,7 +216,10 @@ class VLLMEngine(RolloutEngine):
                 yield number - first, to_completion(output, version, self.tokenizer)
 
     def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """The number of each request and its output, as they end. vLLM holds the pixels of those that it has begun."""
+        """Yield the index and output of each request as it finishes.
+
+        At most `max_num_seqs` requests are enqueued at a time, because vLLM holds the pixels of all of them.
+        """
         waiting = enumerate(zip(requests, to_inputs(requests), strict=True))
         running: dict[str, int] = {}
         try:
@@ -222,9 +227,8 @@ class VLLMEngine(RolloutEngine):
                 ended: list[RequestOutput] = []
                 with preserved_process_state(self.world):
                     for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
-                        running[str(self.llm.request_counter.counter)] = (
-                            number  # as outputs call it; enqueue returns another
-                        )
+                        # This is the id in the outputs; enqueue returns a different one.
+                        running[str(self.llm.request_counter.counter)] = number
                         params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
                         self.llm.enqueue([vllm_input], [params], use_tqdm=False)
                     while running and not ended:
@@ -234,14 +238,14 @@ class VLLMEngine(RolloutEngine):
                 for output in ended:
                     yield running.pop(output.request_id), output
         finally:
-            if running:  # nobody waits for them any more
+            if running:  # the consumer has stopped iterating
                 self.llm.llm_engine.abort_request(list(running))
 
     def sleep(self) -> None:
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
-            if not self.cache_awake:  # after a failed sync: vLLM sleeps as a whole
+            if not self.cache_awake:  # after a failed sync, because vLLM can only sleep as a whole
                 self._wake("kv_cache")
             with preserved_process_state(self.world):
                 self._sleep()
@@ -249,11 +253,11 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Ends the engine and its process groups, and leaves the trainer's. Safe to call twice."""
+        """End the engine and its process groups, but not the trainer's. Safe to call twice."""
         if self.llm is None:
             return
         llm, self.llm, self.model, self.version = self.llm, None, None, None
-        # What lies in vLLM's pools must be gone before the pools are.
+        # Tensors in vLLM's pools must be freed before the pools.
         self.places, self.sent, self.buffers, self.state = [], {}, {}, SleepState()
         release(llm)
         del llm
@@ -262,9 +266,9 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def _wake(self, tag: str) -> None:
-        """vLLM only warns where it does not wake up, so its state is asked for."""
+        """Wake a pool and check that it is awake, because vLLM only warns if it is not."""
         if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM maps memory of its own, and has no use for what torch's cache keeps
+            torch.cuda.empty_cache()  # vLLM maps memory itself and cannot use the memory in torch's cache
         with preserved_process_state(self.world):
             self.llm.wake_up(tags=[tag])
             self.state.write_back(tag)
@@ -279,7 +283,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_awake = self.cache_awake = False
 
     def _empty_cache(self) -> None:
-        """Memory for what weights compute, without what the old ones did: keys and values, the vision tower's outputs."""
+        """Drop the keys, values and vision features of the old weights, and allocate the cache if it is asleep."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -292,8 +296,8 @@ class VLLMEngine(RolloutEngine):
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[Request]]:
-        """Return what every rank in the group asks. An empty share counts too: the group works as one."""
-        own_requests = [
+        """Return the requests of every rank in the group, including empty lists, because the group works as one."""
+        rank_requests = [
             Request(
                 prompt.sample.id,
                 prompt.prompt_ids,
@@ -304,7 +308,7 @@ class VLLMEngine(RolloutEngine):
             )
             for prompt, sampling, stream in zip(prompts, samplings, streams, strict=True)
         ]
-        share = (own_requests, version, self.version if self.weights_awake else None)
+        share = (rank_requests, version, self.version if self.weights_awake else None)
         shares: list[Any] = [share]
         if self.tensor_parallel_size > 1:
             shares = [None] * self.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""What vLLM does to the process that it lives in, and how the trainer gets it back."""
+"""Side effects of vLLM on the trainer's process: environment, random state, shared memory, process groups."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
-"""vLLM warns at every reload of layers without weights, and at every sleep on a CPU; what matters is checked here."""
+"""Defaults on every device. vLLM warns at every reload of layers without weights and at every sleep on a CPU; the checks
+here cover what matters."""
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""GiB for keys and values; and no binding to cores, which the trainer's threads would inherit."""
+"""Defaults on a CPU: GiB for keys and values, and no binding to cores, which the trainer's threads would inherit."""
 
 
 def set_environment(world: World) -> None:
-    """What vLLM reads when it is imported; what a person has set stays, but for what the engine cannot work without."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its core in this process: external_launcher needs that
+    """Set the variables that vLLM reads when it is imported; the user's values stay unless the engine cannot work with them."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher needs the core in this process
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def preserved_process_state(world: World) -> Iterator[None]:
-    """Around everything that vLLM does: trainer and engine leave each other's process as it was.
+    """Isolate trainer and engine from each other; wraps everything that vLLM does.
 
-    vLLM seeds every generator and, on a CPU, takes `torch.set_num_threads` away: both come back. DeepSpeed's ZeRO-3 has
-    put its own `linear` in place of torch's, with an autograd function that vLLM's layers would run and compile.
+    vLLM seeds every generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3 has
+    replaced torch's `linear` by its own, with an autograd function that vLLM's layers would run and compile.
     """
     devices = [world.device] if world.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
@@ -59,10 +60,10 @@ def preserved_process_state(world: World) -> Iterator[None]:
 
 @contextmanager
 def unique_shared_memory(world: World) -> Iterator[None]:
-    """Ranks on a CPU exchange tensors through shared memory files, which vLLM names alike in every job and leaves behind.
+    """Give vLLM's shared memory files names that are unique to this job, and delete them once all ranks have them open.
 
-    Two jobs on one machine would meet in them, and a second one fails at its start. So they get names of this job, and
-    go once all ranks have them open.
+    Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and leaves the files behind,
+    so a second job on the machine would fail at its start.
     """
     if world.device.type == "cuda":
         yield
@@ -101,16 +102,16 @@ def release(llm: LLM) -> None:
 
 
 def map_pools() -> None:
-    """Give sleeping pools memory again, if there is enough.
+    """Map the memory of sleeping pools again, if enough is free.
 
-    vLLM unmaps a pool when it frees it, and for one that sleep has unmapped its allocator prints CUDA errors.
+    vLLM unmaps a pool when it frees it; if sleep has already unmapped the pool, its allocator prints CUDA errors.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    if (allocator := CuMemAllocator.instance) is None:  # as on a CPU
+    if (allocator := CuMemAllocator.instance) is None:  # no sleep mode, for example on a CPU
         return
     asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep]
-    with suppress(RuntimeError):  # another process may have taken it, or an error of the GPU is what ends the engine
+    with suppress(RuntimeError):  # another process may take the memory first, or the engine ends because of a GPU error
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         if asleep and sum(data.handle[1] for data in asleep) <= free:

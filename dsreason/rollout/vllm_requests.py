@@ -1,4 +1,4 @@
-"""Prompts as vLLM takes them, and its completions as ours."""
+"""Conversion of prompts to vLLM's inputs, and of its outputs to completions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Request(NamedTuple):
 
 
 def request_seed(seed: int, stream: int) -> int:
-    """Return what names a random stream to vLLM: 63 bits, as its seeds are signed."""
+    """Return vLLM's seed of a random stream: 63 bits, because its seeds are signed."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def make_sampling_params(
     sampling: Sampling, seed: int, stop_ids: Sequence[int], banned_ids: Collection[int]
 ) -> SamplingParams:
-    """Make vLLM's parameters of a request. Completions end at `stop_ids` and never hold `banned_ids`."""
+    """Make vLLM's parameters of a request. Completions end at `stop_ids` and never contain `banned_ids`."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -49,19 +49,19 @@ def make_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         max_tokens=sampling.max_completion_length,
         seed=seed,
-        logprobs=0,  # only of the sampled token
-        ignore_eos=True,  # the stop tokens are those of the generation config, not the tokenizer's as well
+        logprobs=0,  # return only that of the sampled token
+        ignore_eos=True,  # only the generation config defines stop tokens, not the tokenizer
         stop_token_ids=list(stop_ids),
-        # Added before the temperature divides: any finite number would let a hot sampler through.
+        # The bias is added before dividing by the temperature: a high one would make any finite bias ineffective.
         logit_bias=dict.fromkeys(banned_ids, -float("inf")),
         detokenize=False,
     )
 
 
 def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """Return what vLLM reads: ids with one placeholder a medium, and media that already have their size and frames.
+    """Return vLLM's inputs: ids with one placeholder per media item, and media already resized and cut to their frames.
 
-    vLLM processes a medium once and finds it again by its digest, which requests with the same prompt share.
+    vLLM processes a media item once and caches it by its digest, which requests with the same prompt share.
     """
     digests: dict[int, str] = {}
     inputs = []
@@ -83,7 +83,7 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
 
 
 def digest(medium: Medium) -> str:
-    """Of everything that the processor reads: pixels, and what says how they lie; of a video its times as well."""
+    """Return a digest of everything that the processor reads: pixels and their layout, and the times of video frames."""
     if isinstance(medium, Image.Image):
         facts = repr((medium.mode, medium.size))
         pixels: bytes | memoryview = medium.tobytes()
@@ -99,36 +99,40 @@ def digest(medium: Medium) -> str:
 def check_output(
     request: Request, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise RolloutError if vLLM read another prompt than ours, or did not end the completion as asked."""
-    read = list(output.prompt_token_ids)
-    if read != request.expanded_ids:
+    """Raise RolloutError if vLLM read another prompt than the trainer, or ended the completion for another reason."""
+    engine_ids = list(output.prompt_token_ids)
+    if engine_ids != request.expanded_ids:
         raise RolloutError(
             f"sample {request.sample_id!r}: the engine read another prompt than the trainer does: "
-            + difference(read, request.expanded_ids, tokenizer)
+            + difference(engine_ids, request.expanded_ids, tokenizer)
         )
-    drawn = output.outputs[0]
-    if drawn.finish_reason not in ("stop", "length"):
-        raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {drawn.finish_reason!r}")
-    check_no_media_tokens(request.sample_id, drawn.token_ids, banned_ids, tokenizer)
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise RolloutError(f"sample {request.sample_id!r}: the completion ended with {completion.finish_reason!r}")
+    check_no_media_tokens(request.sample_id, completion.token_ids, banned_ids, tokenizer)
 
 
 def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    drawn = output.outputs[0]
-    ids = tuple(drawn.token_ids)
+    completion = output.outputs[0]
+    ids = tuple(completion.token_ids)
     return single_turn(
         ids=ids,
         text=tokenizer.decode(ids, skip_special_tokens=True),
-        logprobs=tuple(at[token].logprob for token, at in zip(ids, drawn.logprobs, strict=True)),
-        finish_reason=drawn.finish_reason,
+        logprobs=tuple(by_token[token].logprob for token, by_token in zip(ids, completion.logprobs, strict=True)),
+        finish_reason=completion.finish_reason,
         version=version,
     )
 
 
-def difference(read: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Lengths, the first place where two token lists part, and the tokens there."""
-    pairs = zip(read, expected, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(expected)))
-    reported, wanted = (
-        " ".join(tokenizer.convert_ids_to_tokens(list(ids[max(0, at - 2) : at + 6]))) for ids in (read, expected)
+def difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Describe how two token lists differ: their lengths, the index of the first difference, and the tokens around it."""
+    pairs = zip(actual, expected, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
+    actual_text, expected_text = (
+        " ".join(tokenizer.convert_ids_to_tokens(list(ids[max(0, index - 2) : index + 6])))
+        for ids in (actual, expected)
     )
-    return f"{len(read)} tokens instead of {len(expected)}; around token {at} it has {reported!r} instead of {wanted!r}"
+    return (
+        f"{len(actual)} tokens instead of {len(expected)}; around token {index} it has {actual_text!r} instead of "
+        f"{expected_text!r}"
+    )

@@ -1,4 +1,4 @@
-"""What differs between the supported versions of vLLM and of the libraries below it; all other code is the same for each."""
+"""Adaptations to individual versions of vLLM and the libraries below it; all other code is the same for all versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsreason.data.media_plan import video_metadata
 
 
 def read_weights_beside_config(path: Path) -> None:
-    """vLLM looks for Cosmos3's weights in the folders of the published checkpoint alone; exports have them beside config.json."""
+    """Make vLLM read Cosmos3's weights next to config.json, where exports have them; it only searches the original folders."""
     from vllm.model_executor.models.cosmos3 import Cosmos3ForConditionalGeneration
 
     if next(path.glob("*.safetensors"), None) is not None:
@@ -17,9 +17,9 @@ def read_weights_beside_config(path: Path) -> None:
 
 
 def keep_video_times() -> None:
-    """vLLM 0.26 drops the times of Qwen2.5-VL's videos and takes 24 frames a second for granted; 0.32 reads them itself.
+    """Make vLLM 0.26 read the times of Qwen2.5-VL's videos, which it drops, assuming 24 frames per second; 0.32 reads them.
 
-    The positions of a video's tokens, and of all that follow, depend on them.
+    The positions of a video's tokens, and of all tokens after them, depend on the times.
     """
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLMultiModalProcessor, Qwen2_5_VLProcessingInfo
     from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser
@@ -30,7 +30,7 @@ def keep_video_times() -> None:
 
     class Parser(Qwen2VLMultiModalDataParser):
         def _parse_video_data(self, data: Any) -> Any:
-            # Those that vLLM makes up to measure memory have no times.
+            # The dummy videos that vLLM uses to measure memory have no times.
             self.video_needs_metadata = isinstance(data, list) and all(isinstance(video, tuple) for video in data)
             return super()._parse_video_data(data)
 

@@ -1,15 +1,15 @@
-"""Weights into a vLLM engine, and the proof that they arrived: coverage by name, then fingerprints of what it holds.
+"""Weight sync into a vLLM engine, and the check that every tensor arrived: by name, then by fingerprint.
 
-vLLM's `reload_weights` returns nothing and only warns about what it did not load, so both counts are ours:
+vLLM's `reload_weights` returns nothing and only warns about tensors that it did not load, so two checks are made here:
 
-1. Every name and shape that the Hugging Face model has must be sent, once, and nothing else (`WeightStream`); or it was sent
-   before, is frozen, and the engine still has it.
+1. Every name and shape of the Hugging Face model must be sent exactly once, and nothing else (`WeightStream`); or it was
+   sent before, is frozen, and the engine still holds it.
 2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
-   rows that hold it in the engine (`check_arrival`): a tensor that was dropped on the way, or left from before, differs.
-   Those that were not sent again are compared with what was sent last.
+   rows that hold it in the engine (`check_arrival`): they differ if a tensor was dropped on the way or is an old one.
+   Tensors that were not sent again are compared with their last sent values.
 
-What the fingerprint does not see: values that changed places inside one tensor, and two tensors of equal sums. Parts of
-a fused layer (query, key and value; gate and up) are compared one by one, so their exchange is seen.
+The fingerprint does not detect values that are permuted inside one tensor, or two tensors of equal sums. Parts of a fused
+layer (query, key and value; gate and up) are compared separately, so swapped parts are detected.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from dsreason.problems import listed
 from dsreason.rollout.protocol import SyncError
 
 VLLMModule: TypeAlias = Any
-"""An `nn.Module` of vLLM; what it has beside depends on its class."""
+"""An `nn.Module` of vLLM, with attributes that depend on its class."""
 CHUNK = 2**24
-"""Values that are float64 at the same time."""
+"""Number of values that are converted to float64 at a time."""
 TOLERANCE = 1e-12
-"""Of a sum, relative to the most that it can be: the order of adding moves it by less, one bfloat16 step by more."""
+"""Tolerance of a sum, relative to its upper bound: the order of addition changes it by less, one bfloat16 step by more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the engine keeps one tensor, or this rank's share of it: some rows of a layer's parameter."""
+    """The place of a tensor, or of this rank's share of it, in the engine: some rows of a layer's parameter."""
 
     name: str
-    """In the Hugging Face model."""
+    """Name in the Hugging Face model."""
     engine_name: str
     layer: VLLMModule
     parameter: str
@@ -49,11 +49,11 @@ class Place:
 
 @dataclass
 class WeightStream:
-    """The iterator that vLLM loads from: it passes on what is expected, and takes note of the rest.
+    """The iterator that vLLM loads from: it passes on expected tensors and records the others as wrong.
 
-    Tensors are copied, to the engine's device: vLLM keeps the parts of a fused layer until all have come, when gathered
-    ones are gone again. `fingerprints` begins with those of the tensors that the engine still has, on the CPU; those of what
-    is sent lie on the device until `finish`.
+    Tensors are copied to the engine's device: vLLM keeps the parts of a fused layer until all have arrived, and by then the
+    gathered tensors are gone. `fingerprints` starts with those of the tensors that the engine still holds, on the CPU;
+    those of sent tensors are on the device until `finish`.
     """
 
     weights: Iterator[tuple[str, Tensor]]
@@ -77,12 +77,12 @@ class WeightStream:
                 yield name, copy
 
     def drain(self) -> None:
-        """Reads what vLLM left unread, because every rank must take part in every gather."""
+        """Read the tensors that vLLM did not read, because every rank must take part in every gather."""
         for _ in self:
             pass
 
     def finish(self) -> None:
-        """SyncError when anything was wrong or is missing."""
+        """Raise SyncError if a tensor was wrong or is missing."""
         self.fingerprints = on_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
         raise_sync_error(self.wrong)
@@ -94,9 +94,10 @@ def raise_sync_error(wrong: list[str]) -> None:
 
 
 def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Place]:
-    """Where each tensor is in vLLM's `model`; a tied output layer is a second place of the embedding.
+    """Find the place of each tensor in vLLM's `model`; a tied output layer is a second place of the embedding.
 
-    SyncError if a name leads nowhere, or if nothing sent would reach a parameter of the engine.
+    Raises:
+        SyncError: a tensor has no place, or a parameter of the engine would get no tensor.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     parameters = {
@@ -127,9 +128,9 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Pla
 
 
 def engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
-    """The names that vLLM has for tensors of the model, the parts of its fused layers still apart.
+    """Return vLLM's names for tensors of the model, with separate names for the parts of fused layers.
 
-    Its own table names the fused layer, and forgets which part of it a tensor is.
+    vLLM's own table names the fused layer but not which part of it a tensor is.
     """
     engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
         [*map(family.exported_name, names)]
@@ -140,7 +141,7 @@ def engine_names(model: VLLMModule, names: list[str], family: Family) -> list[st
 def find_part(
     model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
 ) -> tuple[str | None, int | None]:
-    """The engine's parameter of this name, or the fused one that it is the n-th part of."""
+    """Return the name of the engine's parameter; if it is fused, also the number of the part that `name` stands for."""
     if name in parameters:
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
@@ -152,7 +153,7 @@ def find_part(
 
 
 def rows_of(layer: VLLMModule, part: int | None) -> slice:
-    """Rows of this rank's weight that hold a part of a fused layer, or all but the padding of a vocabulary."""
+    """Return the rows of this rank's weight that hold a part of a fused layer, or all rows but a vocabulary's padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
         return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
@@ -162,7 +163,7 @@ def rows_of(layer: VLLMModule, part: int | None) -> slice:
 
 
 def repair_tied_output(model: VLLMModule) -> None:
-    """On a CPU vLLM computes logits from a repacked copy of the output weight, which reloading a tied one forgets."""
+    """Repack the output weight on a CPU: vLLM computes logits from a copy that reloading a tied weight does not update."""
     for layer in model.modules():
         if is_output_layer(layer) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
@@ -175,18 +176,18 @@ def is_output_layer(layer: VLLMModule) -> bool:
 
 
 def complete_layers(places: list[Place], names: Collection[str]) -> set[str]:
-    """Those of `names` that fill their layers together: vLLM reloads a layer as a whole or not at all."""
-    filled_by: dict[VLLMModule, set[str]] = {}
+    """Return those of `names` that fill whole layers together: vLLM reloads a layer completely or not at all."""
+    names_by_layer: dict[VLLMModule, set[str]] = {}
     for place in places:
-        filled_by.setdefault(place.layer, set()).add(place.name)
+        names_by_layer.setdefault(place.layer, set()).add(place.name)
     names = set(names)
-    while torn := {place.name for place in places if place.name in names and filled_by[place.layer] - names}:
-        names -= torn
+    while incomplete := {place.name for place in places if place.name in names and names_by_layer[place.layer] - names}:
+        names -= incomplete
     return names
 
 
 def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Compare the engine's weights with the fingerprints of what was sent; SyncError names those that differ."""
+    """Raise SyncError, naming the tensors, if the engine's weights differ from the fingerprints of the sent ones."""
     raise_sync_error(
         [
             f"{place.name} was sent, but the engine's {place.engine_name} holds other values"
@@ -197,10 +198,10 @@ def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.Proc
 
 @torch.no_grad()
 def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[Place]:
-    """The places that hold other values than were sent.
+    """Find the places whose values differ from those sent.
 
-    Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several of its ranks hold
-    counts several times, which its number of values tells.
+    Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several ranks hold counts several
+    times; the number of values shows how often.
     """
     if not places:
         return []
@@ -213,9 +214,9 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
     ]
 
 
-def fingerprints_match(found: Tensor, sent: Tensor) -> bool:
+def fingerprints_match(actual: Tensor, sent: Tensor) -> bool:
     """Return whether a fingerprint is that of the sent values, held once or several times."""
-    (count, total, squares), (sent_count, sent_total, sent_squares) = found.tolist(), sent.tolist()
+    (count, total, squares), (sent_count, sent_total, sent_squares) = actual.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
     return (
         copies >= 1
@@ -226,14 +227,16 @@ def fingerprints_match(found: Tensor, sent: Tensor) -> bool:
 
 
 def engine_values(place: Place) -> Iterator[Tensor]:
-    """What the layer computes with, in blocks."""
+    """Yield the values that the layer computes with, in blocks."""
     weight = getattr(place.layer, place.parameter)
     packed = getattr(place.layer, "cpu_linear", None)
-    repacked = weight.numel() == 0 or is_output_layer(place.layer)  # an embedding looks rows up, whatever it repacked
+    repacked = weight.numel() == 0 or is_output_layer(
+        place.layer
+    )  # an embedding reads rows of `weight` even if it repacked them
     if packed is None or not repacked or place.parameter != "weight":
         yield weight[place.rows]
         return
-    # Only the layer's own kernel can read what it repacked: it multiplies unit vectors, which is exact.
+    # Only the layer's own kernel can read the repacked weight, so multiply unit vectors, which is exact.
     width = weight.shape[1] if weight.numel() else place.layer.input_size_per_partition
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
@@ -242,39 +245,39 @@ def engine_values(place: Place) -> Iterator[Tensor]:
 
 
 def fingerprint(*blocks: Tensor) -> Tensor:
-    """Number of values, their sum and the sum of their squares: `[3]` float64, where the values lie.
+    """Compute the number of values, their sum and the sum of their squares: `[3]`, float64, on the device of the values.
 
-    Nothing here waits for the device.
+    The computation does not wait for the device.
     """
     numbers = torch.zeros(3, dtype=torch.float64, device=blocks[0].device)
-    for part in (part.double() for block in blocks for part in block.detach().reshape(-1).split(CHUNK)):
-        numbers[0] += part.numel()
-        numbers[1] += part.sum()
-        numbers[2] += part.square().sum()
+    for chunk in (chunk.double() for block in blocks for chunk in block.detach().reshape(-1).split(CHUNK)):
+        numbers[0] += chunk.numel()
+        numbers[1] += chunk.sum()
+        numbers[2] += chunk.square().sum()
     return numbers
 
 
 def on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The fingerprints, those of one device moved together."""
-    by_device: dict[torch.device, list[str]] = {}
-    for name, found in numbers.items():
-        by_device.setdefault(found.device, []).append(name)
-    moved = {
-        name: found
-        for names in by_device.values()
-        for name, found in zip(names, torch.stack([numbers[name] for name in names]).cpu(), strict=True)
+    """Move the fingerprints to the CPU, with one transfer per device."""
+    names_by_device: dict[torch.device, list[str]] = {}
+    for name, values in numbers.items():
+        names_by_device.setdefault(values.device, []).append(name)
+    cpu_numbers = {
+        name: values
+        for names in names_by_device.values()
+        for name, values in zip(names, torch.stack([numbers[name] for name in names]).cpu(), strict=True)
     }
-    return {name: moved[name] for name in numbers}
+    return {name: cpu_numbers[name] for name in numbers}
 
 
 @torch.no_grad()
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """By name, on the CPU."""
+    """Compute the fingerprints of named tensors, on the CPU."""
     return on_cpu({name: fingerprint(tensor) for name, tensor in tensors})
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Names whose fingerprints differ; a constant may well hold infinities, or NaN."""
+    """Return the names whose fingerprints differ. Equal infinities and NaN count as unchanged, as constants may hold them."""
     unchanged = {
         name
         for name in before.keys() & after.keys()

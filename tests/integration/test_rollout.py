@@ -200,7 +200,7 @@ def test_only_the_version_that_was_synced_is_generated_from(tiny: Path, case: Ca
         engine.generate(case.prompts[:1], short, version=4)
     engine.sync(iter(weights.items()), version=4)
     assert engine.generate(case.prompts[:1], short, version=4)[0].version == 4
-    with pytest.raises(StaleWeightsError, match="version 5 were asked for, the engine holds version 4"):
+    with pytest.raises(StaleWeightsError, match="version 5 were requested, but the engine holds version 4"):
         engine.generate(case.prompts[:1], short, version=5)
     del weights["model.language_model.norm.weight"]
     with pytest.raises(SyncError, match=r"model\.language_model\.norm\.weight did not arrive"):

@@ -145,7 +145,7 @@ def test_a_sound_engine_passes_and_is_left_asleep(found: list[dict[str, Any]]) -
     for rank in found:
         check_sound(rank)
         assert rank["keeps weights"]
-        assert rank["asks for it"][1].endswith("the engine holds no weights: sync before generate")
+        assert rank["asks for it"][1].endswith("the engine holds no weights; call sync before generate")
 
 
 def test_every_fault_is_named_on_every_rank(found: list[dict[str, Any]]) -> None:

@@ -570,7 +570,7 @@ def test_only_the_version_that_was_synced_is_generated_from(found: list[dict[str
             assert rank[part][0] == "StaleWeightsError" and "holds no weights" in rank[part][1]
         assert rank["stale version"] == (
             "StaleWeightsError",
-            "completions of weights version 2 were asked for, the engine holds version 1: sync before generate",
+            "completions of weights version 2 were requested, but the engine holds version 1; call sync before generate",
         )
 
 

@@ -1,1 +1,1 @@
-"""What all trainers share: opening a run, its checks, validation, counting steps, saving and finishing."""
+"""Shared parts of all trainers: opening a run, its checks, validation, counting steps, saving and finishing."""

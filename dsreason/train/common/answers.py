@@ -1,4 +1,4 @@
-"""Generated answers beside their references: what counts as right, and how they are shown."""
+"""Generated answers and their references: accuracies, mean rewards, and how answers are written and displayed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsreason.rollout.protocol import Completion, Sampling
 
 @dataclass(frozen=True)
 class Answer:
-    """One generated answer beside its reference.
+    """A generated answer and the reference that it is compared with.
 
     Example: `Answer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
     reference="left", correct=True, finish_reason="stop", media=["/d/clips/7.mp4"])`.
@@ -33,30 +33,33 @@ class Answer:
     row: int
     id: str
     modality: str
-    """`text`, `image` or `video` (the latter also where there are images beside it)."""
+    """`text`, `image` or `video`; a sample with both images and videos counts as `video`."""
     kind: str | None
     """`meta["kind"]` of the sample."""
     prompt: str
     completion: str
     reference: str | None
     correct: bool | None
-    """None, as the reference, where the row has no answer."""
+    """True if the answer is right; None, like `reference`, if the row has no reference answer."""
     finish_reason: str
     media: list[str]
     rewards: dict[str, float] = field(default_factory=dict)
-    """By function, and under "" their weighted sum; empty if the run has no rewards."""
+    """Rewards by function name, with their weighted sum under ""; empty if the run has no rewards."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """Equal on all ranks. `sheets` has the contact sheets of the shown answers by row number."""
+    """The result of a validation, equal on all ranks. `sheets` maps row numbers to contact sheets of displayed answers."""
 
     metrics: dict[str, float]
     answers: list[Answer]
     sheets: dict[int, Image.Image]
 
     def summary(self, step: int) -> str:
-        """`validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`."""
+        """Format the log line.
+
+        Example: `validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`.
+        """
         summary_keys = {"loss": "val/loss", "reward": "val/reward/mean"}
         texts = [f"{name} {self.metrics[key]:.4f}" for name, key in summary_keys.items() if key in self.metrics]
         if "val/accuracy" in self.metrics:
@@ -66,7 +69,7 @@ class ValidationResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """`validation/step_N.jsonl` with every answer, and the shown ones in TensorBoard; rank 0 does it."""
+        """Write every answer to `validation/step_N.jsonl` and log the displayed ones to TensorBoard, on rank 0 only."""
         if not world.is_main or not self.answers:
             return
         write_rows(output_dir / "validation" / f"{step_name(step)}.jsonl", map(vars, self.answers))
@@ -81,7 +84,7 @@ class ValidationResult:
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """JSON lines, in a folder that is made where it is missing."""
+    """Write `rows` as JSON lines, creating the folder if it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -94,7 +97,7 @@ def describe(prompt: str, completion: str, reference: str | None, correct: bool 
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
-    """`val/accuracy`, and `val/accuracy/<name>` of each modality and kind; of the answers that have a reference."""
+    """Compute `val/accuracy`, and `val/accuracy/<name>` per modality and kind, over the answers that have a reference."""
     outcomes: dict[str, list[bool]] = {}
     for answer in answers:
         if answer.correct is None:
@@ -102,13 +105,13 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
         names = ["val/accuracy", f"val/accuracy/{answer.modality}"]
         if answer.kind is not None:
             names.append(f"val/accuracy/{answer.kind}")
-        for name in dict.fromkeys(names):  # a kind may be called like a modality
+        for name in dict.fromkeys(names):  # a kind may have the name of a modality
             outcomes.setdefault(name, []).append(answer.correct)
     return {name: sum(values) / len(values) for name, values in sorted(outcomes.items())}
 
 
 def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
-    """`val/reward/mean`, and `val/reward/<function>/mean`."""
+    """Compute `val/reward/mean`, and `val/reward/<function>/mean` per reward function."""
     names = dict.fromkeys(name for answer in answers for name in answer.rewards)
     return {
         f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
@@ -119,7 +122,7 @@ def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
 ) -> Scores:
-    """The rewards of each completion of its prompt; the samples say how long they are, which `overlong` reads."""
+    """Score each completion of its prompt. The samples carry the completion lengths, which `overlong` reads."""
     samples = [
         with_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
         for prompt, completion in zip(prompts, completions, strict=True)

@@ -1,4 +1,4 @@
-"""How much of what the devices could compute, and of what they did compute, was work on samples."""
+"""Device utilisation: the share of the peak FLOP/s, and of the computed tokens, that went into samples."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dsreason.monitor.flops import ModelFlops, Work, model_flops, peak_flops
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a model costs, and what the devices of a job can do."""
+    """The FLOPs that a model needs, and the peak FLOP/s of a job's devices."""
 
     flops: ModelFlops
     peak: float | None
     """FLOP/s of all devices together; None if the device's peak is not known."""
     ranks_per_row: int = 1
-    """So many ranks do the same work together, and all of them count it."""
+    """Number of ranks that share the work on one row; each of them counts it in full."""
 
     def metrics(self, work: Work, batches: Sequence[Batch], seconds: float) -> dict[str, float]:
-        """Of one step on all ranks, for this rank's part of it. Collective.
+        """Compute the utilisation of one step over all ranks; `work` and `batches` are this rank's part. Collective.
 
-        `perf/mfu`: FLOPs of the forward and backward pass of the samples, per second of `seconds`, over the peak; what is
-        computed again in the backward pass, padding, and passes without gradients do not count. `seconds` are in SFT the
-        whole step with its wait for data, in GRPO `time/train`, without sampling: in the first step after a rollout that
-        has the passes of the old policy and the reference in it. `perf/padding`: the share of the tokens computed that
-        belong to no sample: padding, and media that only keep ranks in step.
+        `perf/mfu` is the FLOPs of the samples' forward and backward pass, divided by `seconds` and by the peak. Activations
+        recomputed in the backward pass, padding, and passes without gradients do not count. In SFT `seconds` is the whole
+        step including the wait for data; in GRPO it is `time/train`, without sampling, which in the first step after a
+        rollout includes the passes of the old policy and the reference. `perf/padding` is the share of the computed tokens
+        that belong to no sample: padding, and media that only keep ranks in step.
         """
         computed = all_sum(sum(batch.input_ids.numel() for batch in batches))
         metrics = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}
@@ -40,7 +40,7 @@ class Arithmetic:
 
 
 def arithmetic_of(engine: DeepSpeedEngine, world: World) -> Arithmetic:
-    """Every rank calls it, and gets one answer: counting is a collective."""
+    """Build the `Arithmetic` of a policy. Collective: `metrics` is too, so all ranks must agree whether the peak is known."""
     return Arithmetic(model_flops(engine.module.model), broadcast_object(job_peak_flops(world)), world.ranks_per_row)
 
 

@@ -1,4 +1,4 @@
-"""One picture of what the model saw and said: frames side by side, the text below."""
+"""Contact sheets: one image with the media that the model saw side by side, and the text below."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS, SAMPLE_FRAMES, MAX_TEXT = 2, 4, 600
 
 
 def contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
-    """`media` as the encoder decoded them; of a long video evenly spaced frames. `text` is wrapped line by line."""
+    """Draw `media` as the encoder decoded them, with evenly spaced frames of long videos, and below them the wrapped `text`."""
     thumbnails = [thumbnail(frame) for medium in media for frame in frames_of(medium)]
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, CHARACTERS) or [""]]
     per_row = WIDTH // (THUMBNAIL + 4)
@@ -42,16 +42,16 @@ def frames_of(medium: Medium) -> list[Image.Image]:
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
-    """Fitted into a square of `THUMBNAIL`, enlarged where it is smaller."""
+    """Scale an image up or down to fit into a square of `THUMBNAIL` pixels."""
     scale = THUMBNAIL / max(image.size)
     return image.convert("RGB").resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
-# ---------------------------------------------------------------- samples that no encoder has decoded
+# ---------------------------------------------------------------- samples that have not been encoded
 
 
 def sheet_of_samples(samples: Sequence[Sample]) -> Image.Image:
-    """Two columns of sheets: the media of each sample (of a video four frames), its question and its answer."""
+    """Draw two columns of sheets, one per sample: its media (four frames per video), its question and its answer."""
     sheets = [sample_sheet(sample) for sample in samples]
     pairs = [sheets[i : i + COLUMNS] for i in range(0, len(sheets), COLUMNS)]
     heights = [max(sheet.height for sheet in pair) for pair in pairs]
@@ -78,7 +78,7 @@ def sample_sheet(sample: Sample) -> Image.Image:
 
 
 def small_medium(kind: str, path: str) -> Medium:
-    """Decoded at the size of a thumbnail."""
+    """Decode an image or video at the size of a thumbnail."""
     if kind == "image":
         return thumbnail(load_image(path))
     info = probe_video(path)

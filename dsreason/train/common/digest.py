@@ -1,4 +1,4 @@
-"""What tells the rows of a data set from others, without reading all of them."""
+"""Digests that identify the rows of a data set without reading all of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ MOST_ROWS = 256
 
 
 def rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
-    """`{"count": 2560, "digest": "…"}`: of the number of rows and what up to 256 of them, evenly spaced, say."""
+    """Return the number of rows and a hash of up to 256 evenly spaced ones: `{"count": 2560, "digest": "…"}`."""
     contents = [content(row) for row in evenly(count, MOST_ROWS)]
     text = json.dumps(contents, sort_keys=True, default=str)
     return {"count": count, "digest": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
 
 
 def samples_digest(samples: SampleDataset) -> dict[str, Any]:
-    """Of texts and the names of media files: the folders may be moved."""
+    """Return the digest of the rows' texts and media file names; folder names do not count, so data may be moved."""
 
-    def content(row: int) -> Any:
+    def read_content(row: int) -> Any:
         try:
             sample = samples.without_media(row)
             return [sample.answer, sample.options, *map(said, sample.messages), *map(said, sample.rejected or [])]
-        except Exception:  # noqa: BLE001  a row of any shape; what is wrong is told where it is used
+        except Exception:  # noqa: BLE001  rows may have any shape; a bad row is reported when it is used
             return None
 
-    return rows_digest(len(samples), content)
+    return rows_digest(len(samples), read_content)
 
 
 def said(message: Message) -> list[str]:

@@ -1,4 +1,4 @@
-"""Global batches of rows, as SFT and DPO train on them: their order, the loop over them, and what is shown of a step."""
+"""Global batches of rows for SFT and DPO: their order, the loop over them, and the metrics logged per step."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOr
 
 
 def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
-    """Raise ConfigError if steps to profile are none of the run's; log what a person should know about the steps."""
+    """Raise ConfigError if a step to profile is not one of the run's; log warnings about the number of steps."""
     check_profiled_steps(config.monitor.profile, order.num_steps)
     for note in step_notes(order, config):
         log.warning("%s", note)
 
 
 def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
-    """List what a person should know about the steps; none of it is an error."""
+    """List warnings about the number of steps, none of them an error."""
     notes = []
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
@@ -91,11 +91,11 @@ def show_batches(
     *,
     seconds: float,
 ) -> None:
-    """Show the counted step, and count its rows that were left out.
+    """Log the metrics of the counted step, and count its skipped rows.
 
     Args:
         shown: values for the progress bar.
-        seconds: of training, without the wait for the batches.
+        seconds: training time, without the wait for the batches.
     """
     run.count_skipped(batches.skipped)
     step_seconds = seconds + batches.data_seconds

@@ -1,4 +1,4 @@
-"""The job that every trainer starts with, before a model is loaded: ranks, output folder, watchdog, uploads."""
+"""The job that every trainer opens before it loads a model: ranks, output folder, watchdog, uploads."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
 J = TypeVar("J", bound=JobConfig)
 D = TypeVar("D")
-"""Data."""
+"""The type of a trainer's data set."""
 
 
 @dataclass(kw_only=True)
 class TrainingJob(Generic[J]):
-    """What a run has before its model is loaded, on one rank."""
+    """Everything that a run opens on one rank before its model is loaded."""
 
     config: J
     world: World
@@ -64,12 +64,12 @@ def open_job(
     find_model: Callable[[J], Path],
     stack: ExitStack,
 ) -> TrainingJob[J]:
-    """Join the job, and open all that needs no model, until `stack` closes. Every rank calls it.
+    """Join the job and open everything that needs no model, until `stack` closes. Every rank calls it.
 
     Args:
-        output_dir: None: the ranks agree on one, named by `command`.
-        check: looks at data and model, on rank 0, where a foreign launcher started the ranks.
-        find_model: the local model folder.
+        output_dir: folder of the run; if None, the ranks agree on one named after `command`.
+        check: checks data and model, called on rank 0 if a foreign launcher started the ranks.
+        find_model: returns the local model folder.
     """
     world = init_world()
     stop = stack.enter_context(StopRequest())
@@ -85,7 +85,7 @@ def open_job(
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
     with watchdog.phase("preflight"):
-        if not started_by_us():  # our own command has checked the same just before it started the ranks
+        if not started_by_us():  # our own command ran the same checks just before it started the ranks
             on_rank_zero(lambda: check(config))
         on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
     with watchdog.phase("open_data"), first_rank_first(world):
@@ -93,7 +93,7 @@ def open_job(
     seed_everything(config.train.seed, world.rank)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # with the stages 1 and 2 every host needs the weights
+    if world.folder_ranks:  # every host needs the weights with stages 1 and 2
         deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return TrainingJob(
         config=config,
@@ -117,18 +117,18 @@ def open_curves(
     validation: D,
     digest: Callable[[D], Mapping[str, Any]],
 ) -> Metrics:
-    """The run's record and its curves, until `stack` closes. They go on after the step of `state` in a resumed run.
+    """Write the run's record and open its curves, until `stack` closes. In a resumed run they continue after `state.step`.
 
     Args:
-        digest: of one of the two, see `rows_digest`.
+        digest: computes the digest of one data set, see `rows_digest`.
     """
     config, output_dir, world = job.config, job.output_dir, job.world
     facts = run_facts(world.size) | {"deepspeed": job.deepspeed, "model_path": str(job.model_path.resolve())}
 
     def write_record() -> None:
-        now = {"training": digest(training), "held-out": digest(validation)}
-        remembered = compare_rows(job.checkpoint, now)
-        write_run_config(output_dir, config, facts | {"rows": remembered})
+        current = {"training": digest(training), "held-out": digest(validation)}
+        original = compare_rows(job.checkpoint, current)
+        write_run_config(output_dir, config, facts | {"rows": original})
 
     on_rank_zero(write_record)
     job.uploads.add_not_uploaded(output_dir)

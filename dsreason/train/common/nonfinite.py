@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is NaN or infinite: stop with the batch saved, or skip the step and count it."""
+"""Handling of NaN or infinite losses and gradients: save the batch and stop, or skip the step and count it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "targets", "predictors", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Steps in a row that may have a NaN or infinite loss or gradient: after so many the weights, not the batches, are to blame."""
+"""Consecutive steps with a NaN or infinite loss or gradient that stop the run: the weights, not the batches, are to blame."""
 
 
 def finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
-    """The check of a run, which goes on counting where a checkpoint left it."""
+    """Build the check of a run, with the counts that a checkpoint saved."""
     return FiniteCheck(
         config.train.on_nonfinite,
         output_dir / "nonfinite",
@@ -43,7 +43,7 @@ def finite_check(config: JobConfig, output_dir: Path, world: World, state: Train
 
 @dataclass
 class FiniteCheck:
-    """Looks at every step of a run. `folder` is where batches are saved. The counts go on in a resumed run."""
+    """The check of every step of a run. Batches are saved in `folder`; a resumed run continues the counts."""
 
     rule: Literal["stop", "skip"]
     folder: Path
@@ -53,7 +53,7 @@ class FiniteCheck:
 
     @property
     def counts(self) -> dict[str, int]:
-        """For the checkpoint."""
+        """The counts that a checkpoint saves."""
         return {"skipped_steps": self.skipped, "nonfinite_in_a_row": self.in_a_row}
 
     def metrics(
@@ -63,12 +63,17 @@ class FiniteCheck:
         step: int,
         names: Callable[[], list[list[Any]]] | None = None,
     ) -> dict[str, float]:
-        """The step's metrics where loss and gradient norm are finite, else those of them that are. Collective.
+        """Return the step's metrics, without those that are not finite if the loss or gradient norm is not. Collective.
 
         DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. An infinite loss
-        may have a finite gradient, which is applied. `names` tells by micro-batch what is saved with the samples; where it is
-        None, the ids of a `Batch`. Raises DsReasonError with the rule "stop", naming where every rank has
-        saved its batch, and with "skip" after `MAX_SKIPPED` in a row.
+        may have a finite gradient, which is applied.
+
+        Args:
+            names: returns, per micro-batch, the names saved with the samples; None saves the ids of each `Batch`.
+
+        Raises:
+            DsReasonError: with the rule "stop", naming the folder where every rank has saved its batch; with "skip", at the
+                last of `MAX_SKIPPED` such steps in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
@@ -98,13 +103,13 @@ class FiniteCheck:
         return finite | {"train/skipped_steps": float(self.skipped)}
 
     def _save(
-        self, batches: Sequence[Batch | Mapping[str, Tensor]], names: list[list[Any]], folder: Path, what: str
+        self, batches: Sequence[Batch | Mapping[str, Tensor]], names: list[list[Any]], folder: Path, description: str
     ) -> None:
-        """This rank's micro-batches as `rank_R.safetensors`, and what is in them as `rank_R.json`."""
+        """Save this rank's micro-batches as `rank_R.safetensors`, and the names of their samples as `rank_R.json`."""
         tensors: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):
-            found = tensors_of(batch) if isinstance(batch, Batch) else batch
-            tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in found.items()}
+            batch_tensors = tensors_of(batch) if isinstance(batch, Batch) else batch
+            tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in batch_tensors.items()}
         file = folder / f"rank_{self.world.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +119,7 @@ class FiniteCheck:
             write_file(file.with_suffix(".json"), text)
         except (OSError, SafetensorError) as error:
             raise SaveError(
-                f"{what}; rank {self.world.rank} could not save its samples in {folder}: {error}"
+                f"{description}; rank {self.world.rank} could not save its samples in {folder}: {error}"
             ) from error
 
 
@@ -128,7 +133,7 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if batch.part is not None:  # the pixels are this rank's: frames of so many patches a side
+    if batch.part is not None:  # the pixels are only this rank's, in frames with these grids of patches
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

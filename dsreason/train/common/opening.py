@@ -1,4 +1,4 @@
-"""What the trainers of vision-language models have beside the parts of every run, and what opens it."""
+"""Opening a run of a vision-language model: its data, its policy engine and its sampler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of a run, and what encodes them."""
+    """The rows of a run and their encoder."""
 
     encoder: Encoder
     training: SampleDataset
@@ -60,11 +60,11 @@ def open_policy_job(
     check: Callable[[C], object],
     stack: ExitStack,
 ) -> tuple[TrainingJob[C], TrainingRows]:
-    """Join the job, and open all that needs no model, until `stack` closes. Every rank calls it.
+    """Join the job and open everything that needs no model, until `stack` closes. Every rank calls it.
 
     Args:
-        output_dir: None: the ranks agree on one, named by `command`.
-        check: looks at data and model, on rank 0, if a foreign launcher started the ranks.
+        output_dir: folder of the run; if None, the ranks agree on one named after `command`.
+        check: checks data and model, called on rank 0 if a foreign launcher started the ranks.
     """
     job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
     job.world = with_row_groups(job.world, config.train.sequence_parallel_size)
@@ -76,9 +76,10 @@ def open_policy_job(
 def build_policy_engine(
     config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
 ) -> DeepSpeedEngine:
-    """The model in its partitions, frozen if asked or with adapters, with its optimizer.
+    """Build the DeepSpeed engine: the partitioned model, its frozen parameters and adapters, and its optimizer.
 
-    `group`: of the ranks that compute rows together, `World.group`.
+    Args:
+        group: process group of the ranks that compute rows together, `World.group`.
     """
     log.info("loading %s", model_path)
     model = load_model(
@@ -95,7 +96,7 @@ def build_policy_engine(
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    policy = Policy(model, group)  # looks for the plain output layer, so before adapters
+    policy = Policy(model, group)  # must precede the adapters, because it looks for the plain output layer
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
@@ -105,7 +106,7 @@ def build_policy_engine(
 
 
 def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
-    """Load the checkpoint to continue from, see `start_state`; one of adapters says which model they belong to."""
+    """Load the checkpoint to continue from (see `start_state`), with a description of the adapters if any are trained."""
     config, model_path = job.config, job.model_path
     adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
     return start_state(
@@ -114,7 +115,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
-    """Return what checkpoints say of the adapters that `engine` trains. Collective."""
+    """Describe the adapters that `engine` trains, for its checkpoints. Collective."""
     base, revision, model = config.model.path, config.model.revision, engine.module.model
     names = {"base_model_name_or_path": base if is_hub_name(base) else str(model_path.resolve()), "revision": revision}
     return SavedAdapter(
@@ -140,12 +141,12 @@ def start_policy_run(
     bucket_mb: float = BUCKET_MB,
     offload: OffloadMode = "always",
 ) -> tuple[TrainingRun[C], Sampler]:
-    """Start the run around the policy's `engine`: its record, curves, rollout engine and checkpoints, until `stack` closes.
+    """Open the record, curves, rollout engine and checkpoints around the policy's `engine`, until `stack` closes.
 
-    Curves go on after the step of `state` if the run is resumed. Every rank calls it.
+    If the run is resumed, curves continue after the step of `state`. Every rank calls it.
 
     Args:
-        settings: of the rollout engine.
+        settings: settings of the rollout engine.
         scorer: opened after the rollout engine, which needs its share of the GPU first.
         offload: whether the optimizer's state leaves the GPU during rollouts.
     """
@@ -155,7 +156,7 @@ def start_policy_run(
     if scorer is not None:
         stack.enter_context(scorer)
 
-    def write_export(output: Path, dtype: Literal["bf16", "fp32"], now: TrainerState) -> None:
+    def write_export(output: Path, dtype: Literal["bf16", "fp32"], current: TrainerState) -> None:
         export_engine(
             engine,
             job.model_path,
@@ -164,8 +165,8 @@ def start_policy_run(
             dtype=dtype,
             max_shard_size=config.checkpoint.max_shard_size,
             run=job.output_dir,
-            step=now.step,
-            adapter=now.adapter,
+            step=current.step,
+            adapter=current.adapter,
         )
 
     run = start_run(

@@ -1,4 +1,4 @@
-"""What can be found wrong before a model is loaded: model folder, freeze patterns, data rows and media headers."""
+"""Checks that need no loaded model: model folder, freeze patterns, data rows and media headers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time for looking at rows one by one; in larger data sets the rest is met while training."""
+"""Time limit of the row-by-row check; the remaining rows of a large data set are checked when they are used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
-    """The encoder of a model folder that can be used, with monitoring, DeepSpeed's values and freezing checked."""
+    """Check model folder, monitoring, DeepSpeed's values and freezing, and return the encoder."""
     check_wandb(config.monitor)
     check_deepspeed(config)
     if config.data.video_decoder == "torchcodec":
@@ -70,7 +70,7 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
 
 
 def check_adapters(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if no adapters can be put on the model; logs what of `[optim]` is of no use to them."""
+    """Raise ConfigError if the model cannot take the adapters; warn about `[optim]` settings that do not suit them."""
     trusted = config.model.trust_remote_code
     model = model_config(model_path, trust_remote_code=trusted)
     adapted_layers(empty_model(model, torch.float32, "sdpa", trusted), config.lora)
@@ -79,25 +79,27 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 
 def adapter_notes(optim: OptimConfig) -> list[str]:
-    """Return what a person should know of settings that do not fit adapters; one text each, none of them an error."""
-    missing = []
+    """List warnings about settings that do not suit adapters, none of them an error."""
+    notes = []
     if optim.lr < LOW_ADAPTER_LR:
-        missing.append(
+        notes.append(
             f"optim.lr ({optim.lr:g}) is low for adapters, which take about ten times the rate of all weights: they will hardly "
             "move; leave it out, or set 1e-5 or more"
         )
     if optim.weight_decay:
-        missing.append(
+        notes.append(
             f"optim.weight_decay ({optim.weight_decay:g}) draws adapters to zero, and the model back to its base; 0 is usual"
         )
-    return missing
+    return notes
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
-    """ConfigError for every target that cannot be uploaded to. A run that has a checkpoint to go on from does so through
-    an outage.
+    """Raise one ConfigError that lists every target that cannot be uploaded to.
 
-    `create`: make a repository that does not exist.
+    A run that continues from a `checkpoint` tolerates an outage.
+
+    Args:
+        create: create a repository that does not exist.
     """
     problems = []
     for target in config.checkpoint.targets:
@@ -110,10 +112,10 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
 
 
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
-    """The checkpoint to go on from. Known without a model: that it is there, whole, and of the same ZeRO stage.
+    """Return the checkpoint to continue from, checked as far as possible without a model: complete, same ZeRO stage.
 
     Raises:
-        CheckpointError: it cannot be resumed from.
+        CheckpointError: the run cannot be resumed from it.
     """
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
@@ -124,7 +126,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """Raise ConfigError if DeepSpeed rejects the JSON: its own errors name no file, and seldom the key."""
+    """Raise ConfigError if DeepSpeed rejects the JSON; DeepSpeed's errors do not name the file, and rarely the key."""
     name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
     error = deepspeed_error(settings)
     if error is None:
@@ -139,7 +141,7 @@ def check_deepspeed(config: JobConfig) -> None:
 
 
 def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
-    """The smallest parts of a configuration that DeepSpeed rejects by themselves: key, value and error of each."""
+    """Return key, value and error of the smallest parts of a configuration that DeepSpeed rejects by themselves."""
     problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
@@ -155,7 +157,7 @@ def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[
 def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     try:
         DeepSpeedConfig(settings)
-    except Exception as error:  # noqa: BLE001 (of any kind: a wrong type is often an AttributeError)
+    except Exception as error:  # noqa: BLE001 (any type is possible: a wrong type is often an AttributeError)
         return error
     return None
 
@@ -177,7 +179,7 @@ def error_text(error: Exception) -> str:
 
 
 def find_model(config: RunConfig) -> Path:
-    """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
+    """Return the local model folder, downloading or building it if needed. Safe on several ranks at once."""
     return resolve_model(config.model, cache_dir() / "models")
 
 
@@ -201,10 +203,10 @@ def check_dataset(
 ) -> list[str]:
     """Read rows and media headers (no decoding), in an order that spreads over the data set.
 
-    Returns what `data.on_bad_row` or `model.on_too_long` leave out, one text each, and logs it.
+    Return one message for each row that `data.on_bad_row` or `model.on_too_long` leaves out, and log them.
 
     Raises:
-        DataError: the first row that is unusable, or that `check` rejects, where that is an error.
+        DataError: a row is unusable or `check` rejects it, and the configuration does not skip it.
     """
 
     def check_row(sample: Sample) -> None:
@@ -216,7 +218,7 @@ def check_dataset(
     deadline = time.monotonic() + MAX_SECONDS
     for checked, index in enumerate(coarse_to_fine(len(dataset))):
         if time.monotonic() > deadline:
-            log.info("%s: %d of %d rows checked before training, the others on use", name, checked, len(dataset))
+            log.info("%s: %d of %d rows checked before training, the others when used", name, checked, len(dataset))
             break
         bad = read_row(dataset, index, check_row)
         if isinstance(bad, DataError):
@@ -231,7 +233,7 @@ def check_dataset(
 
 
 def coarse_to_fine(count: int) -> list[int]:
-    """0 … count - 1, coarse to fine, so that a time limit still sees the whole range: 5 → [0, 4, 2, 1, 3]."""
+    """Order 0 … count - 1 coarse to fine, so that a time limit still covers the whole range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)
     while len(order) < count:

@@ -1,4 +1,4 @@
-"""One run on one rank: what happens around the steps of every trainer, whatever it trains."""
+"""A run on one rank: everything that happens around the steps of every trainer, whatever it trains."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = logging.getLogger(__name__)
 
 
 class Measured(Protocol):
-    """What a validation found, equal on all ranks."""
+    """The result of a validation, equal on all ranks."""
 
     @property
     def metrics(self) -> dict[str, float]: ...
 
     def summary(self, step: int) -> str:
-        """One line for a person."""
+        """Format one line for the log."""
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """Write what is shown beside the metrics."""
+        """Write everything but the metrics: answers, sheets, clips."""
 
 
 Validate: TypeAlias = Callable[[int], Measured | None]
@@ -50,10 +50,10 @@ Validate: TypeAlias = Callable[[int], Measured | None]
 
 @dataclass(kw_only=True)
 class TrainingRun(Generic[J]):
-    """A run between its first step and its last: what counts, shows, validates and saves its steps.
+    """A run between its first step and its last; counts, displays, validates and saves its steps.
 
-    A trainer calls `before_steps`, then for each step `poll_checkpoint`, `count_step` and `show_step`, after one or several
-    steps `after_steps`, and at the end `finish`. `state` says how far the run is.
+    A trainer calls `before_steps`; then `poll_checkpoint`, `count_step` and `show_step` for each step, and `after_steps`
+    after one or several steps; and `finish` at the end. `state` is the run's progress.
     """
 
     job: TrainingJob[J]
@@ -67,7 +67,7 @@ class TrainingRun(Generic[J]):
     total_steps: int
     state: TrainerState
     skipped: Counter[str] = field(default_factory=Counter)
-    """Rows that training has left out since this process started, one text each, and how often."""
+    """Messages of the rows that training has skipped since this process started, with counts."""
 
     @property
     def learning_rate(self) -> float:
@@ -76,7 +76,7 @@ class TrainingRun(Generic[J]):
         return optim.lr * lr_factor(self.state.step, self.total_steps, optim)
 
     def before_steps(self, validate: Validate) -> None:
-        """Validate what is trained from here on, unless the run is resumed; then its checkpoint gets its export."""
+        """Validate the model before its first step or, in a resumed run, write the export that its checkpoint still lacks."""
         config, step = self.job.config, self.state.step
         if step == 0 and config.validation.before_training:
             self.validate(validate)
@@ -92,7 +92,8 @@ class TrainingRun(Generic[J]):
     def count_step(self, *, epoch: float, extra: Mapping[str, Any] | None = None) -> None:
         """Count a step that the engine has finished.
 
-        `extra` is what the trainer wants back from a checkpoint; JSON values only.
+        Args:
+            extra: values that the trainer gets back from a checkpoint; JSON values only.
         """
         step = self.engine.global_steps
         self.state = replace(
@@ -105,7 +106,7 @@ class TrainingRun(Generic[J]):
         set_step(step)
 
     def count_skipped(self, rows: Sequence[str]) -> None:
-        """Count rows that are left out, at every use, and log each once; a text names file, row and reason."""
+        """Count skipped rows, every time they are skipped, and log each once; `rows` has file, row and reason of each."""
         for text in rows:
             if text not in self.skipped:
                 log.warning("left out: %s", text)
@@ -120,9 +121,9 @@ class TrainingRun(Generic[J]):
         num_tokens: int,
         seconds: float,
     ) -> None:
-        """Show the counted step in the curves and, with the values `shown`, in the progress bar.
+        """Log the counted step to the curves, and display it with the values `shown` in the progress bar.
 
-        Samples and tokens are those of all ranks; `seconds` is how long the step took as a whole.
+        Samples and tokens are counts over all ranks; `seconds` is the duration of the whole step.
         """
         step = self.state.step
         self.progress.step(step, dict(shown), samples=num_samples, tokens=num_tokens)
@@ -137,7 +138,7 @@ class TrainingRun(Generic[J]):
             self.metrics.log_scalars(step, values)
 
     def after_steps(self, first: int, validate: Validate) -> None:
-        """Validate and save if one of the steps after `first` is due for it, and stop if a rank got a signal."""
+        """Validate and save if a step after `first` is due for it, and stop if a rank got a signal."""
         self.profiler.end()
         config, last = self.job.config, self.state.step == self.total_steps
         steps = range(first + 1, self.state.step + 1)
@@ -149,7 +150,7 @@ class TrainingRun(Generic[J]):
         self.profiler.begin(self.state.step + 1)
 
     def validate(self, validate: Validate) -> bool:
-        """Measure the policy; True if it is the best so far, which is worth a checkpoint."""
+        """Measure the policy; return True if it is the best so far and `checkpoint.keep_best` asks for a checkpoint."""
         job, step = self.job, self.state.step
         config = job.config.checkpoint
         with job.watchdog.phase("validation"):
@@ -162,13 +163,13 @@ class TrainingRun(Generic[J]):
         value, best = result.metrics.get(config.best_metric), self.state.best_metric
         if value is None:  # rows without answers have no loss
             return False
-        better = best is None or (value < best if config.best_metric == "val/loss" else value > best)
-        if better and step > 0:
+        is_better = best is None or (value < best if config.best_metric == "val/loss" else value > best)
+        if is_better and step > 0:
             self.state = replace(self.state, best_metric=value, best_name=config.best_metric, best_step=step)
-        return better and step > 0 and config.keep_best
+        return is_better and step > 0 and config.keep_best
 
     def finish(self) -> None:
-        """Write the export and uploads that are still missing, also of an earlier job, and say that all is done."""
+        """Write the exports and uploads that are still missing, including those of an earlier job, and report the end."""
         self.checkpoints.finish(self.state)
         self.progress.say(self.memory.report())
         self.progress.say(f"finished at step {self.state.step}; everything is in {self.job.output_dir}")
@@ -192,7 +193,7 @@ def start_run(
 
     Args:
         export_file: see `Checkpoints`.
-        averages: other weights that checkpoints hold, by name.
+        averages: averaged weights that checkpoints hold as well, by name.
         with_frozen: whether checkpoints hold the weights that are not trained.
     """
     config, world = job.config, job.world
@@ -227,7 +228,7 @@ def start_run(
 
 
 def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack) -> None:
-    """Close the writer with `stack`; if the run ends by an error, it first completes what it can."""
+    """Close the writer with `stack`; if the run ends with an error, complete pending checkpoints first."""
     stack.callback(writer.close)
     stack.push(job.watchdog.close_in_time)
 
@@ -242,5 +243,5 @@ def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack
 
 
 def is_due(steps: Iterable[int], every: int) -> bool:
-    """Return whether one of the steps is a multiple of `every`; 0 is never."""
+    """Return whether one of the steps is a multiple of `every`; False if `every` is 0."""
     return every > 0 and any(step % every == 0 for step in steps)

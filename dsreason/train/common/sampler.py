@@ -1,4 +1,4 @@
-"""The rollout engine and the policy whose weights it gets: who of the two has the device's memory, and when."""
+"""The handover of weights and device memory between the policy and the rollout engine that samples from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET_MB = 512.0
 
 @dataclass(frozen=True)
 class Sampler:
-    """What samples completions of a policy that is trained on the same devices."""
+    """The rollout engine and the policy that is trained on the same devices."""
 
     rollout: RolloutEngine
     policy: DeepSpeedEngine
@@ -35,15 +35,16 @@ class Sampler:
     memory: MemoryLedger
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-    """The watchdog's `phase`."""
+    """The `phase` method of the watchdog."""
     times: dict[str, float] = field(default_factory=dict)
-    """`time/{offload,wake,sync,sleep,reload}` in seconds, of the last handover."""
+    """Seconds of the last handover: `time/{offload,wake,sync,sleep,reload}`."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
-        """Inside, the engine holds the policy's weights, and the optimizer's state is out of the way. Collective.
+        """Wake the engine with the policy's weights while the optimizer's state is offloaded. Collective.
 
-        `version` is stamped on the weights, and on what is sampled with them.
+        Args:
+            version: stamped on the weights, and on the completions sampled with them.
         """
         with self._timed("offload"):
             self.offload.offload()
@@ -96,7 +97,7 @@ def open_offload(
     """Decide how much of the optimizer's state leaves the GPUs, the maximum over all ranks, and log it. Collective.
 
     Raises:
-        ConfigError: the mode is "never", and vLLM's share does not fit.
+        ConfigError: the mode is "never" but vLLM's share does not fit.
     """
     offload = StateOffload(policy)
     if not offload.is_active or vllm_share is None:
@@ -110,5 +111,5 @@ def open_offload(
         move_bytes=max(amount.move_bytes for amount in amounts),
     )
     fullest = max(memories, key=lambda memory: memory.needed - memory.total)
-    log.info('%s (rollout.offload = "%s"; if nothing left: %s)', offload.describe(), mode, fullest.describe())
+    log.info('%s (rollout.offload = "%s"; without offload: %s)', offload.describe(), mode, fullest.describe())
     return offload

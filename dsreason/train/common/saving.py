@@ -1,4 +1,4 @@
-"""Checkpoints and exports while a run goes on, when it is asked to stop, and at its end."""
+"""Checkpoints and exports: during a run, after a signal to stop, and at the end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from dsreason.train.common.job import TrainingJob
 log = logging.getLogger(__name__)
 
 WriteExport: TypeAlias = Callable[[Path, Literal["bf16", "fp32"], TrainerState], None]
-"""Writes the policy into a folder that is not there yet. Collective."""
+"""Writes the policy into a folder that does not exist yet. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints and exports of a run; each method gets the run's state. Every rank calls them alike."""
+    """The checkpoints and exports of a run; each method takes the run's state. Every rank makes the same calls."""
 
     job: TrainingJob[Any]
     writer: CheckpointWriter
     write_export: WriteExport
     export_file: str
-    """Is in every export; how new it is says how new the export is."""
+    """Name of a file in every export; its modification time counts as that of the export."""
     metrics: Metrics
     progress: Progress
     total_steps: int
@@ -59,9 +59,9 @@ class Checkpoints:
             self.after_checkpoint(self.writer.poll(), state)
 
     def save(self, state: TrainerState, *, last: bool, checkpoint: bool = True) -> None:
-        """Write a checkpoint, beside training unless it is the last, and an export if the configuration asks for one.
+        """Write a checkpoint, in the background unless it is the last, and an export if the configuration asks for one.
 
-        Without `checkpoint` the last step is exported only.
+        If `checkpoint` is False, the last step is only exported.
         """
         config, step, started = self.job.config.checkpoint, state.step, time.perf_counter()
         with self.job.watchdog.phase("checkpoint"), self.progress.phase("saving checkpoint"):
@@ -75,13 +75,13 @@ class Checkpoints:
         self.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
     def export_resumed(self, state: TrainerState) -> None:
-        """Write the export that belongs to the checkpoint where this run continues, if it was killed between the two."""
+        """Write the export of the checkpoint that this run continues from, if it was killed between writing the two."""
         checkpoint, output = self.folder / step_name(state.step), self.exports / step_name(state.step)
         if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
             self.export(output, state, last=False)
 
     def stop_if_asked(self, state: TrainerState) -> None:
-        """Save and raise `Stopped` if a rank got a signal; a run that is done anyway goes on to its end."""
+        """Save and raise `Stopped` if a rank got a signal, except after the last step."""
         step, name = state.step, self.job.stop.asked()
         if not name or step == self.total_steps:
             return
@@ -99,20 +99,20 @@ class Checkpoints:
         raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
     def after_checkpoint(self, written: Path | None, state: TrainerState) -> None:
-        """Upload a checkpoint that is complete, and delete those that `checkpoint.keep` no longer covers."""
+        """Upload the checkpoint that has become complete, and delete those that `checkpoint.keep` no longer covers."""
         job = self.job
         if written is None or not job.world.is_first_of_folder:
             return
         config = job.config.checkpoint
         self.metrics.log_scalars(state.step, {"time/save_complete": self.writer.completing})
         job.uploads.add(written, last=written.name == step_name(self.total_steps))
-        # The best of now may not be on disk yet: until then the best of when this one was saved stays, too.
+        # The current best may not be on disk yet; until then the best at the time of this checkpoint is kept as well.
         bests = {state.best_step, read_state(written).state.best_step} if config.keep_best else set()
         spared = {self.folder / step_name(best) for best in bests if best} | job.uploads.in_use()
         self.writer.prune(config.keep, spared)
 
     def finish(self, state: TrainerState) -> None:
-        """Write the export and uploads that are still missing, also of an earlier job."""
+        """Write the exports and uploads that are still missing, including those of an earlier job."""
         checkpoint, final = self.folder / step_name(state.step), self.exports / "final"
         if self.job.config.checkpoint.export != "none":
             if on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
@@ -122,7 +122,7 @@ class Checkpoints:
             self.job.uploads.add(checkpoint, last=True)
 
     def export(self, output: Path, state: TrainerState, *, last: bool) -> None:
-        """Write the policy, in place of an older export of this run, and upload it."""
+        """Write the policy, replacing an older export of this run, and upload it."""
         job, config = self.job, self.job.config.checkpoint
         dtype = job.config.train.precision if config.export_dtype == "auto" else config.export_dtype
         on_rank_zero(lambda: delete_old_export(output))
@@ -135,12 +135,12 @@ class Checkpoints:
             try:
                 spared = best | job.uploads.in_use()
                 prune_exports(output.parent, config.export_keep, state.step, spared, self.export_file)
-            except OSError as error:  # no reason to end a run
+            except OSError as error:  # the run can continue without it
                 log.warning("old exports could not be deleted: %s", error)
 
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
-    """Whether the export that `file` is in is missing, of another step, or older than the checkpoint, which may be missing."""
+    """Return whether the export with `file` is missing, of another step, or older than the checkpoint, which may be missing."""
     if not file.exists() or exported_step(file.parent) not in (None, named_step(checkpoint)):
         return True
     marker = checkpoint / MARKER

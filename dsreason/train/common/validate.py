@@ -1,4 +1,4 @@
-"""Held-out rows: their teacher-forced loss, and how many of the generated answers are right."""
+"""Validation on held-out rows: the teacher-forced loss, and the accuracy and rewards of generated answers."""
 
 from __future__ import annotations
 
@@ -50,14 +50,19 @@ T = TypeVar("T")
 def validate(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult | None:
-    """Measure the policy on the held-out rows; None if there are none.
+    """Measure the policy on the held-out rows; return None if the data set has no rows.
 
-    Collective: every rank runs the same forwards and gathers. `version` is stamped on the weights that the rollout
-    engine gets (the step). The metrics are `val/loss`, the mean
-    negative log-likelihood of the trained tokens, and with `validation.generate` the share of right answers:
-    `val/accuracy`, and `val/accuracy/<name>` of each modality and each `meta["kind"]`; with a `scorer` also
-    `val/reward/mean` and `val/reward/<function>/mean`, of rows without a reference answer too. What no row can give is left
-    out. Raises DataError for a bad row, unless the config says to skip it.
+    Collective: every rank runs the same forwards and gathers. The metrics are `val/loss`, the mean negative log-likelihood
+    of the trained tokens, and with `validation.generate` the share of right answers: `val/accuracy`, and
+    `val/accuracy/<name>` per modality and per `meta["kind"]`; with a `scorer` also `val/reward/mean` and
+    `val/reward/<function>/mean`, which include rows without a reference answer. Metrics that no row contributes to are
+    left out.
+
+    Args:
+        version: stamped on the weights that the rollout engine gets (the step).
+
+    Raises:
+        DataError: a row is bad, and the configuration does not skip it.
     """
     if len(held_out.dataset) == 0:
         return None
@@ -73,7 +78,7 @@ def validate(
 def answer_rows(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
-    """The part of `validate` that lets the policy answer. Collective."""
+    """Generate and score answers to the held-out rows; the second part of `validate`. Collective."""
     with (
         sampler.awake(version) as engine,
         progress.phase("validation: answers", len(held_out.rows), "samples") as advance,
@@ -82,7 +87,7 @@ def answer_rows(
     by_rank = gather_objects((answers, sheets))
     if not any(part for part, _ in by_rank):
         raise DataError(
-            f"validation: none of the {len(held_out.rows)} held-out rows has a reference answer; give Sample.answer, "
+            f"validation: none of the {len(held_out.rows)} held-out rows has a reference answer; set Sample.answer, "
             "or set validation.generate = false"
         )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
@@ -92,7 +97,7 @@ def answer_rows(
 
 @dataclass(frozen=True)
 class HeldOut(Generic[C]):
-    """The rows to measure, and how they are read."""
+    """The held-out rows and everything needed to read them."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -101,31 +106,35 @@ class HeldOut(Generic[C]):
 
     @cached_property
     def shown(self) -> set[int]:
-        """The rows whose answers are shown, evenly spaced."""
+        """Numbers of the rows whose answers are displayed, evenly spaced."""
         return {self.rows[i] for i in evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
-        """Of all ranks; where `validation.max_samples` leaves some out, evenly spaced."""
+        """Numbers of the rows of all ranks, evenly spaced if `validation.max_samples` leaves some out."""
         return evenly(len(self.dataset), self.config.validation.max_samples)
 
     def groups(self) -> list[list[int]]:
-        """This rank's rows as they are read, and cut for one forward each; as many groups on every rank, some empty."""
+        """Cut this rank's rows into groups of one forward each; every rank has the same number of groups, some empty."""
         size = self.config.validation.micro_batch_size
         rows = self.rows[self.world.rank :: self.world.size]
         num_groups = -(-len(self.rows) // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
     def read(self, use: Callable[[Sample], T]) -> Iterator[list[tuple[int, T]]]:
-        """What `use` makes of each group's usable rows, in worker processes. Raises on all ranks when one has a bad row."""
+        """Yield the row numbers and `use(sample)` of each group's usable rows, computed in worker processes.
+
+        Raises:
+            DataError: a row is bad, and the configuration does not skip it; on all ranks.
+        """
         groups = self.groups()
         read = partial(read_rows, self.dataset, use)
         groups_read = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, groups_read, strict=True):
             bad = [item for item in items if isinstance(item, DataError)]
             with errors_on_all_ranks():
-                if refused := first_fatal(bad, self.config):
-                    raise DataError(refused)
+                if message := first_fatal(bad, self.config):
+                    raise DataError(message)
             for error in bad:
                 log.warning("validation: left out: %s", error)
             yield [(row, item) for row, item in zip(rows, items, strict=True) if not isinstance(item, DataError)]
@@ -133,9 +142,9 @@ class HeldOut(Generic[C]):
 
 @torch.no_grad()
 def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
-    """Mean negative log-likelihood of the trained tokens over all ranks' rows, however they are grouped.
+    """Compute the mean negative log-likelihood of the trained tokens over all ranks' rows; the grouping does not matter.
 
-    None if the rows have none: they are only asked.
+    Return None if the rows have no trained tokens and are only used as prompts.
     """
     encoder = held_out.encoder
     was_training = policy_engine.training
@@ -163,7 +172,7 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advanc
 def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[Answer], dict[int, Image.Image]]:
-    """This rank's answers, with their rewards if there is a scorer, and the contact sheets of those shown, by row."""
+    """Generate this rank's answers, with rewards if there is a scorer, and contact sheets of the displayed ones by row."""
     tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
     sampling = Sampling(
@@ -174,14 +183,14 @@ def generate_answers(
     )
     answers: list[Answer] = []
     sheets: dict[int, Image.Image] = {}
-    for asked in merged(
+    for questions in merged(
         read_prompts(held_out, advance, with_pixels=rollout.reads_pixels, need_reference=scorer is None),
         lambda item: item[1].media_bytes,
         memory_gib=settings.media_memory_gib,
         least=rollout.max_num_seqs,
         any_rank=lambda flag: any(gather_objects(flag)),
     ):
-        rows, prompts = [row for row, _ in asked], [prompt for _, prompt in asked]
+        rows, prompts = [row for row, _ in questions], [prompt for _, prompt in questions]
         completions = rollout.generate(prompts, sampling, version=version, streams=rows)
         rewards = score(prompts, completions, sampling, scorer)
         for row, prompt, completion, reward in zip(rows, prompts, completions, rewards, strict=True):
@@ -190,14 +199,14 @@ def generate_answers(
                 last = answers[-1]
                 text = describe(question_of(prompt.sample), completion.text, last.reference, last.correct)
                 sheets[row] = contact_sheet(prompt.media, text)
-        advance(len(asked) * held_out.world.size)
+        advance(len(questions) * held_out.world.size)
     return answers, sheets
 
 
 def read_prompts(
     held_out: HeldOut[Any], advance: Advance, *, with_pixels: bool, need_reference: bool
 ) -> Iterator[list[tuple[int, EncodedPrompt]]]:
-    """Each group's rows; where they need a reference answer, those that have none are done with."""
+    """Yield the encoded prompts of each group; with `need_reference`, skip rows that have no reference answer."""
     encoder = held_out.encoder
     for encoded_rows in held_out.read(
         encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)
@@ -214,7 +223,7 @@ def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
 def score(
     prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling, scorer: Scorer | None
 ) -> list[dict[str, float]]:
-    """By completion: its reward (the weighted sum, under the name "") and that of each function; without a scorer none."""
+    """Return the rewards of each completion by function name, with the weighted sum under ""; empty without a scorer."""
     if scorer is None:
         return [{} for _ in completions]
     scores = score_completions(scorer, prompts, completions, sampling)

@@ -62,7 +62,7 @@ def test_prompts_of_other_settings_are_not_in_one_batch() -> None:
 
 def test_only_the_weights_that_are_held_while_awake_are_sampled_from() -> None:
     engine = StandIn()
-    with pytest.raises(StaleWeightsError, match="version 4 were asked for, the engine holds version 3"):
+    with pytest.raises(StaleWeightsError, match="version 4 were requested, but the engine holds version 3"):
         engine.generate(prompts(5), WARM, version=4)
     engine.awake = False
     with pytest.raises(StaleWeightsError, match="the engine holds no weights"):

@@ -23,9 +23,9 @@ def warned(now: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture, 
 def test_rows_that_changed_are_told_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert warned(BEFORE, tmp_path, caplog, rows=BEFORE) == []
     fewer = BEFORE | {"training": {"count": 5, "digest": "cc"}}
-    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now): it does not end as it w"]
+    assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now), so its results will dif"]
     other = BEFORE | {"held-out": {"count": 2, "digest": "cc"}}
-    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(as many, with other content): it does n"]
+    assert warned(other, tmp_path, caplog, rows=BEFORE) == ["(same number, different content), so its"]
 
 
 @pytest.mark.parametrize("record", [{}, {"rows": None}, {"rows": [1]}, {"rows": {}}], ids=str)
