@@ -110,7 +110,7 @@ def log_file() -> str:
 def log_crashes(handler: logging.FileHandler) -> None:
     """Log uncaught exceptions of threads, and write the stack to the log file at a fatal signal."""
 
-    def on_thread_exception(args: threading.ExceptHookArgs) -> None:
+    def log_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
@@ -118,6 +118,6 @@ def log_crashes(handler: logging.FileHandler) -> None:
         text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else crash_text(exception[1])
         write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")
 
-    threading.excepthook = on_thread_exception
+    threading.excepthook = log_thread_exception
     assert handler.stream is not None, "the log file is not open yet"
     faulthandler.enable(handler.stream)

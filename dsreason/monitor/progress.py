@@ -254,7 +254,7 @@ def track_in_lines(
 ) -> Iterator[Advance]:
     """Show progress as `track` does, with a first line and one every `interval_s` seconds."""
 
-    def amount(count: int) -> str:
+    def format_amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)
 
     begin = last_shown = time.monotonic()
@@ -268,8 +268,8 @@ def track_in_lines(
             if done > 0 and now >= last_shown + interval_s:
                 last_shown = now
                 seconds_left = (total - done) * (now - begin) / done
-                say(f"{name}: {amount(done)} of {amount(total)}, {seconds_left:.0f} s left")
+                say(f"{name}: {format_amount(done)} of {format_amount(total)}, {seconds_left:.0f} s left")
 
     suffix = "" if unit == "bytes" else f" {unit}"
-    say(f"{name}: {amount(total)}{suffix}")
+    say(f"{name}: {format_amount(total)}{suffix}")
     yield advance
