@@ -246,8 +246,7 @@ def announce(store: dist.Store, size: int) -> None:
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.own_address(os.environ["MASTER_ADDR"])
-        or "",  # if empty, they use MASTER_ADDR
+        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, they use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
