@@ -1,4 +1,4 @@
-"""Adapters in exports: merged into the weights, and in peft's files by themselves."""
+"""LoRA adapters in exports: merged into the weights, and separately in peft's files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dsreason.models.weights import find_weights
 log = logging.getLogger(__name__)
 
 FOLDER = "adapter"
-"""In an export, beside the merged model; these names in it are peft's."""
+"""Folder in an export, beside the merged model, with files named as peft does."""
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-"""Of the names in peft's files."""
+"""Prefix of the tensor names in peft's files."""
 BASE_IN_4_BITS = "the base model's weights as their NF4 codes give them back, which is what was trained"
 ADAPTER_CARD = """This adapter was trained beside {base} with the matrices of its language model in 4 bits (NF4, blocks of 64,
 scales in float32). It adds to what these give back, not to the original weights. To have the model that was trained, take the
@@ -38,27 +38,27 @@ merged one in the folder above, or load the base with
 layer left out (`llm_int8_skip_modules`).
 """
 SMALLEST = 5e-3
-"""Relative change of a weight that bfloat16, with 8 bits, keeps in full; of a fifth of that it keeps half."""
+"""Relative change of a weight that bfloat16, with 8 bits, keeps in full; it keeps half of a change five times smaller."""
 
 
 @dataclass
 class Merge:
-    """What is merged while a model is written: its adapters, and how much they change the weights.
+    """The merge of adapters into a model while it is written, with a record of how much they change the weights.
 
     Args:
-        dtype: "bf16" or "fp32", of what is written.
-        adapter: None if there is none.
+        dtype: precision of the written weights, "bf16" or "fp32".
+        adapter: the adapter of the checkpoint; None if it has none.
     """
 
     dtype: str
     adapter: SavedAdapter | None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Of the adapters, as peft names them."""
+    """Tensors of the adapters, by peft's names."""
     changes: dict[str, float] = field(default_factory=dict)
-    """Of each weight with an adapter, relative to its norm."""
+    """Change of each weight with an adapter, relative to its norm."""
 
     def merged(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as a model without adapters has them, each computed from the one it was and rounded once."""
+        """Yield the weights of a model without adapters, each merged with its adapter and rounded once."""
         dtype = DTYPES[self.dtype]
         for name, tensor, delta in weights:
             if delta is None:
@@ -72,59 +72,61 @@ class Merge:
 
     @property
     def largest(self) -> tuple[str, float]:
-        """The weight that is changed most, and how much."""
+        """Name and relative change of the weight that changes most."""
         return max(self.changes.items(), key=lambda item: item[1])
 
     @property
     def summary(self) -> str:
-        """For the model card; empty if there is no adapter."""
+        """Description of the adapter for the model card; "" without an adapter."""
         if self.adapter is None:
             return ""
         (name, change), settings = self.largest, self.adapter.settings
         return (
             f"LoRA of rank {settings['r']}, alpha {settings['lora_alpha']}, on {len(self.changes)} layers, merged into "
-            f"{'these weights' if self.adapter.quantize is None else BASE_IN_4_BITS}; by itself in `{FOLDER}/`. Largest relative "
-            f"change of a weight: {change:.2g} ({name})"
+            f"{'these weights' if self.adapter.quantize is None else BASE_IN_4_BITS}; separately in `{FOLDER}/`. Largest "
+            f"relative change of a weight: {change:.2g} ({name})"
         )
 
     def report(self, output: Path) -> None:
-        """Log how large the change is, with a warning where the written type cannot hold it."""
+        """Log the largest change, and warn if the written precision cannot hold it."""
         name, change = self.largest
         log.info("%s: the adapter changes %s most, by %.2g of its norm", output, name, change)
         if self.dtype == "bf16" and change < SMALLEST:
             log.warning(
-                "%s: the adapter changes no weight by more than %.2g of its norm, of which rounding to bfloat16 swallows a "
-                "part; take %s/ beside the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
+                "%s: the adapter changes no weight by more than %.2g of its norm, part of which is lost in rounding to "
+                "bfloat16; use %s/ beside the base model, or export with --dtype fp32 (checkpoint.export_dtype)",
                 *(output, change, FOLDER),
             )
 
 
 def write_adapter(merge: Merge, folder: Path) -> None:
-    """`adapter/`, as peft and vLLM load it, into an export, once all weights have passed through `merge`."""
+    """Write `adapter/`, as peft and vLLM load it, into an export, once all weights have passed through `merge`."""
     assert merge.adapter is not None
-    inside = folder / FOLDER
-    inside.mkdir()
-    (inside / SETTINGS_FILE).write_text(json.dumps(merge.adapter.settings, indent=2, sort_keys=True) + "\n")
+    adapter_folder = folder / FOLDER
+    adapter_folder.mkdir()
+    (adapter_folder / SETTINGS_FILE).write_text(json.dumps(merge.adapter.settings, indent=2, sort_keys=True) + "\n")
     if merge.adapter.quantize is not None:
-        (inside / CARD).write_text(ADAPTER_CARD.format(base=merge.adapter.base), encoding="utf-8")
-    save_file(merge.tensors, inside / WEIGHTS_FILE, metadata={"format": "pt"})
-    (inside / WEIGHTS_FILE).chmod((inside / SETTINGS_FILE).stat().st_mode)  # else only its owner may read it
+        (adapter_folder / CARD).write_text(ADAPTER_CARD.format(base=merge.adapter.base), encoding="utf-8")
+    save_file(merge.tensors, adapter_folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (adapter_folder / WEIGHTS_FILE).chmod(
+        (adapter_folder / SETTINGS_FILE).stat().st_mode
+    )  # safetensors lets only the owner read its files
 
 
 def adapter_weights(
     checkpoint: Path, saved: SavedRun, adapter: SavedAdapter, dtype: str
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Every weight of the base model in the precision of the run, and what the checkpoint's adapters add to it.
+    """Yield every weight of the base model in the precision of the run, with what the checkpoint's adapter adds to it.
 
-    Adapters are as the run computes with them, or float32 where `dtype` is "fp32".
+    Adapters have the precision that the run computes with, or float32 if `dtype` is "fp32".
 
     Raises:
-        CheckpointError: the base model is not what it was, or has no such weight.
+        CheckpointError: the base model has changed, or a weight is missing.
     """
     source = Path(saved.state.model_path)
     if (source_fingerprint := model_fingerprint(source)) != adapter.fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, which has other files now (fingerprint "
+            f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, whose files have changed (fingerprint "
             f"{source_fingerprint} instead of {adapter.fingerprint}); put the base model back"
         )
     trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
@@ -142,7 +144,7 @@ def adapter_weights(
     ]
     if lacking:
         raise CheckpointError(f"{checkpoint}: {lacking[0]} is neither in it nor in {source}; choose another checkpoint")
-    base: dict[str, Tensor] = {}  # mapped from the files
+    base: dict[str, Tensor] = {}  # memory-mapped from the files
     weights.read([base_name(name) for name in names], base.__setitem__)
     for name in names:
         delta = None

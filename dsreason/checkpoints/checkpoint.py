@@ -1,6 +1,6 @@
 """Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
 
-Their folder is described in `checkpoint_folder`; `step_N/universal/` is made when first resumed on another number of ranks.
+`checkpoint_folder` describes their folder. `step_N/universal/` is created when a run first resumes on another number of ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNIVERSAL = "universal"
 
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
-    """The empty folder that a checkpoint is written in, under a temporary name. Collective."""
+    """Create the empty folder, under a temporary name, in which a checkpoint is written. Collective."""
     partial = folder / f"{SAVING}{step_name(step)}"
 
     def make() -> None:
@@ -73,10 +73,11 @@ def state_writer(
     world: World,
     averages: Mapping[str, Mapping[str, Tensor]],
 ) -> Callable[[], None]:
-    """What writes a checkpoint's files beside DeepSpeed's: the trainer's state and random numbers, as they are now, and the
-    shares of `averages`, which must not change until then.
+    """Return a function that writes a checkpoint's files beside DeepSpeed's.
 
-    To be called after DeepSpeed's files are on disk: random numbers say that a rank has written everything.
+    It writes the trainer's state and random numbers as they are now, and the shares of `averages`, which must not change
+    before it is called. Call it once DeepSpeed's files are on disk: the random-number file marks that a rank has written
+    everything.
     """
     write_rng_state = take_rng_state(world.device)
     saved = SavedRun(
@@ -88,7 +89,7 @@ def state_writer(
         versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
         parameters=describe_parameters(engine),
     )
-    described = asdict(saved)  # now: the state goes on changing
+    described = asdict(saved)  # converted now because the state keeps changing
 
     def write() -> None:
         if world.is_first_of_folder:
@@ -110,17 +111,17 @@ def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
 
 
 def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_frozen: bool = True) -> TrainerState:
-    """Continue from `path` (all ranks together): weights, optimizer and random numbers.
+    """Load weights, optimizer and random numbers from `path`. Collective.
 
-    On the number of ranks it was saved with, the run goes on bit for bit; otherwise through DeepSpeed's universal
-    format, which is made once, beside the checkpoint. Frozen parameters then stay as the model was loaded, and ranks
-    that are new keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
+    On the number of ranks it was saved with, the run continues bit for bit; otherwise it uses DeepSpeed's universal format,
+    which is created once, inside the checkpoint. Frozen parameters then stay as the model was loaded, and additional ranks
+    keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
 
     Args:
-        with_frozen: whether the checkpoint holds the weights that are not trained; else they stay as they are, too.
+        with_frozen: whether the checkpoint holds the weights that are not trained; otherwise they, too, stay unchanged.
 
     Raises:
-        CheckpointError: on every rank; names the missing or damaged file, or the parameters that differ.
+        CheckpointError: a file is missing or damaged, or parameters differ; raised on every rank.
     """
     saved = on_rank_zero(lambda: read_checkpoint(path))
     check_files(path, world)
@@ -137,7 +138,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
                 with safe_loading():
                     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=with_frozen)
                 if loaded is None:
-                    raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there")
+                    raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there; choose another checkpoint")
             else:
                 load_universal(engine, path)
             if world.rank < saved.world_size:
@@ -151,7 +152,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 
 def check_files(path: Path, world: World) -> None:
-    """That all files are those of the checkpoint, none is missing that other hosts wrote, and this rank can read its own."""
+    """Check that all files belong to the checkpoint, including those of other hosts, and that this rank can read its own."""
     with errors_on_all_ranks():
         (check_content if world.is_first_of_folder else check_sizes)(path)
         saved = read_checkpoint(path)
@@ -162,23 +163,23 @@ def check_files(path: Path, world: World) -> None:
 
 
 def check_parts(path: Path, size: int, world: World) -> None:
-    """Refuse a folder that lacks what was written on other hosts: this rank's own files, or any on another number of ranks."""
+    """Raise CheckpointError if the folder lacks files from other hosts: this rank's, or any if the number of ranks differs."""
     needed = [world.rank] if size == world.size else range(size)
     advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
     check_written(path, size, needed, advice)
 
 
 def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
-    """Compare model, freezing and ZeRO stage with the run that saved the checkpoint."""
-    now, then = describe_parameters(engine), saved.parameters
+    """Raise CheckpointError if model, freezing or ZeRO stage differ from the run that saved the checkpoint."""
+    now, before = describe_parameters(engine), saved.parameters
     trained_now = {name for name in now if now[name].trained}
-    trained_then = {name for name in then if then[name].trained}
+    trained_before = {name for name in before if before[name].trained}
     differences = {
-        "not in the checkpoint": now.keys() - then.keys(),
-        "only in the checkpoint": then.keys() - now.keys(),
-        "of another shape": {name for name in now.keys() & then.keys() if now[name].shape != then[name].shape},
-        "trained in the checkpoint, frozen now": (trained_then - trained_now) & now.keys(),
-        "frozen in the checkpoint, trained now": (trained_now - trained_then) & then.keys(),
+        "not in the checkpoint": now.keys() - before.keys(),
+        "only in the checkpoint": before.keys() - now.keys(),
+        "of another shape": {name for name in now.keys() & before.keys() if now[name].shape != before[name].shape},
+        "trained in the checkpoint, frozen now": (trained_before - trained_now) & now.keys(),
+        "frozen in the checkpoint, trained now": (trained_now - trained_before) & before.keys(),
     }
     problems = [f"{kind}: {listed(sorted(names), 3, separator=', ')}" for kind, names in differences.items() if names]
     if problems:
@@ -191,14 +192,14 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
 def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
     if saved.zero_stage != stage:
         raise CheckpointError(
-            f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON it had"
+            f"{path}: saved with ZeRO stage {saved.zero_stage}, this run has {stage}; use the DeepSpeed JSON of that run"
         )
 
 
 def make_universal(path: Path, saved: SavedRun) -> None:
-    """Write `<path>/universal`: one folder a parameter with its whole float32 weight and optimizer state.
+    """Write `<path>/universal`: one folder per parameter with its whole float32 weight and optimizer state.
 
-    One that is there already is used where it was made of this very checkpoint, and has all its files.
+    An existing one is reused if it was made from this very checkpoint and has all its files.
     """
     made_of = digest_of_end(path / MARKER)
     with contextlib.suppress(CheckpointError):
@@ -212,7 +213,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
     arguments = Namespace(
         input_folder=str(path),
         output_folder=str(partial),
-        num_extract_workers=1,  # more would fork this process, and hold several ranks' files in memory
+        num_extract_workers=1,  # more workers would fork this process and hold files of several ranks in memory
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
@@ -237,29 +238,29 @@ def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
             engine.load_checkpoint(str(path), tag=UNIVERSAL)
     finally:
         engine._config.load_universal_checkpoint = False
-    # DeepSpeed gives all flat groups one and the same step tensor, which AdamW then counts up once for each of them.
+    # DeepSpeed gives all flat groups the same step tensor, which AdamW would increment once per group.
     for parameter, state in engine.optimizer.optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, copy=True)
 
 
 def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
-    """`choose_checkpoint`, and where hosts have folders of their own the newest that is complete in all of them. Collective.
+    """Return the result of `choose_checkpoint`; if hosts have separate folders, the newest that is complete in all. Collective.
 
     Raises:
-        CheckpointError: there is none that all hosts have, and some have one.
+        CheckpointError: some hosts have checkpoints, but none is complete on all hosts.
     """
     checkpoint = on_rank_zero(lambda: choose_checkpoint(folder, resume))
     if not world.folder_ranks or resume is None:
         return checkpoint
-    inside = folder if checkpoint is None else checkpoint.parent
-    complete = gather_objects([path.name for path in complete_checkpoints(inside)])
+    checkpoints = folder if checkpoint is None else checkpoint.parent
+    complete = gather_objects([path.name for path in complete_checkpoints(checkpoints)])
     common = set(complete[0]).intersection(*complete)
     if not any(complete) or (checkpoint is not None and checkpoint.name in common):
         return checkpoint
     if not common or Path(resume).name.startswith(PREFIX):
         complete_steps = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(complete))
         raise CheckpointError(
-            f"--resume {resume}: {inside} is another folder on every host, and no checkpoint to go on from is complete in all "
-            f"of them ({complete_steps}); start on the hosts that wrote them, or with another --output-dir"
+            f"--resume {resume}: {checkpoints} is another folder on every host, and no checkpoint to resume from is complete in "
+            f"all of them ({complete_steps}); start on the hosts that wrote them, or with another --output-dir"
         )
-    return max((inside / name for name in common), key=named_step)
+    return max((checkpoints / name for name in common), key=named_step)

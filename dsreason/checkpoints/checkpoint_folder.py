@@ -1,8 +1,8 @@
-"""The folders of checkpoints: which are complete, and how they get and lose their names. Nothing here needs torch.
+"""The folders of checkpoints: find complete ones, name them, and delete them. Nothing here needs torch.
 
-<folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last that a rank writes
-<folder>/step_N/COMPLETE    written last: every file with its size and a digest of its end; a folder without it is never picked up
-<folder>/.saving_step_N/    one that is being written; `recover` looks at what a killed run left
+<folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last file that a rank writes
+<folder>/step_N/COMPLETE    written last: every file with its size and a digest of its end; a folder without it is never used
+<folder>/.saving_step_N/    one that is being written; `recover` checks what a killed run left
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from dsreason.problems import first_problem, listed
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 CARD, STEPS = "README.md", "optimizer steps"
-"""An export's model card, and the row in it that tells after how many its weights were taken."""
+"""File name of an export's model card, and the row in it that holds the step of its weights."""
 SAVING, DELETING = ".saving_", ".deleting_"
 MAX_RANKS = 100_000
-"""No run has more; the files of every rank are looked for one by one."""
+"""Largest number of ranks: no run has more, and the files of every rank are searched one by one."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What a checkpoint of adapters says of them, and of the model that they were trained on."""
+    """The description of a checkpoint's adapter and of the model that it was trained on."""
 
     base: str
-    """As `model.path` names it."""
+    """The base model, as `model.path` names it."""
     revision: str | None
     fingerprint: str
-    """Of the base model's folder."""
+    """Fingerprint of the base model's folder."""
     settings: dict[str, Any]
-    """peft's, as in adapter_config.json."""
+    """Settings of peft, as in adapter_config.json."""
     scales: dict[str, float]
     """Factor of each layer's adapter, by the name of the layer."""
     quantize: Literal["nf4"] | None = None
-    """How the base model's matrices were held, see `model.quantize`."""
+    """Format of the base model's matrices, see `model.quantize`; None if they were not quantized."""
 
 
 @dataclass
 class TrainerState:
-    """Where a run stands, beside weights, optimizer and random numbers."""
+    """The state of a run beside weights, optimizer and random numbers."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -62,14 +62,14 @@ class TrainerState:
     consumed_samples: Annotated[int, Field(ge=0, le=2**62)] = 0
     best_metric: float | None = None
     best_name: str = ""
-    """Which metric `best_metric` is a value of."""
+    """Name of the metric of which `best_metric` is a value."""
     best_step: NonNegativeInt | None = None
     model_path: str = ""
     """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
     adapter: SavedAdapter | None = None
-    """Where adapters are trained. The checkpoint then has these alone, and an export takes the other weights from there, too."""
+    """The adapter, if one is trained. The checkpoint then holds only it, and exports take other weights from `model_path`."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What else the run wants back; JSON values only."""
+    """Additional state that the run restores; JSON values only."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Content of trainer_state.json."""
+    """The content of trainer_state.json."""
 
     state: TrainerState
     world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
@@ -88,7 +88,7 @@ class SavedRun:
     precision: Literal["bf16", "fp32"]
     parameters: dict[str, Parameter]
     ranks: list[NonNegativeInt] = field(default_factory=list)
-    """Those that wrote into this folder; older checkpoints do not say it, and are of all."""
+    """Ranks that wrote into this folder; empty in older checkpoints, which hold all ranks."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -97,9 +97,12 @@ class SavedRun:
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
-    """Return what `--resume` means for a run with its checkpoints in `folder`: the newest complete one, or the one of that path.
+    """Return the checkpoint that `--resume` selects for a run with its checkpoints in `folder`; None to start fresh.
 
-    The path may also be a run or its checkpoints folder. None: start fresh. Raises CheckpointError.
+    `auto` selects the newest complete one; a path is that of a checkpoint, a run, or its checkpoints folder.
+
+    Raises:
+        CheckpointError: the path holds no complete checkpoint.
     """
     if resume is None:
         return None
@@ -107,26 +110,28 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
         return find_checkpoint(folder)
     path = Path(resume)
     if not path.name.startswith(PREFIX):
-        inside = path if path.name == "checkpoints" else path / "checkpoints"
-        newest = find_checkpoint(inside)
+        checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
+        newest = find_checkpoint(checkpoints)
         if newest is None:
-            raise CheckpointError(f"--resume {resume}: no complete checkpoint in {inside}; give D/checkpoints/step_N")
+            raise CheckpointError(
+                f"--resume {resume}: no complete checkpoint in {checkpoints}; give a folder such as run/checkpoints/step_N"
+            )
         path = newest
     check_complete(path)
     return path
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, None if there is none."""
+    """Return the complete checkpoint of the highest step; None without one."""
     complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def newer_checkpoint(folder: Path, file: Path) -> Path | None:
-    """The checkpoint of the highest step where it is newer than the export that `file` is in, as where a run goes on.
+    """Return the checkpoint of the highest step if it is newer than the export that contains `file`, as when a run went on.
 
-    The export's card tells its step. Times decide where it does not, and where the export has the higher step: that may be
-    one whose checkpoint was not kept, or an older run's.
+    The export's card holds its step. If it does not, or if the export has the higher step, file times decide: its checkpoint
+    may have been deleted, or the export may belong to an older run.
     """
     newest = find_checkpoint(folder)
     if newest is None:
@@ -140,7 +145,7 @@ def newer_checkpoint(folder: Path, file: Path) -> Path | None:
 
 
 def exported_step(export: Path) -> int | None:
-    """After which step an export's weights were taken, as its card tells; None if there is no such card."""
+    """Return the step of an export's weights from its card; None without such a card."""
     try:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
     except OSError:
@@ -150,7 +155,7 @@ def exported_step(export: Path) -> int | None:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Oldest step first."""
+    """Return the complete checkpoints in a folder, the lowest step first."""
     if not folder.is_dir():
         return []
     complete = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
@@ -158,31 +163,31 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def unfinished_steps(folder: Path) -> list[int]:
-    """Of checkpoints that are being written."""
+    """Return the steps of checkpoints that are being written."""
     return [named_step(Path(path.name.removeprefix(SAVING))) for path in folder.glob(f"{SAVING}{PREFIX}*")]
 
 
 def check_complete(path: Path) -> None:
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such checkpoint folder")
+        raise CheckpointError(f"{path}: no such checkpoint folder; choose another one")
     if not (path / MARKER).is_file():
         raise CheckpointError(f"{path}: is not a complete checkpoint ({MARKER} is missing); choose another one")
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """Return what a complete checkpoint says of its run."""
+    """Return the state of the run that saved a complete checkpoint."""
     check_complete(path)
     saved = read_state(path)
     if is_step_name(path.name) and named_step(path) != saved.state.step:
         raise CheckpointError(
-            f"{path}: holds the checkpoint of step {saved.state.step}, says its {STATE_FILE}; give it the name "
+            f"{path}: holds the checkpoint of step {saved.state.step} according to its {STATE_FILE}; give it the name "
             f"{step_name(saved.state.step)} again, or choose another one"
         )
     return saved
 
 
 def read_state(folder: Path) -> SavedRun:
-    """trainer_state.json of a checkpoint. CheckpointError names what cannot be used in it."""
+    """Read trainer_state.json of a checkpoint; raise CheckpointError, which names the first problem, if it is invalid."""
     file = folder / STATE_FILE
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
@@ -195,17 +200,17 @@ def read_state(folder: Path) -> SavedRun:
 
 
 def check_sizes(path: Path) -> dict[str, int]:
-    """Compare every file with what the marker says; the names and sizes."""
+    """Compare names and sizes of all files with the marker, and return them."""
     files = read_json(path / MARKER).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
     for name, size in files.items():
         if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
             raise CheckpointError(
-                f"{path / MARKER}: names {name!r:.300}, which is no file in it; choose another checkpoint"
+                f"{path / MARKER}: names {name!r:.300}, which is not a file in it; choose another checkpoint"
             )
         file = path / name
-        if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
+        if not os.path.isfile(file):  # unlike Path.is_file, it returns False for a name that is too long
             raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
         if type(size) is not int or file.stat().st_size != size:
             raise CheckpointError(
@@ -217,9 +222,9 @@ def check_sizes(path: Path) -> dict[str, int]:
 
 
 def check_content(path: Path) -> dict[str, int]:
-    """As `check_sizes`, and that every file is the one that was written: those of another step or run have the same sizes.
+    """Check files as `check_sizes` does, and also their content: files of another step or run have the same sizes.
 
-    It reads the end of every file: not for every rank of a large run.
+    It reads the end of every file, so do not call it on every rank of a large run.
     """
     files = check_sizes(path)
     ends = read_json(path / MARKER).get("ends", {})  # older checkpoints have none
@@ -235,7 +240,7 @@ def check_content(path: Path) -> dict[str, int]:
 
 
 def write_marker(folder: Path, **facts: str) -> None:
-    """Say that all files which are in a folder now are complete, and which they are; `facts` stand beside them."""
+    """Write the marker that lists all files of a folder as complete, together with `facts`."""
     files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
     names = {path.relative_to(folder).as_posix(): path for path in files}
     sizes = {name: path.stat().st_size for name, path in names.items()}
@@ -244,18 +249,18 @@ def write_marker(folder: Path, **facts: str) -> None:
 
 
 def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
-    """Make what the ranks of this folder have written a checkpoint, in place of an older one of that name.
+    """Turn the files that the ranks of this folder have written into a checkpoint, replacing an older one of that name.
 
-    On one rank of each folder.
+    Call it on one rank per folder.
     """
     missing = unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
-            f"{partial}: has no {', '.join(missing)}, which ranks that write into this folder should have written"
+            f"{partial}: lacks {', '.join(missing)}, which ranks that write into this folder should have written"
         )
     with as_save_error(final):
         write_marker(partial)
-        replaced = mark_deleted(final)  # the old one goes once the new one has its marker: `recover` finds that
+        replaced = mark_deleted(final)  # only now, as `recover` finds the new one by its marker
         partial.rename(final)
         flush(final.parent)
         if replaced is not None:
@@ -263,12 +268,12 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
 
 
 def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """The files that are still missing of ranks that have not written everything."""
+    """Return the names of random-number files that are missing because their ranks have not written everything."""
     return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
 
 
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
-    """CheckpointError with `advice` where the folder lacks what these ranks have written on other hosts."""
+    """Raise CheckpointError with `advice` if the folder lacks files that these ranks wrote on other hosts."""
     if missing := unwritten(folder, ranks):
         raise CheckpointError(
             f"{folder}: has no {listed(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
@@ -281,9 +286,9 @@ def rng_file(rank: int) -> str:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Clean up what a killed run left: a checkpoint that all ranks had written is named, and other leftovers are deleted.
+    """Clean up after a killed run: name the checkpoints that all ranks had written, return them, and delete other leftovers.
 
-    On rank 0 only, before training. Returns the checkpoints that were named.
+    Call it on rank 0 only, before training.
     """
     recovered = []
     for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
@@ -302,10 +307,10 @@ def recover(folder: Path) -> list[Path]:
 
 
 def set_aside_newer(folder: Path, path: Path) -> list[Path]:
-    """Rename the checkpoints in `folder` after that at `path`, which a run goes on from: it trains their steps again.
+    """Rename the checkpoints in `folder` that are newer than `path`, from which a run resumes: it trains their steps again.
 
-    One of the same step is set aside too where `path` is another run's. On rank 0 only, before training. Returns their
-    new names, `replaced_step_N`.
+    One of the same step is also renamed if `path` belongs to another run. Call it on rank 0 only, before training. Returns
+    the new paths, `replaced_step_N`.
     """
     renamed = []
     for newer in complete_checkpoints(folder):
@@ -316,23 +321,26 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
 
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
-    """Delete all but the `keep` newest complete checkpoints (-1: none is deleted) and those `spared`. On rank 0 only."""
+    """Delete all but the `keep` newest complete checkpoints (-1 keeps all) and those in `spared`. Call it on rank 0 only."""
     prune(complete_checkpoints(folder), keep, spared)
 
 
 def prune_exports(
     folder: Path, keep: int, step: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
 ) -> None:
-    """The same of exports `step_N` of a run at `step`. Those of later steps count as the oldest: the run was resumed at an
-    earlier step and does not go on from them. Nothing depends on the times of files, as a clock may be set back. One of
-    another name, such as `final`, is not touched. Each has an `export_file`. On rank 0 only."""
+    """Delete all but the `keep` newest exports `step_N` of a run at `step` and those in `spared`. Call it on rank 0 only.
+
+    Exports of later steps count as the oldest, because the run was resumed at an earlier step and does not continue from
+    them. File times do not matter, as a clock may be set back. Exports of other names, such as `final`, stay. A folder is an
+    export if it has an `export_file`.
+    """
     exports = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
     exports.sort(key=lambda export: (named_step(export) <= step, named_step(export)))
     prune(exports, keep, spared)
 
 
 def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
-    """`complete`: oldest first."""
+    """Delete all but the `keep` last folders of `complete`, which are in order of age, and those in `spared`."""
     if keep < 0:
         return
     for path in complete[: max(len(complete) - keep, 0)]:
@@ -341,13 +349,13 @@ def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) 
 
 
 def delete_folder(path: Path) -> None:
-    """Delete, under another name first, so that no half of it is ever taken for a checkpoint."""
+    """Rename a folder and then delete it, so that a half-deleted one is never mistaken for a checkpoint."""
     if (doomed := mark_deleted(path)) is not None:
         remove(doomed)
 
 
 def mark_deleted(path: Path) -> Path | None:
-    """Give a folder, if there is one, the name of what is being deleted."""
+    """Rename a folder to mark it as being deleted, and return the new path; None if it does not exist."""
     if not os.path.lexists(path):
         return None
     doomed = path.with_name(f"{DELETING}{path.name}")
@@ -362,7 +370,7 @@ def as_save_error(path: Path) -> Iterator[None]:
     except Exception as error:
         if (cause := as_os_error(error)) is None:
             raise
-        raise SaveError(f"{path}: cannot be written: {cause}; older checkpoints are as they were") from error
+        raise SaveError(f"{path}: cannot be written: {cause}; older checkpoints are unchanged") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: copied to host memory first, then to disk by a thread."""
+"""Checkpoints in the background: training copies them to host memory, and a thread writes them to disk."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from dsreason.monitor.memory import GIB, available_bytes
 log = logging.getLogger(__name__)
 
 SPARE_MEMORY = 1.1
-"""Times a copy's size that must be free for it."""
+"""Free memory that a copy requires, as a multiple of its size."""
 SPARE_DISK = 1.01
 PATIENCE_S = 5.0
-"""Seconds in which all ranks must arrive after an error, to complete a checkpoint together."""
+"""Seconds within which all ranks must arrive after an error to complete a checkpoint together."""
 LEAVING = "dsreason_checkpoint/leaving"
-"""Key in the job's store."""
+"""Prefix of the keys in the job's store with which ranks report that they leave."""
 
 
 class SnapshotEngine(TorchCheckpointEngine):
-    """Stands in for DeepSpeed's checkpoint engine: takes what is to be saved, and writes it when `write` is called.
+    """A replacement of DeepSpeed's checkpoint engine that collects the files to save, and writes them when `write` is called.
 
-    `copy` copies what was taken, where there is memory for it. The copies' memory is used again for the next checkpoint:
-    fresh memory costs more than copying.
+    `copy` copies their content if the host has the memory. The next checkpoint reuses the memory of the copies, because
+    allocating new memory takes longer than copying.
     """
 
     def __init__(self, *, copying: bool) -> None:
         super().__init__()
         self.copying = copying
         self.copied = False
-        """Whether all files of the last checkpoint are copies."""
+        """True if all files of the last checkpoint are copies."""
         self.writer: Any = None
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.staged = StagedCopy()
@@ -62,10 +62,10 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @contextmanager
     def in_place(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Inside, `engine.save_checkpoint` fills `files` instead of the disk."""
+        """Make `engine.save_checkpoint` fill `files` inside the block, instead of writing to disk."""
         self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
-        # It copies a script of DeepSpeed into the checkpoint, and would fail on a full disk, on one rank.
+        # DeepSpeed would copy a script into the checkpoint, which fails on only one rank if the disk is full.
         engine._copy_recovery_script = lambda path: None
         try:
             yield
@@ -76,10 +76,10 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.files.append((Path(path), state_dict))
 
     def copy(self, beside: int = 0) -> None:
-        """Copy what was taken, if this host has the memory for the copies of all of its ranks. Collective.
+        """Copy the content of the files if this host has the memory for the copies of all its ranks. Collective.
 
         Args:
-            beside: bytes that this rank will copy of what DeepSpeed does not save.
+            beside: bytes that this rank will copy in addition, which DeepSpeed does not save.
         """
         if not self.copying:
             return
@@ -90,8 +90,8 @@ class SnapshotEngine(TorchCheckpointEngine):
         needed, free = sum(size for size, _ in here), min(available for _, available in here)
         if needed and SPARE_MEMORY * needed > free:
             log.info(
-                "the ranks of %s need %.1f GiB for copies of their checkpoint, and %.1f GiB are free there: training waits "
-                "until it is written",
+                "the ranks of %s need %.1f GiB for copies of their checkpoint, but only %.1f GiB are free; training waits until "
+                "it is written",
                 *(host, needed / GIB, free / GIB),
             )
             return
@@ -99,7 +99,7 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.copied = True
 
     def on_host(self, file: str, content: Any) -> Any:
-        """A copy of the content, its tensors in the buffers of the file's last copy. A tensor that stands twice stays one."""
+        """Return a copy of the content that reuses the buffers of the file's last copy. Repeated tensors remain shared."""
         copies: dict[int, Any] = {}
         for number, tensor in enumerate(tensors_in(content)):
             if id(tensor) not in copies:
@@ -118,11 +118,11 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors that are to be written."""
+        """Total bytes of the tensors to write."""
         return sum(tensor.nbytes for _, content in self.files for tensor in tensors_in(content))
 
     def write(self) -> None:
-        """Give the files to DeepSpeed's engine, and wait until the disk has them."""
+        """Write the files with DeepSpeed's engine, and flush them to disk."""
         files, self.files = self.files, []
         for path, content in files:
             self.writer.save(content, str(path))
@@ -130,7 +130,7 @@ class SnapshotEngine(TorchCheckpointEngine):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists and tuples."""
+    """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -140,28 +140,28 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Writing:
-    """One checkpoint on its way to disk."""
+    """A checkpoint that is being written to disk."""
 
     final: Path
     partial: Path
     future: Future[None]
     started: float
     stall: float
-    """Seconds that training waited."""
+    """Seconds for which training waited."""
 
 
 class CheckpointWriter:
-    """Saves checkpoints of an engine, one at a time. `start`, `poll` and `wait` are collective.
+    """A writer of an engine's checkpoints, one at a time. `start`, `poll` and `wait` are collective.
 
         writer.start(step, state)      # training goes on
-        for … : writer.poll()          # once a step: completes what all ranks have written
+        for … : writer.poll()          # once per step: completes what all ranks have written
         writer.wait()
 
-    A write that failed on any rank is a SaveError on every rank at the next of these calls; what was written of it is
-    removed, and older checkpoints are as they were. With `background` off, `start` writes before it returns.
+    If a write fails on any rank, the next of these calls raises SaveError on every rank; the partial checkpoint is removed,
+    and older ones stay unchanged. With `background` off, `start` writes before it returns.
 
     Args:
-        averages: other weights that checkpoints hold, by name.
+        averages: additional weights that checkpoints hold, by name.
         with_frozen: whether checkpoints hold the weights that are not trained.
     """
 
@@ -182,12 +182,13 @@ class CheckpointWriter:
         self.writing: Writing | None = None
         self.pruning: Future[None] | None = None
         self.completing = 0.0
-        """Seconds that all ranks waited for the last checkpoint to get its marker and name."""
+        """Seconds for which all ranks waited until the last checkpoint had its marker and name."""
 
     def start(self, step: int, state: TrainerState) -> None:
-        """Copy what makes `<folder>/step_<step>`, and have it written; an earlier one on its way must be waited for first.
+        """Copy the content of `<folder>/step_<step>` and start writing it; call `wait` first if another one is being written.
 
-        SaveError if the disk has no room for it; nothing is written then.
+        Raises:
+            SaveError: the disk has no room for it; nothing is written.
         """
         if self.writing is not None:
             raise RuntimeError(f"{self.writing.final} is being written; wait for it first")
@@ -218,17 +219,17 @@ class CheckpointWriter:
         self.writing = Writing(self.folder / step_name(step), partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
-        """The checkpoint that all ranks have written since the last call; it is complete now."""
+        """Complete and return the checkpoint if all ranks have written it since the last call; otherwise return None."""
         if self.writing is None:
             return None
         outcomes = gather_objects(outcome(self.writing.future))
-        failed = [(rank, text) for rank, text in enumerate(outcomes) if text]
-        if failed:
-            self._give_up(self.writing, *failed[0])
+        failures = [(rank, text) for rank, text in enumerate(outcomes) if text]
+        if failures:
+            self._give_up(self.writing, *failures[0])
         return None if None in outcomes else self._complete(self.writing)
 
     def wait(self) -> Path | None:
-        """As `poll`, once every rank has written what is on its way."""
+        """Wait until every rank has written the current checkpoint, and complete and return it."""
         if self.writing is None:
             return None
         concurrent.futures.wait([self.writing.future])
@@ -236,31 +237,31 @@ class CheckpointWriter:
         return self.poll()
 
     def complete_pending(self) -> None:
-        """After an error, complete what is on its way if all ranks call this; else the next start looks at it."""
+        """Complete the current checkpoint after an error if all ranks call this; otherwise the next run checks it."""
         if self.writing is None or not all_ranks_arrive(self.world):
             return
         log.info("completing %s before the run ends", self.writing.final)
         try:
             self.wait()
-        except (DsReasonError, RuntimeError) as error:  # the latter where a rank ends meanwhile
-            log.warning("the checkpoint that was being written is not complete: %s", error)
+        except (DsReasonError, RuntimeError) as error:  # RuntimeError if a rank ends meanwhile
+            log.warning("the checkpoint that was being written stays incomplete: %s", error)
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
-        """Delete, beside training, all but the `keep` newest checkpoints and those `spared`. On one rank of each folder."""
+        """Delete all but the `keep` newest checkpoints and those in `spared`, in the background, on one rank per folder."""
         self.pruning = self.thread.submit(self._prune, keep, spared)
 
     def _prune(self, keep: int, spared: Collection[Path | None]) -> None:
         try:
             prune_checkpoints(self.folder, keep, spared)
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # not a reason to end the run
             log.warning("old checkpoints could not be deleted: %s", error)
 
     def close(self) -> None:
-        """Wait for what is being deleted."""
+        """Wait until writing and deleting have finished."""
         self.thread.shutdown()
 
     def _check_room(self, partial: Path, size: int) -> None:
-        """SaveError, and the folder is removed again, where the disk has no room for `size` bytes."""
+        """Remove the folder and raise SaveError if the disk has no room for `size` bytes."""
         needed, free = SPARE_DISK * size, shutil.disk_usage(partial).free
         if needed > free and self.pruning is not None:
             concurrent.futures.wait([self.pruning])  # old checkpoints are still being deleted
@@ -269,19 +270,19 @@ class CheckpointWriter:
             return
         give_up(partial)
         raise SaveError(
-            f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free there; older "
-            "checkpoints are as they were. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
+            f"{partial.parent}: the checkpoint takes {size / GIB:.2f} GiB, but only {free / GIB:.2f} GiB are free there; older "
+            "checkpoints are unchanged. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
         )
 
     def _complete(self, writing: Writing) -> Path:
         self.writing = None
-        begun = time.perf_counter()
+        started = time.perf_counter()
         on_one_rank_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
-        ended = time.perf_counter()
-        self.completing = ended - begun
+        now = time.perf_counter()
+        self.completing = now - started
         log.info(
-            "%s written in %.1f s, for which training waited %.2f s",
-            *(writing.final, ended - writing.started, writing.stall + self.completing),
+            "%s written in %.1f s, of which training waited %.2f s",
+            *(writing.final, now - writing.started, writing.stall + self.completing),
         )
         return writing.final
 
@@ -293,17 +294,17 @@ class CheckpointWriter:
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
-            "as they were. Fix that, and continue with --resume auto"
+            "unchanged. Fix that, and continue with --resume auto"
         )
 
 
 def all_ranks_arrive(world: World) -> bool:
-    """Return whether all ranks call this within PATIENCE_S. Through the job's store: a collective hangs where one does not."""
+    """Return whether all ranks call this within PATIENCE_S. It uses the job's store: a collective would hang if one did not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S
     arrived = False
-    with contextlib.suppress(dist.DistError):  # whoever holds the store has ended
+    with contextlib.suppress(dist.DistError):  # the process that holds the store has ended
         store.set(keys[world.rank], "")
         while not (arrived := store.check(keys)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -311,7 +312,7 @@ def all_ranks_arrive(world: World) -> bool:
 
 
 def outcome(future: Future[None]) -> str | None:
-    """None while it runs; then "", or what went wrong."""
+    """Return None while it runs, then "" or the error message."""
     if not future.done():
         return None
     error = future.exception()
@@ -319,6 +320,6 @@ def outcome(future: Future[None]) -> str | None:
 
 
 def give_up(partial: Path) -> None:
-    """What was written of a checkpoint that failed; where even that fails, the next start does it."""
+    """Delete a checkpoint that could not be written; if that fails as well, the next start deletes it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: written tensor by tensor, from a live engine or from a checkpoint."""
+"""Exports as Hugging Face model folders, written tensor by tensor from a live engine or a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from dsreason.models.load import model_config
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
-"""At most this much stands in a safetensors header for one tensor, beside its name."""
+"""Largest size of a tensor's entry in a safetensors header, without its name."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "4GB" → 4,000,000,000, as Hugging Face counts. ConfigError for anything else."""
+    """Return the bytes of a size as Hugging Face counts: "4GB" → 4,000,000,000. Raise ConfigError for another format."""
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
     if size is None or float(size[1]) == 0:
-        raise ConfigError(f"max-shard-size ({text}) is not a size; write 500MB or 4GB")
+        raise ConfigError(f"max-shard-size ({text}) is not a size; write it as 500MB or 4GB")
     return int(float(size[1]) * UNITS[size[2]])
 
 
@@ -54,17 +54,17 @@ def write_model_folder(
 ) -> Path:
     """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
 
-    What the files of `source` hold of other models is left out. At most one shard (`max_shard_size`, or one larger tensor) and
-    one tensor more are in memory. The folder appears under its name only when complete.
+    Weights and the model card of `source` are not copied. At most one shard (`max_shard_size`, or one larger tensor) and one
+    more tensor are in memory. The folder appears under its name only when complete.
 
     Args:
         dtype: "bf16" or "fp32".
-        merge: what `tensors` are of, where adapters are merged into them: these are written by themselves, too.
-        card: gives the text of a model card, after all else; that of `source` is another model's, and is left out.
+        merge: the merge that yields `tensors`, if they contain adapters, which are then also written separately.
+        card: returns the text of a model card; called after everything else has been written.
 
     Raises:
-        CheckpointError: `output` holds something, or `source` is no model folder.
-        SaveError: it cannot be written; nothing of it stays.
+        CheckpointError: `output` is not empty, or `source` is not a model folder.
+        SaveError: the folder cannot be written; nothing of it remains.
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
@@ -81,7 +81,7 @@ def write_model_folder(
 
 
 def exported(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that exports of their family have."""
+    """Rename tensors as exports of their family name them."""
     family = family_of(model_config(source).model_type)
     for name, tensor in tensors:
         yield family.exported_name(name), tensor
@@ -89,13 +89,13 @@ def exported(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tu
 
 @contextmanager
 def appearing_folder(output: Path) -> Iterator[Path]:
-    """A folder to fill, which appears under its name only when it is complete.
+    """Yield a temporary folder to fill, which gets its final name only when the block completes.
 
     Raises:
-        SaveError: it cannot be written; nothing of it stays.
+        SaveError: the folder cannot be written; nothing of it remains.
     """
     if output.is_symlink() or output.is_dir():
-        output = Path(os.path.realpath(output))  # a link to where there is room stays one
+        output = Path(os.path.realpath(output))  # a link to another disk stays a link
     partial = output.with_name(f".{output.name}.partial")
     try:
         remove(partial)
@@ -124,7 +124,7 @@ def check_target_empty(output: Path) -> None:
 
 
 def copy_small_files(source: Path, output: Path, dtype: str) -> None:
-    """Config (with the new dtype), tokenizer, processor, chat template: every file but weights and the model card."""
+    """Copy every file but weights and the model card: config (with the new dtype), tokenizer, processor, chat template."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, output / path.name)
@@ -135,7 +135,7 @@ def copy_small_files(source: Path, output: Path, dtype: str) -> None:
 
 
 def with_dtype(config: Any, dtype: str) -> Any:
-    """`config` with every `dtype` (or older `torch_dtype`) set, in the text and vision parts too."""
+    """Return `config` with every `dtype` (or older `torch_dtype`) set, also in its text and vision parts."""
     if not isinstance(config, dict):
         return config
     return {
@@ -150,7 +150,7 @@ def write_weights(
     max_shard_bytes: int,
     stem: str = "model",
 ) -> None:
-    """`<stem>.safetensors`, or `<stem>-00001-of-0000N.safetensors` and an index."""
+    """Write `<stem>.safetensors`, or `<stem>-00001-of-0000N.safetensors` and an index."""
     shards: list[list[str]] = []
     total = 0
     for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes), start=1):
@@ -158,8 +158,8 @@ def write_weights(
         shards.append(list(shard))
         unnamed = output / f"shard_{number}"
         save_file(shard, unnamed, metadata={"format": "pt"})
-        shutil.copymode(output / "config.json", unnamed)  # of safetensors' files only their owner may read
-        shard.clear()  # or it would live on while the next one fills
+        shutil.copymode(output / "config.json", unnamed)  # safetensors lets only the owner read its files
+        shard.clear()  # otherwise it would stay in memory while the next one fills
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -174,7 +174,7 @@ def write_weights(
 def cut_shards(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Tensors in their order, copied to the CPU, in groups whose files are at most `max_bytes` long."""
+    """Copy tensors to the CPU and yield them in order, in groups whose files have at most `max_bytes` bytes."""
     shard: dict[str, Tensor] = {}
     size = HEADER_BYTES
     for name, tensor in tensors:
@@ -200,10 +200,10 @@ def export_engine(
     step: int = 0,
     adapter: SavedAdapter | None = None,
 ) -> Path:
-    """Write the policy that is being trained (all ranks together; rank 0 writes).
+    """Write the policy that is being trained. Collective; rank 0 writes.
 
-    As "fp32" the float32 master weights are taken. `source` is the folder the model was loaded from. With the folder of the
-    `run` and its `step` there is a model card, too, and with what is known of the `adapter` also a folder of it alone.
+    With "fp32" it exports the float32 master weights. `source` is the folder from which the model was loaded. With the folder
+    of the `run` and its `step` it adds a model card, and with `adapter` a separate folder of the adapter.
     """
     weights = unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     on_rank_zero(lambda: check_target(source, output))
@@ -221,7 +221,7 @@ def export_engine(
                     card=None if run is None else lambda: model_card(run, step, dtype=dtype, adapter=merge.summary),
                 )
         finally:
-            for _ in weights:  # takes part in gathering; on rank 0 in the rest of it, where writing failed
+            for _ in weights:  # every rank takes part in gathering; rank 0 only has tensors left if writing failed
                 pass
     return output
 
@@ -234,11 +234,11 @@ def export_checkpoint(
     max_shard_size: str = "4GB",
     scores: Sequence[Score] = (),
 ) -> Path:
-    """Write the model of a saved checkpoint; one process, no model and no ranks needed.
+    """Write the model of a saved checkpoint in one process, without a loaded model or ranks.
 
     Args:
         dtype: "bf16", "fp32", or "auto" for the precision of the run.
-        scores: of evaluations, for the model card.
+        scores: scores of evaluations, for the model card.
     """
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)

@@ -47,11 +47,11 @@ def model_card(
     kind: str = "vision-language model",
     adapter: str = "",
 ) -> str:
-    """The text of the README.md of an export of the weights after `step`.
+    """Return the text of the README.md for an export of the weights after `step`.
 
-    It tells what `config.json` and `metrics.jsonl` in the folder `run` tell; of a checkpoint without a run that is little.
-    A base model or data set is named where it is one of the Hub. What comes from an export of ours takes over the names in
-    the card of that export. `adapter` says which adapter was merged into the weights.
+    Its content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these it is short. It names base
+    models and data sets that are on the Hub; if the base model is one of our exports, it takes over the names from that
+    export's card. `adapter` describes the adapter that was merged into the weights.
     """
     record = recorded(run)
     config = record.get("config", {})
@@ -87,25 +87,25 @@ def model_card(
 
 
 def recorded(run: Path) -> dict[str, Any]:
-    """`config.json` of a run; empty if it has none."""
+    """Read `config.json` of a run; return {} if it is missing or invalid."""
     file = run / CONFIG_FILE
     if not file.is_file():
         return {}
     try:
         return read_record(run)
-    except (OSError, ValueError, RecursionError) as error:  # weights are worth more than their card
+    except (OSError, ValueError, RecursionError) as error:  # weights are exported even if their card lacks facts
         log.warning("%s: is not the configuration of a run (%s); the model card leaves it out", file, error)
         return {}
 
 
 def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
-    """Hub names of the base models and of the data sets, None if there are none."""
+    """Return the Hub names of the base models and of the data sets, each None instead of an empty list."""
     data = config.get("data", {})
     path = config.get("model", {}).get("path", "")
     bases = [path] if is_hub_name(path) else []
     datasets = [source["path"] for source in data.get("sources") or [data] if is_hub_name(source.get("path", ""))]
-    if not bases and (before := read_card(Path(path).expanduser())):
-        bases, datasets = as_list(before.base_model), [*as_list(before.datasets), *datasets]
+    if not bases and (base_card := read_card(Path(path).expanduser())):
+        bases, datasets = as_list(base_card.base_model), [*as_list(base_card.datasets), *datasets]
     return bases or None, list(dict.fromkeys(datasets)) or None
 
 
@@ -115,22 +115,22 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_card(folder: Path) -> ModelCardData | None:
-    """The header of an export's card, where it is one of ours."""
+    """Read the header of an export's card; return None unless it is one of ours."""
     try:
         card = ModelCard((folder / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except (OSError, ValueError, TypeError):  # the library raises all of them for what people write there
+    except (OSError, ValueError, TypeError):  # the library raises all of these for invalid headers
         return None
     data = card.data
     return data if isinstance(data, ModelCardData) and TAG in as_list(data.tags) else None
 
 
 def as_list(value: Any) -> list[str]:
-    """The texts in a field of a header, which may be one text, a list of them, or anything that a person wrote."""
+    """Return the strings in a field of a header, which may be a string, a list, or anything else that a person wrote."""
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
 def validation_metrics(file: Path, step: int) -> dict[str, float]:
-    """The `val/…` values of the last validation at or before `step`."""
+    """Return the `val/…` values of the last validation at or before `step`."""
     for line in reversed(read_lines(file, last_step=step)):
         if values := {name: value for name, value in line.items() if name.startswith("val/") and value is not None}:
             return values

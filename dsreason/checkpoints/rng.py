@@ -1,4 +1,4 @@
-"""The random-number states of one rank as a safetensors file."""
+"""Random-number states of a rank in a safetensors file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 
 def take_rng_state(device: torch.device) -> Callable[[Path], None]:
-    """Return what writes the present states of python, numpy, torch and `device` to a file, whenever it is called."""
+    """Capture the current states of python, numpy, torch and `device`, and return a function that writes them to a file."""
     version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     tensors = {
@@ -32,7 +32,7 @@ def take_rng_state(device: torch.device) -> Callable[[Path], None]:
 
 
 def load_rng_state(path: Path, device: torch.device) -> None:
-    """Restore what `take_rng_state` wrote; a device state is skipped where the device is another."""
+    """Restore the states that `take_rng_state` captured; skip the state of a GPU if `device` is not one."""
     with safe_open(path, "pt") as file:
         scalars = json.loads(file.metadata()["scalars"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

@@ -1,4 +1,4 @@
-"""What DeepSpeed writes for each rank, read without running pickled code and without a model."""
+"""The files that DeepSpeed writes for each rank, read without running pickled code and without a model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ UNREADABLE = (
     *(OSError, RuntimeError, pickle.UnpicklingError, SafetensorError, EOFError, struct.error, AssertionError),
     *(LookupError, ValueError, TypeError, AttributeError, ArithmeticError, MemoryError),
 )
-"""What reading a damaged file, or one with other content than a checkpoint's, may raise."""
+"""Exceptions that reading a damaged file, or one that is not part of a checkpoint, may raise."""
 
 
 @contextlib.contextmanager
 def safe_loading() -> Iterator[None]:
-    """Let DeepSpeed's `torch.load` calls read tensors and plain values only, never run pickled code."""
+    """Restrict DeepSpeed's `torch.load` calls to tensors and plain values, so that they never run pickled code."""
     with (
         environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
         torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]),
@@ -41,17 +41,17 @@ def safe_loading() -> Iterator[None]:
 
 
 def checkpoint_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a checkpoint, whole, in the model's order: float32 where trained, else as it was loaded.
+    """Yield every whole parameter of a checkpoint, in the model's order: float32 if trained, else as it was loaded.
 
     Args:
-        with_frozen: whether those that are not trained are wanted, which not every checkpoint has.
+        with_frozen: whether to include parameters that are not trained, which not every checkpoint has.
 
     Raises:
-        CheckpointError: a rank's file is missing or damaged, or is one of another run.
+        CheckpointError: a rank's file is missing, damaged, or belongs to another run.
     """
     ranks = range(saved.world_size)
     if len(saved.ranks_here) < len(ranks):
-        check_written(checkpoint, len(ranks), ranks, "copy what the others have in that folder into this one")
+        check_written(checkpoint, len(ranks), ranks, "copy the files in that folder on the other hosts into this one")
     with inconsistent_where_unreadable(checkpoint):
         for name, pieces, shape in sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
             yield hf_name(name), assemble(pieces, shape)
@@ -70,7 +70,7 @@ def inconsistent_where_unreadable(checkpoint: Path) -> Iterator[None]:
 def sliced_tensors(
     checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
 ) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
-    """Name, parts rank by rank, and shape of every parameter."""
+    """Yield the name of every parameter, its parts by rank, and its shape."""
     ranks = range(saved.world_size)
     untrained_names = untrained(saved) if with_frozen else []
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
@@ -94,12 +94,12 @@ def sliced_tensors(
 def check_names(checkpoint: Path, saved: SavedRun) -> None:
     """Raise CheckpointError if a rank's files hold parameters that trainer_state.json does not name.
 
-    Before DeepSpeed's converter makes a folder of each name: `../../x` would lie outside the checkpoint.
+    Call it before DeepSpeed's converter creates a folder for each name: `../../x` would lie outside the checkpoint.
     """
     if (num_files := len(list(checkpoint.glob("*_optim_states.pt")))) != saved.world_size:
         raise CheckpointError(
-            f"{checkpoint}: has *_optim_states.pt of {num_files} ranks, and {saved.world_size} have written it; move those "
-            "of other checkpoints away"
+            f"{checkpoint}: has *_optim_states.pt of {num_files} ranks, but {saved.world_size} ranks have written it; move "
+            "the files of other checkpoints away"
         )
     for rank in range(saved.world_size):
         with inconsistent_where_unreadable(checkpoint):
@@ -120,14 +120,14 @@ def untrained(saved: SavedRun) -> list[str]:
 
 
 def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
-    """Rank by rank, without the padding at the end. ValueError for one that says more numbers than its file has."""
+    """Join the parts of a parameter and drop the padding; raise ValueError if one claims more values than its file holds."""
     if any(piece.nbytes > piece.untyped_storage().nbytes() for piece in slices):
-        raise ValueError(f"its parts of a parameter of shape {list(shape)} are larger than their files")
+        raise ValueError(f"parts of a parameter of shape {list(shape)} are larger than their files")
     return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
 
 
 def trained_slices_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict[str, list[Tensor]]:
-    """ZeRO-3 cuts every parameter into equal parts, the last one padded, and lays a group's parts end to end."""
+    """Return the parts by parameter: ZeRO-3 cuts each into equal parts, pads the last, and joins those of a group end to end."""
     result: dict[str, list[Tensor]] = {}
     for group, shapes in enumerate(groups):
         offset = 0
@@ -139,7 +139,7 @@ def trained_slices_stage3(states: list[Any], groups: list[dict[str, torch.Size]]
 
 
 def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
-    """ZeRO-1 and 2 cut a whole group; each rank notes which stretch of its part belongs to which parameter."""
+    """Return the parts by parameter: ZeRO-1 and 2 cut whole groups, and each rank stores the range of each parameter."""
     result: dict[str, list[Tensor]] = {}
     for state in states:
         groups = zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True)
@@ -150,22 +150,24 @@ def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
 
 
 def load_optimizer_file(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """Float32 weights and optimizer states of one rank."""
+    """Load the float32 weights and optimizer states of a rank."""
     return load_file(checkpoint, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def load_model_file(checkpoint: Path, rank: int, zero_stage: int) -> dict[str, Any]:
-    """Shapes and frozen weights: one file a rank under ZeRO-3, else one for all."""
+    """Load shapes and frozen weights: from one file per rank under ZeRO-3, else from one file for all ranks."""
     return load_file(checkpoint, f"{f'zero_pp_rank_{rank}_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
 
 
 def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
-    """A file with its tensors left on disk until they are touched."""
+    """Load a file; its tensors stay on disk until they are accessed."""
     files = sorted(checkpoint.glob(pattern))
     if not files:
         raise CheckpointError(f"{checkpoint / pattern}: is missing; choose another checkpoint")
     if len(files) > 1:
-        raise CheckpointError(f"{files[0]}: stands beside {files[1].name}; move the one of another checkpoint away")
+        raise CheckpointError(
+            f"{files[0]}: is ambiguous beside {files[1].name}; move the file of another checkpoint away"
+        )
     try:
         check_stored(files[0])
         with safe_loading():
@@ -178,7 +180,7 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
 
 
 def check_stored(file: Path) -> None:
-    """ValueError for a file with compressed parts, which torch never writes: a few bytes may become any number."""
+    """Raise ValueError for a file with compressed parts, which torch never writes: a few bytes may expand to any size."""
     with ZipFile(file) as archive:
         if packed := [part.filename for part in archive.infolist() if part.compress_type != ZIP_STORED]:
-            raise ValueError(f"{packed[0]:.80} in it is compressed")
+            raise ValueError(f"its part {packed[0]:.80} is compressed")

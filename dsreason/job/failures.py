@@ -1,6 +1,6 @@
-"""Failures of ranks: how a rank reports its own to its launcher, and which one caused the others.
+"""Failures of ranks: a rank reports its own to its launcher, which finds the one that caused the others.
 
-Nothing here imports torch: the parent has to run before `prepare_environment`.
+Nothing here imports torch, because the parent runs before `prepare_environment`.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=BaseException)
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Set by our own launcher only: the folder that ranks write their errors to, for the parent to print."""
+"""Variable that only our own launcher sets: the folder to which ranks write their errors for the parent to print."""
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Set by torchrun: what a rank writes there ends torchrun's last report."""
+"""Variable that torchrun sets: the file whose content ends torchrun's last report."""
 
 CRASH_LOG = "dsreason.crash"
-"""Logger of tracebacks: they go to the rank's log file only, what the screen shows is decided elsewhere."""
+"""Logger of tracebacks. They go only to the rank's log file; other code decides what the screen shows."""
 
 TIME_LIMIT_EXIT_CODE = 124
-"""Of ranks that the watchdog ended, and of the command then."""
+"""Exit code of ranks that the watchdog ended, and of their command."""
 PEER_EXIT_CODE = 123
-"""Of ranks that ended because another one has failed."""
+"""Exit code of ranks that ended because another one failed."""
 FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
-"""After which nothing is started again."""
+"""Exit codes after which the ranks are not restarted."""
 AGENT_PATIENCE = 30
 """Seconds after which torch's agent kills a rank that SIGTERM did not end."""
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
-"""Of the end of a log, to find its last line in."""
+"""Bytes to read from the end of a log to find its last line."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
-"""Docker gives a container 64 MiB of it."""
+"""The folder of shared memory, and the size in bytes below which it counts as small: Docker gives a container 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: its own report, or what its exit code says."""
+    """The reason why a rank ended: its own report, or what its exit code says."""
 
     rank: int
     text: str
     exit_code: int
     user_fixable: bool
-    """A `DsReasonError`: printed without a traceback."""
+    """True for a `DsReasonError`, which is printed without a traceback."""
     time: float
     signal: int = 0
-    """The one that killed it; 0 if none did."""
+    """Number of the signal that killed the rank; 0 if none did."""
     silent: bool = False
-    """The rank reported nothing; the text is what others noticed."""
+    """True if the rank reported nothing; the text is then what others noticed."""
     restarts: bool = True
-    """Whether another start may help: not where a person has to change something, or has asked for the end."""
+    """True if a restart may help; False if a person has to change something or has stopped the job."""
 
 
 class RankError(DsReasonError):
-    """A rank's failure, as its parent or another rank raises it."""
+    """The failure of a rank, as its parent or another rank raises it."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -85,7 +85,7 @@ class RankError(DsReasonError):
 
 
 def peer_error(failure: Failure) -> RankError:
-    """Another rank's failure, as what ends this one."""
+    """Return the error that ends this rank because another one failed."""
     return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
@@ -98,55 +98,60 @@ def own_rank() -> int:
 
 
 def disk_error_as_save_error(error: E) -> E | SaveError:
-    """A full or read-only disk is nobody's bug, wherever it occurs: a text for people."""
+    """Return a SaveError for a full or read-only disk, which is not a bug wherever it occurs; other errors unchanged."""
     cause = as_os_error(error) if isinstance(error, Exception) else None
     if cause is None or cause.errno not in DISK_ERRORS:
         return error
     file = f"{cause.filename}: " if cause.filename else ""
     if not file and cause.errno == errno.ENOSPC and shared_memory():
-        file = f"perhaps {shared_memory()}: "  # nobody says where a write failed
+        file = f"perhaps {shared_memory()}: "  # the error does not name the file
     if cause.errno == errno.EFBIG:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        found = (
-            f"files may have {most} bytes here" if most != resource.RLIM_INFINITY else "the disk takes none so large"
+        max_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit = (
+            f"files are limited to {max_bytes} bytes here"
+            if max_bytes != resource.RLIM_INFINITY
+            else "the disk takes no file this large"
         )
-        return SaveError(f"{file}{cause.strerror}: {found} (ulimit -f); raise that, and continue with --resume auto")
+        return SaveError(f"{file}{cause.strerror}: {limit} (ulimit -f); raise that, and continue with --resume auto")
     return SaveError(
-        f"{file}{cause.strerror}; make room there, or make it writable. What was complete before is as it was, and a run "
-        "continues with --resume auto"
+        f"{file}{cause.strerror}; make room there, or make it writable. Complete files are unchanged, and a run continues "
+        "with --resume auto"
     )
 
 
 def shared_memory() -> str:
-    """How large a small /dev/shm is, through which processes hand data over; "" of an ordinary one."""
+    """Describe the size of a small /dev/shm, through which processes exchange data; "" for an ordinary one."""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
         if usage.total < SMALL_SHARED_MEMORY:
-            return f"{SHARED_MEMORY} has {usage.total >> 20} MiB in all (a container gets more by --shm-size=16g)"
+            return f"{SHARED_MEMORY} has {usage.total >> 20} MiB in total (--shm-size=16g gives a container more)"
     return ""
 
 
 def dead_worker() -> str:
     """Return why a data worker may have died."""
-    small = f"; {shared_memory()}" if shared_memory() else ""
-    if (most := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
-        small += f"; a file, and what it hands over, may have {most} bytes here (ulimit -f)"
-    return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{small}"
+    limits = f"; {shared_memory()}" if shared_memory() else ""
+    if (max_bytes := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+        limits += f"; files, and what a worker hands over, are limited to {max_bytes} bytes here (ulimit -f)"
+    return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{limits}"
 
 
 def dead_worker_as_error(error: E) -> E | DsReasonError:
-    """torch tells of a dead data worker from a signal handler, wherever the trainer happens to be. One that ended itself over a
-    file has left its reason."""
+    """Turn torch's error about a dead data worker into one that names the cause; return other errors unchanged.
+
+    torch raises it from a signal handler, wherever the trainer happens to be. A worker that ended itself because of a file
+    has left its reason.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
         return error
-    if words := last_words(text):
-        return DataError(words)
+    if reason := last_words(text):
+        return DataError(reason)
     return DsReasonError(f"{dead_worker()} ({text.strip()})")
 
 
 def limit_as_config_error(error: E) -> E | ConfigError:
-    """Return a sentence if open files or memory ran out, which is nobody's bug."""
+    """Return a ConfigError if open files or memory ran out, which is not a bug; other errors unchanged."""
     if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
         return ConfigError("too many open files; raise the limit (ulimit -n), or use fewer workers")
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -155,7 +160,7 @@ def limit_as_config_error(error: E) -> E | ConfigError:
 
 
 def error_for_people(error: E) -> E | DsReasonError:
-    """Turn the limits of the machine and the shell, and dead data workers, into sentences."""
+    """Turn errors from limits of the machine and the shell, and from dead data workers, into sentences for people."""
     return dead_worker_as_error(limit_as_config_error(disk_error_as_save_error(error)))
 
 
@@ -171,35 +176,35 @@ def failure_of(error: BaseException) -> Failure:
 
 def crash_text(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
-    if "DataLoader worker (pid" in text:  # what another error followed from
+    if "DataLoader worker (pid" in text:  # it caused the other error
         text += f"{dead_worker()}\n"
     return text
 
 
 def record_failure(failure: Failure) -> None:
-    """Write why this rank ends where its launcher looks; the first report counts.
+    """Write why this rank ends to the file that its launcher reads; the first report counts.
 
-    Our own parent looks at every rank: it needs no hearsay. torchrun takes the earliest for the cause, in whole seconds,
-    and a rank that was killed has left nothing.
+    Our own parent reads the file of every rank, so a rank reports only its own failure to it. torchrun takes the earliest
+    report, in whole seconds, for the cause, and a rank that was killed has left none.
     """
     if ERROR_DIR in os.environ:
         if failure.rank == own_rank():
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
-        when = str(int(failure.time) - failure.silent)
+        timestamp = str(int(failure.time) - failure.silent)
         text = as_message(failure.text)  # torchrun prints it as it is
-        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": when}}
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": timestamp}}
         write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
 
 def write_once(file: Path, text: str) -> None:
-    with suppress(OSError):  # nor may a full disk hide the error
+    with suppress(OSError):  # a full disk must not hide the error
         if not file.exists():
             write_file(file, text)
 
 
 def record_activity(activity: str) -> None:
-    """Write what this rank is doing, for the parent to print if it is killed. Several times a step: it has to be cheap."""
+    """Write what this rank is doing, for the parent to print if it is killed. Called several times per step, so it is cheap."""
     if ERROR_DIR in os.environ:
         file = activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")
         file[:] = activity.encode().ljust(ACTIVITY_BYTES)
@@ -213,7 +218,7 @@ def activity_file(file: Path) -> mmap:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty, without secrets; "" if there is none, or no log."""
+    """Return the last non-empty line of a log, without secrets; "" if the log is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LINE_BYTES))
@@ -227,7 +232,7 @@ def last_line(log: Path) -> str:
 
 
 def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
-    """Of the ranks that ended badly; a rank that the agent had to kill counts as ended by its SIGTERM."""
+    """Return the exit codes of the ranks that failed; a rank that the agent had to kill counts as ended by its SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())
     return {
         rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
@@ -236,16 +241,16 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
 
 
 def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others.
 
     Args:
-        reports: what ranks wrote before they ended, also those that the agent had not yet seen fail.
-        exit_codes: of the ranks that ended badly; negative: the signal that killed them. After the first failure the
-            agent ends the others with SIGTERM.
+        reports: the reports that ranks wrote before they ended, including ranks that the agent had not yet seen fail.
+        exit_codes: exit codes of the ranks that failed; a negative one is the signal that killed the rank. After the first
+            failure the agent ends the others with SIGTERM.
     """
     reported_ranks = {failure.rank for failure in reports}
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
-    if has_saved:  # SIGUSR1 came late to the ranks that it ended
+    if has_saved:  # the ranks that SIGUSR1 ended got it too late to save
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
@@ -253,12 +258,12 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
     user_fixable = [failure for failure in reports if failure.user_fixable]
     late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not user_fixable:
-        # Where every rank was when the watchdog ended them; last the one that exceeded its limit first.
+        # List where every rank was when the watchdog ended it; the one that exceeded its limit first comes last.
         unheard = sorted(exit_codes.keys() - {failure.rank for failure in late})
-        texts = [f"rank {rank} did not say where it was; its log may\n" for rank in unheard]
+        texts = [f"rank {rank} did not report where it was; its log may show it\n" for rank in unheard]
         texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
         return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
-    # A rank that is killed takes its peers along: what they say (a lost connection, a host not reached) says less.
+    # A killed rank makes its peers fail too, and their messages (a lost connection, an unreachable host) say less.
     by_signal = [failure for failure in killed if failure.signal]
     candidates = by_signal or user_fixable or killed or reports or silent
     return min(candidates, key=lambda failure: (failure.time, failure.rank))
@@ -275,7 +280,7 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
 
 
 def with_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
-    """With what a rank that reported nothing was doing, and the end of its log."""
+    """Add what a rank that reported nothing was doing, and the last line of its log."""
     if not failure.silent:
         return failure
     activity, line = error_dir / f"activity_{failure.rank}", last_line(log)

@@ -1,6 +1,6 @@
-"""The GPU of this process: whether torch can use it, choosing it, and what its errors at the start mean.
+"""The GPU of this process: check that torch can use it, choose it, and explain its errors at the start.
 
-Importing this does not import torch: the command reads its configuration first.
+Importing this module does not import torch, because the command reads its configuration first.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     import torch
 
 WARNING = "CUDA initialization: "
-"""How torch's warning begins."""
+"""Beginning of torch's warning."""
 DRIVERS = {"12": 525, "13": 580}
 """Oldest NVIDIA driver for each major version of CUDA."""
 CAUSES = {
-    r"Duplicate GPU detected": "two ranks use the same GPU; start one rank for each GPU, and look whether "
-    "CUDA_VISIBLE_DEVICES ({visible}) names one twice, or each rank sees the same one alone",
-    r"invalid device ordinal": "there is no GPU {local_rank} here: {gpus} visible (CUDA_VISIBLE_DEVICES: {visible}), and each "
-    "rank needs one of its own, counted from 0; start at most {gpus} on this host (--nproc, --nproc-per-node, --num_gpus)",
+    r"Duplicate GPU detected": "two ranks use the same GPU; start one rank per GPU, and check whether "
+    "CUDA_VISIBLE_DEVICES ({visible}) names a GPU twice, or lets every rank see only the same one",
+    r"invalid device ordinal": "this host has no GPU {local_rank}: {gpus} visible (CUDA_VISIBLE_DEVICES: {visible}), and each "
+    "rank needs its own, counted from 0; start at most {gpus} ranks on this host (--nproc, --nproc-per-node, --num_gpus)",
     r"CUDA out of memory|C(uda|UDA) (failure|error).*out of memory": "GPU {local_rank} is full before the model is loaded; "
-    "`nvidia-smi` shows what holds its memory: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
+    "`nvidia-smi` shows what holds its memory; end that, or choose other GPUs with CUDA_VISIBLE_DEVICES ({visible})",
     r"driver (on your system is too old|version is insufficient)": "the NVIDIA driver is too old for this torch ({torch}, "
     "built for CUDA {cuda}); update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA",
     r"unsupported display driver": "parts of different NVIDIA drivers are installed; install one driver, and restart this host "
     "(or its container)",
-    r"no CUDA-capable device": "no GPU is visible; look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES ({visible}), and whether the "
+    r"no CUDA-capable device": "no GPU is visible; check `nvidia-smi`, CUDA_VISIBLE_DEVICES ({visible}), and that the "
     "container was started with GPUs",
-    r"busy or unavailable": "GPU {local_rank} is used by another process, and its compute mode allows only one; end that "
+    r"busy or unavailable": "another process uses GPU {local_rank}, and its compute mode allows only one; end that "
     "process, or set the mode to default (`nvidia-smi --compute-mode=0`)",
     r"no kernel image": "this torch ({torch}, built for CUDA {cuda}) has no code for GPU {local_rank}; install one that has",
     r"CUDA unknown error": "the NVIDIA driver does not answer; restart this host (or its container)",
-    r"ncclUnhandledCudaError": "a call of CUDA failed inside NCCL; NCCL_DEBUG=INFO shows which",
+    r"ncclUnhandledCudaError": "a CUDA call failed inside NCCL; set NCCL_DEBUG=INFO to see which",
 }
-"""What CUDA's and NCCL's errors say, and what that means where ranks are just starting."""
+"""Explanations of errors of CUDA and NCCL while ranks start, by a regular expression that matches the error."""
 
 
 @cache
 def cuda_fault() -> str | None:
-    """Return why torch cannot use the GPUs of this machine; None if it can, if there are none, or where it is built without.
+    """Return why torch cannot use the GPUs of this machine; None if it can, if the machine has none, or if torch is a CPU build.
 
-    torch warns of it once a process, so this comes before anything else that asks for GPUs.
+    torch warns of it once per process, so this is called before anything else that looks for GPUs.
     """
     import torch
 
@@ -64,7 +64,7 @@ def cuda_fault() -> str | None:
     )
     if warning is None:
         return f"the driver names {count}, and torch sees none" if count else None
-    if count == 0 and not has_gpu():  # a driver without a GPU, as in images that are built with one
+    if count == 0 and not has_gpu():  # a driver without a GPU, as in images that include a driver
         return None
     return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
 
@@ -74,7 +74,7 @@ def has_gpu() -> bool:
 
 
 def check_gpus() -> None:
-    """Raise ConfigError if there are GPUs that torch cannot use, unless DS_ACCELERATOR asks for the CPU."""
+    """Raise ConfigError if the machine has GPUs that torch cannot use, unless DS_ACCELERATOR selects the CPU."""
     fault = cuda_fault()
     if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         return
@@ -90,9 +90,10 @@ def check_gpus() -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU, which becomes the current one; the CPU if there is none, or DS_ACCELERATOR asks for it.
+    """Return this rank's GPU and make it the current one; the CPU if no GPU exists or DS_ACCELERATOR selects the CPU.
 
-    DsReasonError if there are GPUs and this rank cannot use its own.
+    Raises:
+        DsReasonError: GPUs exist, but this rank cannot use its own.
     """
     import torch
 
@@ -102,15 +103,15 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with gpu_errors():
         torch.cuda.set_device(device)
-    # On Hopper GPUs and newer torch prefers cuDNN's attention: its gradients can be NaN if there is a mask, and it
-    # compiles kernels for every new length.
+    # On Hopper and newer GPUs torch prefers cuDNN's attention, whose gradients can be NaN under a mask, and which compiles
+    # kernels for every new length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 @contextmanager
 def gpu_errors() -> Iterator[None]:
-    """Inside, CUDA's and NCCL's errors of which the cause is known are DsReasonErrors that name it."""
+    """Turn errors of CUDA and NCCL with a known cause into DsReasonErrors that name it."""
     try:
         yield
     except RuntimeError as error:

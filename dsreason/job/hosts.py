@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: all reach its store, lack no variable, and run the same code on the same configuration."""
+"""Rendezvous of the ranks of a job: connect to its store, share variables, and compare code and configuration."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from dsreason.problems import listed
 from dsreason.screen import say
 
 JOIN_TIMEOUT = timedelta(minutes=3)
-"""For all ranks to meet, and again for their first connections; a collective afterwards may take longer."""
+"""Time limit for all ranks to reach the store, and again for their first connections; later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Beyond it, for torch to say itself what was missing."""
+"""Additional time in which torch may report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
     "|TRANSFORMERS_OFFLINE|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
     "|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
 )
-"""Variables that hosts take from the first one where they have none of their own."""
+"""Variables that a host takes from the first one if it does not set them itself."""
 OWN = {"VLLM_HOST_IP", "VLLM_PORT"}
 CREDENTIALS = (
     {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"},
     {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
 )
-"""Those of a set belong together: a host that has one takes none of them."""
+"""Variables that belong together: a host that sets one of a group takes none of that group."""
 
 SHOWN = 5
-"""Differences between hosts in one error."""
+"""Number of differences between hosts that one error lists."""
 
 _store: dist.Store | None = None
 
@@ -62,24 +62,24 @@ def several_hosts() -> bool:
 
 
 def local_size() -> int:
-    """Ranks on this host: torchrun says LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE. A process in no job is one."""
+    """Return the number of ranks on this host; 1 outside a job. torchrun sets LOCAL_WORLD_SIZE, `deepspeed` LOCAL_SIZE."""
     sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
     return int(next(filter(None, sizes), "1"))
 
 
 def join() -> dist.Store:
-    """The job's store at MASTER_ADDR:MASTER_PORT. Once all ranks are there, hosts share what is to be shared."""
+    """Connect to the job's store at MASTER_ADDR:MASTER_PORT. Once all ranks are connected, the hosts share their variables."""
     global _store
     if _store is None:
         try:
-            with ending_after(JOIN_TIMEOUT + GRACE, not_met("what listens there does not answer")):
+            with ending_after(JOIN_TIMEOUT + GRACE, not_met("the listening process does not answer")):
                 store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
             raise not_met(str(error)) from error
-        # torchrun keeps its store over restarts, and torch would read in it where the ranks before these have listened.
+        # torchrun keeps its store over restarts, and torch would read the addresses of the previous attempt from it.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         rank = os.environ["RANK"]
-        if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun numbers them itself
+        if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun assigns ranks itself
             raise ConfigError(f"{this_rank()}: another process of this job has RANK={rank} as well; give each its own")
         if several_hosts():
             share_environment()
@@ -93,16 +93,16 @@ def not_met(cause: str) -> DsReasonError:
             f"{this_rank()}: port {os.environ['MASTER_PORT']} is taken by another process of this host, perhaps another job; "
             "choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
         )
-    unknown = "" if knows(os.environ["MASTER_ADDR"]) else f": no host of that name is known on {socket.gethostname()}"
+    unknown_host = "" if knows(os.environ["MASTER_ADDR"]) else f": {socket.gethostname()} knows no host of that name"
     return DsReasonError(
-        f"{this_rank()}: the ranks did not all connect to {master()} within {limit()}{unknown} ({cause}); look whether all "
-        "hosts have started, whether a firewall between them closes that port, and whether another program has it"
+        f"{this_rank()}: the ranks did not all connect to {master()} within {limit()}{unknown_host} ({cause}); check that all "
+        "hosts have started, that no firewall between them closes that port, and that no other program uses it"
     )
 
 
 @contextmanager
 def ending_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
-    """Inside, this process ends with the error once that time is over: native code that waits hears of no exception."""
+    """End the process with the error if the block takes longer than `time`: no exception reaches native code that waits."""
     timer = threading.Timer(time.total_seconds(), launch.report_and_exit, [error])
     timer.daemon = True
     timer.start()
@@ -118,7 +118,7 @@ def leave() -> None:
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """The value of every rank, by rank, through the store alone. For small JSON values; once for each name."""
+    """Return the value of every rank, by rank, through the store only. For small JSON values; a name can be used once."""
     store, keys = join(), [f"{name}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     store.set(keys[int(os.environ["RANK"])], json.dumps(value))
     try:
@@ -128,7 +128,7 @@ def exchange(name: str, value: Any) -> list[Any]:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
             f"{this_rank()}: rank {missing} did not connect to {master()} within {limit()}; look at the output of "
-            "their hosts, and whether a firewall closes that port"
+            "their hosts, and check that no firewall closes that port"
         ) from error
     except dist.DistError as error:
         raise DsReasonError(
@@ -138,7 +138,7 @@ def exchange(name: str, value: Any) -> list[Any]:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Around the first connections between ranks: after JOIN_TIMEOUT this process ends, and says what to look at.
+    """Bound the first connections between ranks: after JOIN_TIMEOUT this process ends and reports what to check.
 
     The native code would wait as long as a collective may take.
     """
@@ -146,7 +146,7 @@ def connecting() -> Iterator[None]:
         yield
         return
     try:
-        with ending_after(JOIN_TIMEOUT, not_connected(f"nothing for {limit()}")):
+        with ending_after(JOIN_TIMEOUT, not_connected(f"no connection within {limit()}")):
             yield
     except torch.AcceleratorError:
         raise
@@ -158,8 +158,8 @@ def not_connected(cause: str) -> DsReasonError:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     used = " and ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     return DsReasonError(
-        f"{this_rank()}: the ranks met at {master()}, and then could not connect to each other ({cause}); hosts must reach "
-        f"each other on every port of the interface that is named in {used}: look at firewalls, or name the one that leads "
+        f"{this_rank()}: the ranks met at {master()}, but then could not connect to each other ({cause}); hosts must reach "
+        f"each other on every port of the interface that {used} name; check firewalls, or name the interface that leads "
         "to the other hosts"
     )
 
@@ -173,15 +173,15 @@ def limit() -> str:
 
 
 def this_rank() -> str:
-    """`rank 3 on node-1 (10.0.0.2)`: with the address from which its host reaches the first one."""
+    """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, with the address from which its host reaches the first one."""
     address = own_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
 
 
 def own_address(peer: str) -> str | None:
-    """The address of this host on the way to `peer`, None if that is this host's loopback. Nothing is sent."""
-    with suppress(OSError, UnicodeError):  # an unknown name, one that none can have, or no way there
+    """Return the address from which this host reaches `peer`; None if that is its loopback. Nothing is sent."""
+    with suppress(OSError, UnicodeError):  # an unknown or impossible name, or an unreachable host
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -210,23 +210,24 @@ def interface_of(address: str) -> str | None:
 def share_environment() -> None:
     """Give every host the variables that it lacks and the first one has; only names are printed. Every rank calls it.
 
-    In place of the first host the one where `deepspeed` was called: pdsh starts the ranks there without the variables, too.
+    The source is the host where `deepspeed` was called, if it was used: pdsh starts the ranks there without
+    the variables, too.
     """
-    called = shared(caller_environment())
-    own_values = called | shared(os.environ)
-    offers = exchange("names", [bool(called), sorted(own_values)])
+    caller_values = shared(caller_environment())
+    own_values = caller_values | shared(os.environ)
+    offers = exchange("names", [bool(caller_values), sorted(own_values)])
     source = next((rank for rank, (is_caller, _) in enumerate(offers) if is_caller), 0)
-    wanted_names = exchange("wanted", sorted(lacking(offers[source][1], os.environ)))
-    if not any(wanted_names):
+    requested_names = exchange("wanted", sorted(lacking(offers[source][1], os.environ)))
+    if not any(requested_names):
         return
     rank = int(os.environ["RANK"])
     values = exchange(
-        "values", {name: own_values[name] for name in set().union(*wanted_names)} if rank == source else None
+        "values", {name: own_values[name] for name in set().union(*requested_names)} if rank == source else None
     )[source]
-    os.environ.update({name: values[name] for name in wanted_names[rank]})
-    if wanted_names[rank] and os.environ["LOCAL_RANK"] == "0":
+    os.environ.update({name: values[name] for name in requested_names[rank]})
+    if requested_names[rank] and os.environ["LOCAL_RANK"] == "0":
         say(
-            f"{this_rank()} takes these variables from where the job was started: {', '.join(wanted_names[rank])}",
+            f"{this_rank()} takes these variables from where the job was started: {', '.join(requested_names[rank])}",
             err=True,
         )
     exchange("taken", None)
@@ -235,7 +236,7 @@ def share_environment() -> None:
 
 
 def caller_environment() -> dict[str, str]:
-    """Of the shell that `deepspeed --hostfile` was called in, where that was on this host."""
+    """Return the environment of the shell in which `deepspeed --hostfile` was called; empty if it was on another host."""
     for process in launchers():
         with suppress(psutil.Error):
             if process.name() in PDSH:
@@ -248,15 +249,15 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def lacking(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
-    """Those of the first host's variables that a host with `environment` takes."""
-    own_credentials = set().union(*(together for together in CREDENTIALS if together & environment.keys()))
+    """Return the names among those of the first host that a host with `environment` takes."""
+    own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
 
 
 def use_interface(addresses: Sequence[str | None]) -> None:
-    """Have gloo use the interface that leads to the other hosts.
+    """Make gloo use the interface that leads to the other hosts.
 
-    By itself it takes the one that this host's name stands for: often 127.0.1.1, where no other host finds it.
+    Its default is the address that this host's name resolves to: often 127.0.1.1, which no other host reaches.
     """
     peer = next((address for address in addresses if address and interface_of(address) is None), None)
     interface = interface_of(own_address(peer) or "") if peer else None
@@ -271,10 +272,10 @@ def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
     """Compare the hosts, if there are several. Every rank calls it.
 
     Args:
-        options: of the command line, those that are not in the configuration.
+        options: the options of the command line that are not in the configuration.
 
     Raises:
-        ConfigError: on every rank, where a host differs from the first one.
+        ConfigError: a host differs from the first one; raised on every rank.
     """
     if not several_hosts():
         return
@@ -285,7 +286,7 @@ def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """ConfigError on every rank where a host's facts differ from the first one's. Every rank calls it."""
+    """Raise ConfigError on every rank if a host's facts differ from the first one's. Every rank calls it."""
     entry = (f"{socket.gethostname()} (rank {os.environ['RANK']})", facts) if os.environ["LOCAL_RANK"] == "0" else None
     differing = differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
     if not differing:
@@ -300,7 +301,7 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """One text for each fact that is not the same on all hosts: the first host's value, and the first other one."""
+    """Return a text for each fact that differs between hosts: the first host's value, and the first other value."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):
@@ -316,7 +317,7 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def code_facts(config: JobConfig) -> dict[str, str]:
-    """Hashes of this package, and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
+    """Return hashes of this package and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
@@ -327,7 +328,7 @@ def code_facts(config: JobConfig) -> dict[str, str]:
 
 
 def named_files(document: Any) -> list[Path]:
-    """The Python files that the keys and values of a JSON document name, also as `package.module:attr`."""
+    """Return the Python files that the keys and values of a JSON document name, also as `package.module:attr`."""
     targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]
     return [file for file in (Path(name).expanduser() for name in names) if file.is_file()]

@@ -1,8 +1,8 @@
-"""Starting the ranks of a plainly called command, and what every rank does first, whoever started it.
+"""The launcher of ranks for a command that was called directly, and the first actions of every rank, whoever started it.
 
-torch's elastic agent starts and watches the processes. Around it: an error that the user can fix is printed once and
-keeps its exit code, another failure shows the traceback of the rank that failed first, and no rank outlives the
-launcher. Nothing here imports torch before `prepare_environment` has run.
+torch's elastic agent starts and watches the processes. This module adds that an error which the user can fix is printed
+once and keeps its exit code, that another failure shows the traceback of the rank that failed first, and that no rank
+outlives the launcher. Nothing here imports torch before `prepare_environment` has run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dsreason.secrets import hide_secrets
 LOG_DIR = "DSREASON_LOG_DIR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
-"""Set by `deepspeed`."""
+"""Variable that only `deepspeed` sets."""
 
 NUMBERS = (
     "RANK",
@@ -67,13 +67,13 @@ PR_SET_PDEATHSIG = 1
 def is_rank() -> bool:
     """Return whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
 
-    All three variables, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
+    All three variables must be set, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
     """
     return all(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the one that talks to the person: rank 0, or no rank at all."""
+    """Return whether this process is the one that reports to the person: rank 0, or no rank at all."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
@@ -85,24 +85,24 @@ def started_by_torchrun() -> bool:
     return RESTARTS in os.environ and not started_by_us()
 
 
-# What every rank does first
+# First actions of every rank
 
 
 def prepare_environment() -> None:
-    """Environment that torch, tokenizers and DeepSpeed read at import; call it before importing any of them."""
-    # DeepSpeed calls ninja by name; .venv/bin/python called by its path has no .venv/bin on PATH.
+    """Set the variables that torch, tokenizers and DeepSpeed read at import; call it before importing any of them."""
+    # DeepSpeed calls ninja by name, but PATH lacks .venv/bin if .venv/bin/python was called by its path.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", os.defpath)
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is a warning with 30 lines of native frames
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in every forked data worker otherwise
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of a lost peer with 30 lines of native frames
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns in every forked data worker
     if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def check_rank_variables() -> None:
-    """Raise ConfigError if a variable in which a launcher writes a number holds none."""
+    """Raise ConfigError if a variable in which a launcher writes a number does not hold one."""
     texts = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     if is_rank() and (odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]):
         raise ConfigError(
@@ -115,14 +115,14 @@ def is_number(text: str) -> bool:
 
 
 def enter_rank() -> None:
-    """First thing in a rank: set the environment, end with the launcher, send output of ranks above 0 to their log files."""
+    """Set up a rank: end with the launcher, send output of ranks above 0 to their log files, and set the environment."""
     end_children_with_us()
-    # Ranks have sessions of their own and would stay when their launcher is gone. There is none if somebody set the
-    # variables in a shell of his own, which may end before the rank does.
+    # Each rank has its own session and would outlive its launcher. A rank has no launcher if a person set the variables in
+    # a shell, which may end before the rank does.
     if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
         end_with_parent()
         if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-            os.kill(os.getpid(), signal.SIGKILL)  # it went before the line above
+            os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before the call above
         exit_if_failed_before()
         end_with_launchers()
     if started_by_us() and not is_first_rank():
@@ -131,12 +131,15 @@ def enter_rank() -> None:
 
 
 def end_children_with_us() -> None:
-    """torch's data workers would outlive a killed process, and keep a rank's connections open: its peers would not notice."""
+    """Let forked children end with this process.
+
+    torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice.
+    """
     os.register_at_fork(after_in_child=end_with_parent)
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it is gone."""
+    """Make the kernel kill this process when the thread that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -152,16 +155,16 @@ def redirect_output(file: Path) -> None:
 
 
 def report(error: Exception) -> int:
-    """Print why this process ends, once, however many ranks raise the same; returns the exit code.
+    """Print why this process ends and return the exit code. The error is printed once, however many ranks raise it.
 
-    The traceback of a bug is left for the parent, which shows that of the rank that failed first.
+    The parent prints the traceback of a bug: that of the rank that failed first.
     """
     error = error_for_people(error)
     failure = failure_of(error)
     if is_rank():
         record_failure(failure)
         if not failure.restarts and started_by_torchrun():
-            # It would start the ranks again also after an error that the user has to fix: a note for the next attempt.
+            # torchrun restarts the ranks even after an error that the user has to fix; the note stops the next attempt.
             with suppress(OSError):  # a full disk may be the error
                 write_file(shared_file("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
@@ -177,22 +180,23 @@ def report(error: Exception) -> int:
 
 
 def report_and_exit(error: Exception) -> None:
-    """Report an error and end the process: what is closed after it may wait for the other ranks."""
+    """Report an error and end the process at once: closing resources might wait for the other ranks."""
     os._exit(report(error))
 
 
 def should_print_error(text: str) -> bool:
-    """Return whether this rank writes an error to stderr. Our own launcher prints it, and where rank 0 writes is its terminal.
+    """Return whether this rank writes an error to stderr.
 
-    Under others the first rank of this host with the error does; torchrun shows the output of all of them. A traceback is
-    known by its last line: another rank that heard of it prints it with words of its own.
+    Under our own launcher, which prints it, ranks above 0 write it to their log files; rank 0 shares the launcher's terminal.
+    Under others, only the first rank of this host with the error does, as torchrun shows the output of all ranks. Tracebacks
+    are compared by their last line, because another rank that learns of the error prints it with other words before that.
     """
     if started_by_us():
         return not is_first_rank()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]
-    with suppress(OSError):  # where no file can be written every rank prints it
+    with suppress(OSError):  # if the file cannot be written, every rank prints the error
         try:
             shared_file(f"{attempt()} {last}").touch(exist_ok=False)
         except FileExistsError:
@@ -206,7 +210,7 @@ def attempt() -> int:
 
 
 def exit_if_failed_before() -> None:
-    """End at once where an earlier attempt has printed an error that the user has to fix."""
+    """End at once if an earlier attempt has printed an error that the user has to fix."""
     mark = shared_file("final")
     if attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))
@@ -215,7 +219,7 @@ def exit_if_failed_before() -> None:
 
 
 def agreed(word: str, value: str) -> str:
-    """The value of the first rank of this host that comes here, in all ranks and attempts."""
+    """Return the value of the first rank of this host that calls this, on all ranks and in all attempts."""
     file = shared_file(word)
     own_file = file.with_suffix(f".{os.getpid()}")
     own_file.write_text(value)
@@ -226,9 +230,9 @@ def agreed(word: str, value: str) -> str:
 
 
 def shared_file(word: str) -> Path:
-    """A file that the ranks of this host have in common, and those that the same launcher starts after them.
+    """Return the path of a file that the ranks of this host share, also with ranks that the same launcher starts later.
 
-    They share a parent, named by its process id and start time. No other user can write there.
+    Its name follows from the process id and start time of their common parent. No other user can write there.
     """
     parent = os.getppid()
     key = hashlib.sha256(f"{parent} {start_time(parent)} {word}".encode()).hexdigest()[:32]
@@ -237,16 +241,16 @@ def shared_file(word: str) -> Path:
         folder.mkdir(mode=0o700)
     if (status := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
         raise ConfigError(
-            f"{folder}: is no folder that this user alone can write to; remove it, or set TMPDIR to a folder of your own"
+            f"{folder}: must be a folder that only you can write to; remove it, or set TMPDIR to a folder that you own"
         )
     return folder / key
 
 
-# What the parent does
+# The parent
 
 
 def gpu_count() -> int:
-    """Number of visible GPUs; takes no memory on them."""
+    """Return the number of visible GPUs without using memory on them."""
     with quick_imports():
         import torch
 
@@ -254,14 +258,14 @@ def gpu_count() -> int:
 
 
 def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
-    """Ranks to start on this machine: one per GPU, or `nproc`; without a GPU `nproc`, else `on_cpu`."""
+    """Return how many ranks to start on this machine: `nproc` if set, else one per GPU, else `on_cpu`."""
     if gpus and nproc is not None and nproc > gpus:
         raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
     return nproc or gpus or on_cpu
 
 
 def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
-    """`cuda` if there is a GPU, unless DS_ACCELERATOR asks for the CPU."""
+    """Return `cuda` if the machine has a GPU, unless DS_ACCELERATOR selects the CPU."""
     return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
 
@@ -271,12 +275,12 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
     Rank 0 writes to this terminal, rank N to `log_dir/rank_N.log`.
 
     Args:
-        arguments: of the given attempt: 0 is the first, later ones should resume.
-        max_restarts: how often all ranks are started again after a failure that a restart may help.
+        arguments: returns the arguments of an attempt; 0 is the first, and later ones should resume.
+        max_restarts: how often to restart all ranks after a failure that a restart may fix.
 
     Raises:
-        RankError: the `DsReasonError` of the rank that failed first.
-        SystemExit: any other failure, after its traceback was printed.
+        RankError: the rank that failed first raised a `DsReasonError`.
+        SystemExit: it failed otherwise; its traceback has been printed.
     """
     attempt = 0
     while failure := _run_once(arguments(attempt), ranks, log_dir):
@@ -291,7 +295,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
-    """Start all ranks and wait; None if all ended well."""
+    """Start all ranks, wait for them, and return the first failure; None if all succeeded."""
     with quick_imports():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -304,17 +308,17 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",  # the host's name need not resolve
-        max_restarts=0,  # start_ranks has its own loop, which knows what is worth a restart
+        local_addr="127.0.0.1",  # the host's name may not resolve
+        max_restarts=0,  # start_ranks has its own loop, which knows when a restart helps
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # the others go on to the ranks, which save before they end
+        signals_to_handle="SIGQUIT",  # the other signals are forwarded to the ranks, which save before they end
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
         environment(_rank_environment(ranks, log_dir, error_dir)),
         forwarded_signals() as received,
     ):
-        logging.disable(logging.CRITICAL)  # the agent repeats failures in its own form, which the parent tells better
+        logging.disable(logging.CRITICAL)  # the agent repeats failures, which the parent reports more clearly
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -331,11 +335,11 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
 
 
 def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
-    """How ranks end that signals asked to stop: they say so, or the signal itself ended them; else it is a failure."""
+    """Return the outcome of ranks that signals stopped: they report it, or a signal ended them; else the failure stays."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
-    if failure.signal == signal.SIGUSR1:  # they had not come to where a checkpoint is of use
+    if failure.signal == signal.SIGUSR1:  # training had not reached a step worth a checkpoint
         return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
         text, code = f"ended at once by a second {received[1]}; what was saved before it stays", 128 + signal.SIGTERM
@@ -355,7 +359,7 @@ def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, st
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Inside, these variables are set."""
+    """Set these variables inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

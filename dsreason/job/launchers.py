@@ -14,25 +14,28 @@ import psutil
 
 from dsreason.job.failures import CRASH_LOG
 
-PDSH = ("pdsh", "pdsh.bin")  # Debian has a script in front of it
+PDSH = ("pdsh", "pdsh.bin")  # Debian wraps it in a script
 TICK = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 JOB = ("--world_info=", "--master_addr=", "--master_port=")
-"""What tells one job of `deepspeed` from another: in the command line of all that stand between its runner and a rank."""
+"""Arguments that identify a job of `deepspeed`; every process between its runner and a rank has them on its command line."""
 
 
 def end_with_launchers() -> None:
-    """Kill this process when a launcher is gone, which need not be its parent.
+    """Kill this process when one of its launchers, which may not be its parent, is gone.
 
-    The kernel tells of the parent's end only. `deepspeed` has a process between itself and the ranks, and on several
-    hosts pdsh and ssh: they go on without it.
+    The kernel reports only the end of the parent. `deepspeed` has a process between itself and the ranks, and on several
+    hosts pdsh and ssh, which continue without it.
     """
     threading.Thread(target=_watch, args=[launchers()], name="launchers", daemon=True).start()
 
 
 def launchers() -> list[psutil.Process]:
-    """The parent; under `deepspeed` also what is above it up to the runner, or to the sshd where that is on another host,
-    and on the runner's host the pdsh that reaches the other hosts."""
+    """Return the processes that started this rank: its parent, and under `deepspeed` those above it.
+
+    They reach up to the runner, or to sshd if the runner is on another host; on the runner's host they include pdsh, which
+    reaches the other hosts.
+    """
     launchers = []
     with suppress(psutil.Error):
         above: list[psutil.Process] = psutil.Process().parents()
@@ -50,8 +53,8 @@ def launchers() -> list[psutil.Process]:
 
 
 def _is_of(process: psutil.Process, job: Sequence[str]) -> bool:
-    with suppress(psutil.Error):  # it may have ended meanwhile
-        words = process.cmdline()  # a shell or ssh has all of it in one
+    with suppress(psutil.Error):  # the process may have ended meanwhile
+        words = process.cmdline()  # a shell or ssh has all arguments in one word
         return all(any(text in word for word in words) for text in job)
     return False
 
@@ -59,12 +62,12 @@ def _is_of(process: psutil.Process, job: Sequence[str]) -> bool:
 def _watch(processes: Sequence[psutil.Process]) -> None:
     while all(_lives(process) for process in processes):
         time.sleep(TICK)
-    logging.getLogger(CRASH_LOG).critical("a launcher of this rank is gone: ending")
+    logging.getLogger(CRASH_LOG).critical("a launcher of this rank is gone; ending")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether it runs: its number may belong to another process by now, or its parent has not asked how it ended."""
+    """Return whether the process runs: its id may belong to another one now, or it may be a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,13 +1,13 @@
 """The lifeline: a TCP connection of every rank to rank 0, which ends when a process does.
 
 The kernel closes the connections of a process that dies, and its keepalive notices within half a minute that a host is
-gone. No thread of a rank has to run for that: heartbeats would raise false alarms, because native code may keep the
-interpreter lock for minutes. Over the connection a rank says what it is doing, why it fails, and goodbye when it leaves
-in order. Rank 0 decides which failure was the first one, and tells everybody; of its own death the others notice by
+gone. No thread of a rank has to run for that; heartbeats would raise false alarms, because native code may keep the
+interpreter lock for minutes. Over the connection a rank reports its activity and its failure, and says goodbye when it
+leaves in order. Rank 0 decides which failure came first and sends it to all ranks. They notice the death of rank 0
 themselves.
 
-On one host the launcher notices a death before there is a watchdog to listen. If there are several, the lifeline is
-opened as soon as the ranks have met.
+On one host the launcher notices a death before a watchdog exists. On several hosts the lifeline is opened as soon as the
+ranks have met.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from dsreason.job.failures import PEER_EXIT_CODE, Failure, failure_of, last_line
 log = logging.getLogger(__name__)
 
 ADDRESS = "dsreason_lifeline/address"
-"""Key in the job's store."""
+"""Key of rank 0's address in the job's store."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE, INTERVAL, PROBES = 10, 5, 4
-"""Seconds without a word before the kernel asks whether the other side lives, between two questions; and how many."""
+"""Seconds of silence before the kernel probes the other side, seconds between two probes, and number of probes."""
 CONNECT_TIME = 20.0
-"""Seconds."""
+"""Seconds that connecting to rank 0 may take."""
 SETTLING = 0.5
-"""Seconds that rank 0 waits after the first failure for others: a lost connection may be heard of before its reason."""
+"""Seconds that rank 0 waits for further failures after the first: a lost connection may arrive before its reason."""
 VERDICT_TIME = 5.0
-"""Seconds that a failing rank waits for rank 0 to say which failure was the first."""
+"""Seconds that a failing rank waits for rank 0 to report which failure was the first."""
 HELLO_BYTES = 4096
 AT_START = "at its start"
 
@@ -53,7 +53,7 @@ Message = dict[str, Any]
 
 @dataclass(eq=False)
 class Peer:
-    """A rank as rank 0 knows it; without a rank until it has shown the job's token."""
+    """A rank as seen by another one. Its number is -1 until it has sent the job's token."""
 
     connection: socket.socket
     rank: int = -1
@@ -61,7 +61,7 @@ class Peer:
     log: str = ""
     activity: str = AT_START
     has_ended: bool = False
-    """It has said so: it left in order, or with a failure of its own."""
+    """True once it has reported its end: it left in order, or sent its failure."""
     received: bytes = b""
 
     def messages(self) -> list[Message] | None:
@@ -81,14 +81,14 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def named(self, failure: Failure) -> Failure:
-        """This rank's failure in the words of another rank."""
+        """Return this rank's failure as another rank reports it."""
         if failure.user_fixable:
             return failure
-        where = f"; its log: {self.log}" if self.log else ":"
-        return replace(failure, text=f"rank {self.rank} on {self.host} failed{where}\n\n{failure.text}")
+        log_note = f"; its log: {self.log}" if self.log else ":"
+        return replace(failure, text=f"rank {self.rank} on {self.host} failed{log_note}\n\n{failure.text}")
 
     def death(self) -> Failure:
-        """Of a rank whose connection ended without a report."""
+        """Build the failure of a rank whose connection ended without a report."""
         text = f"rank {self.rank} on {self.host} died {self.activity} (killed, or its host is gone)"
         if line := last_line(Path(self.log)):
             text += f"; its last log line: {line}"
@@ -98,24 +98,24 @@ class Peer:
 
 
 class Lifeline:
-    """This rank's connection to rank 0; rank 0 has one to itself. There is none in a job of one rank."""
+    """A rank's connection to rank 0; rank 0 connects to itself. A job of one rank has no connection."""
 
     on_failure: Callable[[Failure], None]
-    """Called once, in a thread, with the first failure of the job, which may be this rank's own."""
+    """Callback that a thread calls once with the first failure of the job, which may be this rank's own."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self.rank, self.size = rank, size
         self._store = store
         self._zero: Peer | None = None
-        """Rank 0, as this rank knows it."""
+        """Rank 0 as seen by this rank; None without a connection."""
         self._is_open = False
         self._first: Failure | None = None
         self._decided = threading.Event()
 
     def open(self, on_failure: Callable[[Failure], None]) -> None:
-        """Connect, unless it is open already; from then on `on_failure` is called, see above. Every rank calls it.
+        """Connect unless the lifeline is open already, and register `on_failure`. Every rank calls it.
 
-        A rank that cannot connect is named by rank 0, and watched by nobody.
+        Rank 0 names the ranks that cannot connect; nobody watches them.
         """
         self.on_failure = on_failure
         if self.size == 1 or self._is_open:
@@ -131,15 +131,15 @@ class Lifeline:
         missing = [text for text in hosts.exchange("lifeline", why) if text]
         if missing and self.rank == 0:
             log.warning(
-                "these ranks cannot connect to rank 0, so it will be noticed late if they die: %s", "; ".join(missing)
+                "these ranks cannot connect to rank 0, so their death would be noticed late: %s", "; ".join(missing)
             )
 
     def _connect(self, address: Message) -> None:
-        place = (address["host"] or os.environ["MASTER_ADDR"], address["port"])
-        connection = socket.create_connection(place, timeout=CONNECT_TIME)
+        endpoint = (address["host"] or os.environ["MASTER_ADDR"], address["port"])
+        connection = socket.create_connection(endpoint, timeout=CONNECT_TIME)
         connection.settimeout(None)
         keep_alive(connection)
-        os.register_at_fork(after_in_child=connection.close)  # a data worker must not keep it open
+        os.register_at_fork(after_in_child=connection.close)  # a data worker must not keep the connection open
         self._zero = Peer(connection, 0, address["hostname"])
         self._zero.send({"token": address["token"], "rank": self.rank, "host": socket.gethostname()})
         threading.Thread(target=self._listen, args=[self._zero], name="lifeline", daemon=True).start()
@@ -154,7 +154,7 @@ class Lifeline:
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
-        """Tell why this rank ends; returns the first failure of the job, which this one may have followed from."""
+        """Report why this rank ends, and return the first failure of the job, which may have caused this one."""
         if self._zero is None or self._zero.has_ended:
             return failure
         self._send({"failure": asdict(failure)})
@@ -187,22 +187,22 @@ class Lifeline:
 
 
 _started: Lifeline | None = None
-"""Of this rank, where it has one from its start."""
+"""Lifeline of this rank since its start; None outside `from_the_start` and on a single host."""
 
 
 @contextmanager
 def from_the_start(activity: str = AT_START) -> Iterator[None]:
-    """Around all that a rank does: join the job, with a lifeline from then on, if there are several hosts.
+    """Join the job and hold a lifeline for the whole life of a rank, if there are several hosts.
 
-    Before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, who hears
-    of a failure ends at once.
+    Enter it before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, a
+    rank that learns of a failure ends at once.
 
     Args:
-        activity: what others say that this rank was doing when it died.
+        activity: the activity that others report if this rank dies.
 
     Raises:
         DsReasonError: the ranks did not all connect in time.
-        RankError: in place of this rank's error, where that followed from another rank's failure.
+        RankError: this rank's error followed from another rank's failure, which is raised instead.
     """
     global _started
     if not hosts.several_hosts():
@@ -234,31 +234,31 @@ def from_the_start(activity: str = AT_START) -> Iterator[None]:
 
 
 def of_this_rank(rank: int, size: int, store: dist.Store) -> Lifeline:
-    """The lifeline from its start, if it has one, or another, not open yet."""
+    """Return the lifeline that this rank has held since its start, or else a new one that is not open yet."""
     return _started or Lifeline(rank, size, store)
 
 
 def announce(store: dist.Store, size: int) -> None:
-    """Open rank 0's end of all lifelines, and write into the job's store where it is."""
+    """Open rank 0's end of all lifelines, and write its address into the job's store."""
     host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # else the store's, whose address the others know
+        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, they use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
     }
-    listener.setblocking(False)  # who knocks may have gone before the answer
+    listener.setblocking(False)  # a client may disconnect before it is accepted
     store.set(ADDRESS, json.dumps(address))
     server = LifelineServer(listener, token)
     threading.Thread(target=server.run, name="lifeline-server", daemon=True).start()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end the connection where the other host does not answer for half a minute."""
+    """Make the kernel end the connection if the other host does not answer for half a minute."""
     tcp, milliseconds = socket.IPPROTO_TCP, 1000 * (IDLE + INTERVAL * PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, IDLE)
@@ -271,7 +271,7 @@ def keep_alive(connection: socket.socket) -> None:
 class LifelineServer:
     """Rank 0's end of all lifelines; `run` returns once rank 0 leaves.
 
-    It is not a `Thread` itself: those of Python 3.13 have a `_handle` of their own, which would hide the method here.
+    It does not inherit from `Thread`, which in Python 3.13 has an attribute `_handle` that would hide the method here.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -279,7 +279,7 @@ class LifelineServer:
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """On the monotonic clock; None while nothing has failed, and again once everyone knows."""
+        """Monotonic time at which to decide; None before the first failure, and again once all ranks know the first one."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 
@@ -287,9 +287,9 @@ class LifelineServer:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_over:
-                heard = [(peer, self._receive(peer)) for peer in self._ready(selector)]
-                # A killed rank before those that lost their connection to it.
-                for peer, messages in sorted(heard, key=lambda item: item[1] is not None):
+                received = [(peer, self._receive(peer)) for peer in self._ready(selector)]
+                # A killed rank comes before those that lost their connection to it.
+                for peer, messages in sorted(received, key=lambda item: item[1] is not None):
                     if messages is None:
                         self._drop(selector, peer)
                     for message in messages or []:
@@ -299,7 +299,7 @@ class LifelineServer:
         self._close()
 
     def _ready(self, selector: selectors.BaseSelector) -> list[Peer]:
-        """Who has said something, as soon as somebody has or it is time to decide."""
+        """Wait until peers have sent something or it is time to decide, and return those peers."""
         seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
         ready = [key.data for key, _ in selector.select(seconds)]
         if None in ready:
@@ -310,13 +310,13 @@ class LifelineServer:
         return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
-        """Return what a rank says; None if its connection has ended, or it is none of this job."""
+        """Return the messages of a rank; None if its connection has ended, or it does not belong to this job."""
         is_known = peer in self._peers
         try:
             messages = peer.messages()
             if messages and not is_known:
                 self._admit(peer, messages.pop(0))
-        except (ValueError, TypeError, KeyError, RecursionError):  # no rank of this job
+        except (ValueError, TypeError, KeyError, RecursionError):  # the sender is not a rank of this job
             return None
         return messages if is_known or len(peer.received) < HELLO_BYTES else None
 
@@ -331,9 +331,9 @@ class LifelineServer:
             raise ValueError("token")
         peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
         self._peers.append(peer)
-        for zero in self._peers:
-            if zero.rank == 0:
-                peer.send({"activity": zero.activity, "log": zero.log})
+        for other in self._peers:
+            if other.rank == 0:
+                peer.send({"activity": other.activity, "log": other.log})
 
     def _handle(self, peer: Peer, message: Message) -> None:
         peer.update(message)
@@ -352,14 +352,14 @@ class LifelineServer:
             self._decide_at = time.monotonic() + SETTLING
 
     def _decide(self) -> None:
-        """Tell everybody what the others followed from.
+        """Send all ranks the failure that caused the others.
 
-        A death without a report, as who fails with one waits for the verdict before it ends; then a text for people; then
-        the one that was heard of first.
+        A death without a report comes first, because a rank that reports a failure waits for the verdict before it ends;
+        then an error that the user can fix; then the failure that arrived first.
         """
         dead = [failure for failure in self._failures if failure.silent]
-        explained = [failure for failure in self._failures if failure.user_fixable]
-        first = (dead or explained or self._failures)[0]
+        user_fixable = [failure for failure in self._failures if failure.user_fixable]
+        first = (dead or user_fixable or self._failures)[0]
         self._decide_at = None
         self._broadcast({"first": asdict(first)})
 

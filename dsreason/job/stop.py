@@ -1,4 +1,4 @@
-"""Stopping well: a signal asks the job to save a checkpoint at the next step and end."""
+"""Stop requests: a signal makes the job save a checkpoint at the next step and end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Inside, the first signal is noted and training goes on to its next step; a later Ctrl-C or SIGTERM acts at once.
+    """A context that records the first signal while training goes on to its next step; a later Ctrl-C or SIGTERM acts at once.
 
-    Our own launcher passes all of them on as SIGUSR1, and SIGTERM then means that a peer has failed.
+    Our own launcher forwards the first signal as SIGUSR1, and SIGTERM then may mean that a peer has failed.
     """
 
     def __init__(self) -> None:
         self.name = ""
         self.noted = 0.0
-        """On the monotonic clock."""
+        """Monotonic time of the first signal."""
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class StopRequest:
             signal.raise_signal(number)
 
     def asked(self) -> str:
-        """The signal that any rank got, or "". Collective."""
+        """Return the name of the signal that any rank received, or "". Collective."""
         name = next(filter(None, gather_objects(self.name)), "")
         if name:
             log.warning("%s: stopping after this step", name)

@@ -1,4 +1,4 @@
-"""The watchdog: when a phase takes too long, every rank writes its stacks, and the job ends; also when a rank dies."""
+"""The watchdog: if a phase takes too long, every rank writes its stacks and the job ends; it also ends if a rank dies."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from dsreason.job.ranks import World, connect_to_store
 from dsreason.phases import record_phase
 
 TICK = 1.0
-"""Seconds between two looks at the phase, and at what other ranks ask."""
+"""Seconds between two checks of the phase and of requests from other ranks."""
 ANSWER_TIME = 10.0
-"""Seconds that ranks wait for each other's stacks: once one of them has ended, a launcher kills the others."""
+"""Seconds that ranks wait for each other to write stacks: once one of them has ended, a launcher kills the others."""
 GRACE = 5.0
-"""Seconds beyond the time limit after which a rank is ended that cannot run its watchdog."""
+"""Seconds beyond the time limit after which a rank that cannot run its watchdog is ended."""
 CLOSING_TIME = 20.0
 """Seconds that a rank gets to close everything after an error."""
 
 log = logging.getLogger(__name__)
 
 WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
-"""Threads that wait for others, and are never what a rank hangs in."""
+"""Names of threads that only wait for others, so a rank never hangs in them."""
 
 ASKED = "dsreason_watchdog/asked"
-"""Key in the job's store: the rank that wants everyone's stacks."""
+"""Key in the job's store: the rank that requests the stacks of all ranks."""
 ANSWER = "dsreason_watchdog/answer"
 
 
@@ -56,7 +56,7 @@ ANSWER = "dsreason_watchdog/answer"
 class Phase:
     name: PhaseName
     started: float
-    """On the monotonic clock; moved on by the time that inner phases take."""
+    """Monotonic time of its start, plus the seconds that inner phases took."""
 
     @property
     def seconds(self) -> float:
@@ -64,11 +64,11 @@ class Phase:
 
 
 class Watchdog:
-    """Watches the phases of this rank, and hears from the job's store when another rank has exceeded a time limit.
+    """A watcher of this rank's phases, which also learns from the job's store that another rank has exceeded a time limit.
 
-    A thread looks once a second. Where other code keeps the interpreter lock, faulthandler's timer writes the stacks
-    into the log and ends the process. Of ranks that die the lifeline tells. Enter it after everything that is closed at
-    the end: a rank that fails and hangs in closing what is around the watchdog ends all the same, and the error is printed.
+    A thread checks once per second. If other code holds the interpreter lock, faulthandler's timer writes the stacks to the
+    log and ends the process. The lifeline reports ranks that die. Enter the watchdog after everything that is closed at the
+    end: a rank that fails and then hangs while closing what surrounds the watchdog still ends, and its error is printed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        # A child forked while the timer runs would wait at its end for the timer's thread, which it does not have.
+        # A child forked while the timer runs would wait at exit for the timer's thread, which it does not have.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self._lifeline.open(self._end_with)
         self._lifeline.report_log(log_file())
@@ -110,10 +110,10 @@ class Watchdog:
     def close_in_time(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Bound what is closed after an error: it may wait for ranks that are gone. To be pushed on an `ExitStack`.
+        """Bound the time for closing after an error, which may wait for ranks that are gone. Push it on an `ExitStack`.
 
         Raises:
-            RankError: in place of this rank's error, where that followed from another rank's failure.
+            RankError: this rank's error followed from another rank's failure, which is raised instead.
         """
         if error is None or self._is_closing:
             return
@@ -130,7 +130,7 @@ class Watchdog:
             raise reason from None
 
     def _end_with(self, first: Failure) -> None:
-        """End this rank because of another's failure, which may have left it in a collective that never ends."""
+        """End this rank because another one failed, which may have left it in a collective that never ends."""
         if first.rank != self.world.rank and not self._is_closing and not self._is_late:
             error = peer_error(first)
             self._end_soon(error)
@@ -146,7 +146,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[None]:
-        """Watch a block. An inner phase has a time limit of its own; the outer one's clock stands still meanwhile."""
+        """Watch a block. An inner phase has its own time limit; the clock of the outer one stands still meanwhile."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
         self._report_activity()
@@ -172,20 +172,20 @@ class Watchdog:
             phase = next(iter(self._phases[-1:]), Phase("other", self._idle_since))
             seconds, limit = phase.seconds, self.time_limits.get(phase.name, self.time_limit)
             self._end_in(max(0.0, limit - seconds) + GRACE)
-            where = f'in phase "{phase.name}" for {seconds:.0f} s'
+            situation = f'in phase "{phase.name}" for {seconds:.0f} s'
             if seconds > limit:
                 key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
-                self._end(f"{where}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
+                self._end(f"{situation}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
             asking = self._asking_rank()
             if asking is not None:
-                self._end(f"{where} when rank {asking} exceeded its time limit")
+                self._end(f"{situation} when rank {asking} exceeded its time limit")
 
     def _end_in(self, seconds: float) -> None:
-        """End the process by then, whatever its threads are doing."""
+        """End the process after this time, whatever its threads are doing."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
 
     def _asking_rank(self) -> int | None:
-        """The rank that wants everyone's stacks."""
+        """Return the rank that requests the stacks of all ranks; None if no rank does."""
         if self._store_lost:
             return None
         try:
@@ -199,18 +199,18 @@ class Watchdog:
                 )
             return None
 
-    def _end(self, where: str) -> None:
-        """Write where this rank is, have the others do the same, and end the process."""
+    def _end(self, situation: str) -> None:
+        """Write the stacks of this rank, request those of the others, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self._lifeline.say_goodbye()  # the others are asked for their stacks
+        self._lifeline.say_goodbye()  # the others are to write their stacks, not to treat this as a death
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *other_stacks, main = stacks(self.world.rank)
-            main += f"rank {self.world.rank}{step}: {where}\n"
+            main += f"rank {self.world.rank}{step}: {situation}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
-                self._store.compare_set(ASKED, "", str(self.world.rank))  # unless another rank was first
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # no effect if another rank was first
             self._write("".join([*other_stacks, main]))
             with suppress(dist.DistError):
                 self._wait_for_others()
@@ -225,19 +225,19 @@ class Watchdog:
             if time.monotonic() - started > ANSWER_TIME:
                 silent = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
                 self._write(
-                    f"no answer from rank {silent}: stopped, or in code that holds the interpreter lock (GIL)\n"
+                    f"no answer from rank {silent}: it is stopped, or in code that holds the interpreter lock (GIL)\n"
                 )
                 return
             time.sleep(0.2)
 
     def _write(self, text: str) -> None:
-        for descriptor in reversed(self._outputs):  # the log last: its file system may be what hangs
+        for descriptor in reversed(self._outputs):  # the log comes last because its file system may hang
             with suppress(OSError), open(descriptor, "w", closefd=False) as file:
                 file.write(text)
 
 
 def outputs() -> list[int]:
-    """Descriptors of this rank's log, if it has one, and of stderr, unless the parent shows what is in the log."""
+    """Return the descriptors of this rank's log, if it has one, and of stderr, unless the parent shows the log's content."""
     handlers = logging.getLogger().handlers
     logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     stderr = 2
@@ -245,7 +245,7 @@ def outputs() -> list[int]:
 
 
 def stacks(rank: int) -> list[str]:
-    """Where the other threads of this process are, by thread; the main thread's at the end."""
+    """Return the stacks of this process, one text per thread, without the watchers; the main thread comes last."""
     main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
     frames = [(ident, frame) for ident, frame in sys._current_frames().items() if names.get(ident) not in WATCHERS]
     return [

@@ -1,1 +1,1 @@
-"""What a run measures of itself: metrics, progress, memory, and arithmetic."""
+"""Measurements of a run: metrics, progress, memory, and arithmetic."""

@@ -1,4 +1,4 @@
-"""The console of tables and bars."""
+"""The console for tables and progress bars."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dsreason.screen import visible
 
 
 class Visible:
-    """What is to be shown, its texts without control characters; those of colours are rich's own and come later."""
+    """A renderable whose texts lose their control characters; rich adds those for colours later."""
 
-    def __init__(self, shown: ConsoleRenderable) -> None:
-        self.shown = shown
+    def __init__(self, content: ConsoleRenderable) -> None:
+        self.content = content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for text, style, control in console.render(self.shown, options):
+        for text, style, control in console.render(self.content, options):
             yield Segment(text if control else visible(text), style, control)
 
 
@@ -28,7 +28,7 @@ class VisibleTexts(RenderHook):
 
 
 def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:
-    """rich's, for stdout where nothing else is said. It lets control characters in cells through."""
+    """Open a console of rich, by default for stdout, that removes control characters, which rich lets through in cells."""
     made = Console(file=file, stderr=stderr, highlight=highlight)
     made.push_render_hook(VisibleTexts())
     return made

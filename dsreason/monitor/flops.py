@@ -1,4 +1,4 @@
-"""How much arithmetic a training step needs, and how much a GPU could do: the two halves of MFU."""
+"""FLOPs of a training step and peak FLOP/s of a GPU, from which MFU is computed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsreason.families.family import Modules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (which print twice as much "with sparsity").
-# The more specific name comes first.
+# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (which print twice the number "with sparsity").
+# More specific names come first.
 PEAK_TFLOPS: dict[str, float] = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -45,9 +45,9 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of one GPU (`torch.cuda.get_device_name()`); None if it is not known.
+    """Return the peak dense bf16 FLOP/s of a GPU from its `torch.cuda.get_device_name()`; None if it is unknown.
 
-    A MIG slice has a share of its GPU's peak that the name does not give: None.
+    It is unknown for a MIG slice, whose name does not give its share of the GPU's peak.
     """
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", device_name):
         return None
@@ -59,13 +59,13 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass
 class Work:
-    """What samples ask of the model, without padding and without the media that only keep ranks in step."""
+    """The work that samples require of the model, without padding and without media that only keep ranks in step."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Of each run of tokens that attends causally: how many they are, and how many others they all see before them."""
+    """Length of each run of tokens with causal attention, and the number of earlier tokens that all of them attend to."""
     trained_tokens: int = 0
     grids: list[tuple[int, int, int]] = field(default_factory=list)
-    """Of each medium that goes through the vision tower: frames, height and width in patches."""
+    """Frames, height in patches and width in patches of each media item that passes through the vision tower."""
 
     @property
     def tokens(self) -> int:
@@ -74,17 +74,17 @@ class Work:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of a forward and backward pass, per unit of work.
+    """The FLOPs of a forward and backward pass, per unit of work.
 
     A matrix product costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
     gradient of its weight (none if frozen). Attention costs 4 FLOPs per layer, head channel and pair of tokens
     forward (scores and weighted sum), twice that backward (Chowdhery et al. 2022, PaLM, appendix B; theirs counts all
-    pairs, this only the causal ones). Recomputation by gradient checkpointing is not counted, as MFU wants it.
+    pairs, this only the causal ones). Recomputation by gradient checkpointing is not counted, as MFU is defined without it.
     """
 
     text_token: float
     text_pair: float
-    head_token: float  # a trained token: the loss takes logits of no others
+    head_token: float  # per trained token: the loss uses only their logits
     vision_patch: float = 0.0
     vision_merged_token: float = 0.0
     vision_pair_full: float = 0.0
@@ -93,13 +93,13 @@ class ModelFlops:
     window: int | None = None  # merged tokens along one side
 
     def step(self, work: Work, *, causal: bool = True) -> float:
-        """FLOPs of the work.
+        """Return the FLOPs of the work.
 
-        `causal=False` counts the masked half of text attention too, as an unfused kernel computes it.
+        `causal=False` also counts the masked half of text attention, which an unfused kernel computes.
         """
         text_pairs = sum(n * before + (n * (n + 1) / 2 if causal else n * n) for n, before in work.spans)
         patches = sum(t * h * w for t, h, w in work.grids)
-        full_pairs = sum(t * (h * w) ** 2 for t, h, w in work.grids)  # frames do not see each other
+        full_pairs = sum(t * (h * w) ** 2 for t, h, w in work.grids)  # frames do not attend to each other
         windowed_pairs = sum(t * self.window_pairs(h) * self.window_pairs(w) for t, h, w in work.grids)
         return (
             self.text_token * work.tokens
@@ -112,7 +112,7 @@ class ModelFlops:
         )
 
     def window_pairs(self, side: int) -> int:
-        """Sum of squared window sides, in patches, along a side of `side` patches; the last window may be cut."""
+        """Return the sum of squared window sides, in patches, along a side of `side` patches; the last window may be smaller."""
         if self.window is None:
             return 0
         num_whole, remainder = divmod(side, self.window * self.merge_size)
@@ -120,9 +120,9 @@ class ModelFlops:
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Read the costs off a Hugging Face model (ZeRO-3-partitioned or not).
+    """Compute the costs of a Hugging Face model (ZeRO-3-partitioned or not).
 
-    Parameters are told apart by name: vision tower (with patch embedding and merger in it), text layers, head.
+    Parameters are classified by name: vision tower (with its patch embedding and merger), text layers, head.
     """
     text = model.config.get_text_config()
     family = family_of(model.config.model_type)
@@ -132,24 +132,24 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     for name, parameter in model.named_parameters():
         kind = matmul_kind(name, modules)
         if kind is not None:
-            untouched = in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
-            through = 0 if untouched else 2
-            costs[kind] += num_values(model, name, parameter) * (2 + through + 2 * parameter.requires_grad)
-    if not costs["head"]:  # tied to the embedding, it is no parameter of its own
+            no_input_gradient = in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
+            input_flops = 0 if no_input_gradient else 2
+            costs[kind] += num_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
+    if not costs["head"]:  # a head that is tied to the embedding is not a separate parameter
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
-    of_text = ModelFlops(
+    text_flops = ModelFlops(
         text_token=costs["text"],
         text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * head_size(text),
         head_token=costs["head"],
     )
     if family.vision is None:
-        return of_text
+        return text_flops
     vision = model.config.vision_config
     windowed, window = family.vision_windows(vision) if family.vision_windows else (0, None)
     vision_pair = 4.0 * vision.hidden_size * (3 if vision_trained else 1)
     return replace(
-        of_text,
+        text_flops,
         vision_patch=costs["patch"],
         vision_merged_token=costs["merged"],
         vision_pair_full=vision_pair * (vision.depth - windowed),
@@ -160,7 +160,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def matmul_kind(name: str, modules: Modules) -> str | None:
-    """Return what one unit of a parameter's work is; None for what takes part in no matrix product (norms, embeddings)."""
+    """Return the kind of work that uses a parameter; None for norms and embeddings, which are not part of a matrix product."""
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):
@@ -175,8 +175,11 @@ def in_tower(name: str, modules: Modules) -> bool:
 
 
 def num_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
-    """Of the whole parameter: a ZeRO-3-partitioned one is empty and keeps its size in `ds_numel`, and one in 4 bits has bytes,
-    while its layer says how many weights they stand for."""
+    """Return the number of values in the whole parameter.
+
+    A parameter that ZeRO-3 has partitioned is empty and keeps its size in `ds_numel`; one in 4 bits holds bytes, and its
+    layer has the number of weights.
+    """
     if parameter.dtype == torch.uint8:
         layer: Any = model.get_submodule(name.removesuffix(".weight"))
         return int(layer.in_features * layer.out_features)
@@ -184,5 +187,5 @@ def num_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
 
 
 def head_size(text: Any) -> int:
-    """Some configurations state it, the others derive it."""
+    """Return the size of an attention head, from the configuration if it states it."""
     return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

@@ -1,4 +1,4 @@
-"""The memory ledger: how long each phase of a step took, what it held at its end, held at most, and gave back."""
+"""The memory ledger: seconds of each phase of a step, its memory at the end, its peak, and the memory that it freed."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
     (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
 )
-"""Of control groups, versions 2 and 1: the line of /proc/self/cgroup, where they are mounted, their limit and use."""
+"""Control groups of versions 2 and 1: pattern of the line in /proc/self/cgroup, mount point, and files of limit and use."""
 
 
 @dataclass
 class Total:
-    """A phase over the whole run."""
+    """The totals of a phase over the whole run."""
 
     times: int = 0
     seconds: float = 0.0
     gib: dict[str, float] = field(default_factory=dict)
-    """The most of any time: `{"allocated": 3.5, "peak": 4.0, "freed": 0.0}`."""
+    """Largest values so far: `{"allocated": 3.5, "peak": 4.0, "freed": 0.0}`."""
 
 
 class MemoryLedger:
-    """Measures phases of this rank; they do not nest.
+    """A ledger of the phases of this rank, which must not nest.
 
-    On CUDA `allocated` and `peak` are what torch's allocator has handed out. That count does not move when vLLM, whose
-    tensors it holds too, unmaps the memory behind them to sleep, nor does it tell whether freed memory went back to the
-    device or to torch's cache, out of vLLM's reach. So `device`, in use at the end of the phase, and `freed` are the
-    driver's count, which is of all processes on the device. On CPU `allocated` and `freed` are anonymous resident
-    memory, and `peak` is that of all resident memory (the kernel keeps no other peak).
+    On CUDA `allocated` and `peak` count the memory that torch's allocator has handed out. That count includes vLLM's tensors
+    and does not change when vLLM sleeps and unmaps the memory behind them; nor does it show whether freed memory went back
+    to the device or into torch's cache, which vLLM cannot use. So `device`, the memory in use at the end of the phase, and
+    `freed` are the driver's count, for all processes on the device. On CPU `allocated` and `freed` are anonymous resident
+    memory, and `peak` is the peak of all resident memory (the kernel keeps no other peak).
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,9 +52,9 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a block as `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}`, on CUDA `device_gib` too.
+        """Measure a block as `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}`, and on CUDA also `device_gib`.
 
-        Of a phase that runs again before `take`, the seconds add up, and the peak is the highest.
+        If a phase runs again before `take`, its seconds add up, and its peak is the highest.
         """
         synchronize(self.device)
         started, before = self.clock(), used_bytes(self.device)
@@ -72,24 +72,24 @@ class MemoryLedger:
             values["device"] = after / GIB
         self._note(name, seconds, values)
 
-    def _note(self, name: str, seconds: float, found: dict[str, float]) -> None:
+    def _note(self, name: str, seconds: float, sizes: dict[str, float]) -> None:
         prefix, values = f"memory/{name}", self.values
-        highest = max(found["peak"], values.get(f"{prefix}/peak_gib", 0.0))
+        highest = max(sizes["peak"], values.get(f"{prefix}/peak_gib", 0.0))
         seconds_before = values.get(f"{prefix}/seconds", 0.0)
-        values |= {f"{prefix}/{kind}_gib": size for kind, size in found.items()}
+        values |= {f"{prefix}/{kind}_gib": size for kind, size in sizes.items()}
         values |= {f"{prefix}/peak_gib": highest, f"{prefix}/seconds": seconds_before + seconds}
         total = self.totals.setdefault(name, Total())
         total.times += 1
         total.seconds += seconds
-        total.gib = {kind: max(size, total.gib.get(kind, 0.0)) for kind, size in found.items()}
+        total.gib = {kind: max(size, total.gib.get(kind, 0.0)) for kind, size in sizes.items()}
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call."""
+        """Return the metrics since the last call, and reset them."""
         values, self.values = self.values, {}
         return values
 
     def report(self) -> str:
-        """A table for a log: every phase in the order of their first time; each column of GiB has the most of any time."""
+        """Render a table for a log, with the phases in order of first use; the columns of GiB hold the largest values."""
         table = Table("phase", title="seconds and GiB of each phase")
         kinds = next(iter(self.totals.values())).gib if self.totals else ()
         for column in ("times", "seconds", "mean", *kinds):
@@ -104,13 +104,13 @@ class MemoryLedger:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the phase before, or this one, has only queued."""
+    """Wait for queued work on the GPU, so that it counts towards the phase that queued it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def used_bytes(device: torch.device) -> int:
-    """On CUDA the driver's count: all processes, memory that torch caches or that vLLM maps included."""
+    """Return the memory in use; on CUDA the driver's count, which includes all processes, torch's cache and vLLM's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -133,12 +133,12 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # containers may forbid it: the peak is then that of the whole process life
+    with suppress(OSError):  # containers may forbid it; the peak is then that of the whole process
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Host memory that is still available: what the machine has free, or less where a control group has a limit."""
+    """Return the available host memory: that of the machine, or less if a control group has a limit."""
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:
@@ -151,7 +151,7 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
 
 
 def group_bytes(limit: Path, used: Path, stat: Path) -> int:
-    """Return what a control group's limit leaves; file pages that the kernel gives back when asked count as free."""
+    """Return the bytes that a control group's limit leaves; file pages that the kernel can reclaim count as free."""
     allowed = limit.read_text().strip()
     if allowed == "max":
         return sys.maxsize

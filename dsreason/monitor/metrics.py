@@ -1,4 +1,4 @@
-"""Metrics of a run: every sink gets all numbers, texts and pictures, under the same names."""
+"""Metrics of a run: every sink gets all numbers, texts and images under the same names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics(AbstractContextManager["Metrics"]):
-    """Writer that the training loop uses on every rank; ranks above 0 have no sinks and keep nothing."""
+    """The writer that the training loop uses on every rank; ranks above 0 have no sinks and discard everything."""
 
     sinks: Sequence[Sink] = ()
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` for `step`; several calls for one step share a line. Steps must not go backwards."""
+        """Record `values` for `step`; several calls for one step share a line. Steps must not decrease."""
         for sink in self.sinks:
             sink.log_scalars(step, values)
 
@@ -58,9 +58,9 @@ def open_metrics(
     """Open the sinks of a run on rank 0; every call is on disk when it returns.
 
     Args:
-        output_dir: gets `metrics.jsonl` and `tensorboard/`.
-        resume_step: step of the loaded checkpoint, None for a fresh start. What a stopped run wrote after it is dropped.
-        run_config: shown in TensorBoard and W&B; it must hold no secrets.
+        output_dir: folder for `metrics.jsonl` and `tensorboard/`.
+        resume_step: step of the loaded checkpoint, None for a fresh start. Metrics that a stopped run wrote later are dropped.
+        run_config: the configuration to show in TensorBoard and W&B; it must hold no secrets.
     """
     if rank != 0:
         return Metrics()

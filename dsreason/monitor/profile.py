@@ -1,4 +1,4 @@
-"""Profiles of single steps: a trace for Perfetto and a table of where the time went."""
+"""Profiles of single steps: a trace for Perfetto, and a table of the time by phase and operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = "profile"
 
 
 class StepProfiler(AbstractContextManager["StepProfiler"]):
-    """Profiles the chosen steps of this rank, and writes `step_N.json.gz` and `step_N.txt` into the folder.
+    """A profiler of the chosen steps of this rank, which writes `step_N.json.gz` and `step_N.txt` into the folder.
 
     Neither stacks nor shapes are recorded, and a step's events are dropped once they are written: memory and files grow
     with the operators of one step only.

@@ -30,9 +30,9 @@ WAITS = {
 }
 """Calls in which the host waits for the GPU."""
 ASYNC_COPY = "cudaMemcpyAsync"
-"""Waits too if it copies from or to host memory that is not pinned."""
+"""Call that also waits if it copies from or to host memory that is not pinned."""
 NOT_PINNED = "Pageable"
-"""In the name of such a copy, as in `Memcpy DtoH (Device -> Pageable)`."""
+"""Word in the name of such a copy, as in `Memcpy DtoH (Device -> Pageable)`."""
 TOP = 20
 """Rows of the tables of kernels and operators."""
 WIDTH = 110
@@ -50,7 +50,7 @@ class TraceEvent:
     end: float
     thread: int | str = 0
     correlation: int | None = None
-    """Shared by a GPU event and the call that launched it."""
+    """Id that a GPU event shares with the call that launched it."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class PhaseTotals:
     wait_seconds: float = 0.0
     waits: int = 0
     gpu: list[Interval] = field(default_factory=list)
-    """When the GPU ran what this phase launched."""
+    """Intervals in which the GPU ran work that this phase launched."""
 
 
 class Timeline:
@@ -102,7 +102,7 @@ def split_nested(blocks: Iterable[TraceEvent]) -> list[tuple[float, float, str]]
 
 
 def sum_union(intervals: Iterable[Interval]) -> float:
-    """Return how long at least one of the intervals lasts: what overlaps counts once."""
+    """Return the total length of the intervals; overlaps count once."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -177,7 +177,7 @@ def find_waits(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, PhaseTotals]:
-    """Sum host time, waits and GPU time by the innermost phase; of the GPU's, by the one that launched it."""
+    """Sum host time, waits and GPU time by the innermost phase; GPU time counts towards the phase that launched the work."""
     totals: dict[str, PhaseTotals] = defaultdict(PhaseTotals)
     for start, end, name in timeline.segments:
         totals[name].host_seconds += end - start
@@ -228,7 +228,7 @@ def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the time of each operator without that of the operators it calls; counts are of its calls."""
+    """Sum the time and calls of each operator, without the time of the operators that it calls."""
     threads = operators_by_thread(events).values()
     seconds = sum_by_name((name, end - start) for ops in threads for start, end, name in split_nested(ops))
     calls = Counter(operator.name for operators in threads for operator in operators)
@@ -256,7 +256,7 @@ def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
     table = Table(title=heading, title_justify="left")
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("name")  # the only column that Rich may make narrower
+    table.add_column("name")  # the only column that rich may make narrower
     for name, seconds, count in rows[:TOP]:
         table.add_row(f"{seconds:.4f}", f"{count:,}", Text(name, no_wrap=True, overflow="ellipsis"))
     return render(table)

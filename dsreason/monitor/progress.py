@@ -1,4 +1,4 @@
-"""What a person sees while a run or other work goes on: a bar on a terminal, a plain line now and then in a log file."""
+"""Progress of a run or other work: a bar on a terminal, or plain lines at intervals in a log file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from dsreason.monitor.console import open_console
 from dsreason.screen import as_message, in_one_line, say, visible, write
 
 Advance = Callable[[int], None]
-"""Call with the number of units just done."""
+"""Function to call with the number of units just done."""
 
 
 PART = "DSREASON_PART"
-"""Environment variable by which a command that consists of several runs tells each of them its `Part`."""
+"""Environment variable in which a command that consists of several runs passes each of them its `Part`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a longer command a run is. `after`: how long all that follows its steps takes, in times of its steps.
+    """The part of a longer command that a run is.
 
-    In the environment `1/4 2.5` is the first of four parts, where 10 seconds of steps leave 25 for the rest.
+    In the environment `1/4 2.5` is the first of four parts: after 10 seconds of steps, 25 seconds of other work follow.
     """
 
     number: int
     count: int
     after: float
+    """Time that everything after the steps takes, as a multiple of the time of the steps."""
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count} {self.after:.3f}"
@@ -45,13 +46,13 @@ class Part:
 def part_of_environment() -> Part | None:
     if PART not in os.environ:
         return None
-    place, after = os.environ[PART].split()
-    number, count = place.split("/")
+    fraction, after = os.environ[PART].split()
+    number, count = fraction.split("/")
     return Part(int(number), int(count), float(after))
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """What the training loop sees on every rank; on those above 0 this class itself, which shows nothing."""
+    """The progress display of the training loop; this base class, which ranks above 0 use, shows nothing."""
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
@@ -67,10 +68,10 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> Progress:
-    """Progress towards `total_steps` on rank 0 and nothing on the others.
+    """Return a display of progress towards `total_steps` on rank 0; on other ranks one that shows nothing.
 
-    `first_step` is the step resumed from. `stream` defaults to stdout: a bar where it is a terminal, otherwise a plain
-    line for the first and the last step and every 10 seconds.
+    `first_step` is the step from which the run resumes. `stream` defaults to stdout; on a terminal it shows a bar, otherwise
+    a plain line for the first and the last step and every 10 seconds.
     """
     if rank != 0:
         return Progress()
@@ -80,7 +81,7 @@ def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: T
 
 
 class Rate:
-    """Speed over the recent steps, phases such as validation left out."""
+    """The speed over recent steps, without phases such as validation."""
 
     memory = 0.9  # weight of the past in the running means
 
@@ -94,7 +95,7 @@ class Rate:
 
     def update(self, step: int, samples: int, tokens: int) -> None:
         now = self.clock()
-        # The first step also warms everything up; it counts only until there is a better one.
+        # The first step also warms everything up, so it counts only until the second one is measured.
         keep = min(self.memory, max(0, self.seen - 1) / max(1, self.seen))
         self.seconds = keep * self.seconds + (1 - keep) * (now - self.started)
         self.samples = keep * self.samples + (1 - keep) * samples
@@ -108,19 +109,19 @@ class Rate:
         self.started += self.clock() - begin
 
     def titled(self, name: str) -> str:
-        """The name with the part of the command before it: `2/4 step`."""
+        """Prefix the name with the part of the command: `2/4 step`."""
         name = in_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
     def facts(self, shown: Mapping[str, float]) -> str:
-        """`loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
+        """Format metrics and speed: `loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
         seconds = max(self.seconds, 1e-9)
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         return f"{values}  {speed}"
 
     def left(self) -> str:
-        """`left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
+        """Format the remaining time: `left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
             return f"left {duration(seconds)}"
@@ -157,20 +158,20 @@ class LineProgress(Progress):
         with self.rate.paused():
             yield advance
         self.say(f"{name}: done in {duration(self.clock() - begin)}")
-        self.next_line = self.clock()  # the next step says where training goes on
+        self.next_line = self.clock()  # the next step prints a line at once
 
     def is_time(self) -> bool:
-        due = self.clock() >= self.next_line
-        if due:
+        is_due = self.clock() >= self.next_line
+        if is_due:
             self.next_line = self.clock() + self.interval_s
-        return due
+        return is_due
 
     def say(self, text: str) -> None:
         write(as_message(text), file=self.stream)
 
 
 class FactsColumn(bars.TextColumn):
-    """Cut off where the terminal is too narrow, so that the other columns keep their room and all stay on one line."""
+    """A column that is cut off if the terminal is too narrow, so that the others keep their width on the same line."""
 
     def render(self, task: bars.Task) -> Text:
         text = super().render(task)
@@ -220,7 +221,7 @@ class BarProgress(Progress):
 
 
 def duration(seconds: float) -> str:
-    """`0:03:20`."""
+    """Format a duration as `0:03:20`."""
     minutes, remaining_seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{remaining_seconds:02d}"
 
@@ -230,7 +231,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
-    """Yields what is called, from any thread, with the number of `unit`s just done, of `total`. Shown on stderr."""
+    """Show progress on stderr; yield a function to call, from any thread, with the number of `unit`s just done, of `total`."""
     name = in_one_line(name)
     if not total:
         yield lambda count: None
@@ -251,9 +252,9 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
 def track_in_lines(
     name: str, total: int, unit: str, say: Callable[[str], object], interval_s: float = 10.0
 ) -> Iterator[Advance]:
-    """As `track`, by a first line and one every `interval_s` seconds."""
+    """Show progress as `track` does, with a first line and one every `interval_s` seconds."""
 
-    def amount(count: int) -> str:
+    def format_amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)
 
     begin = last_shown = time.monotonic()
@@ -267,8 +268,8 @@ def track_in_lines(
             if done > 0 and now >= last_shown + interval_s:
                 last_shown = now
                 seconds_left = (total - done) * (now - begin) / done
-                say(f"{name}: {amount(done)} of {amount(total)}, {seconds_left:.0f} s left")
+                say(f"{name}: {format_amount(done)} of {format_amount(total)}, {seconds_left:.0f} s left")
 
     suffix = "" if unit == "bytes" else f" {unit}"
-    say(f"{name}: {amount(total)}{suffix}")
+    say(f"{name}: {format_amount(total)}{suffix}")
     yield advance

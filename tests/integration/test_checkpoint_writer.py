@@ -135,7 +135,7 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
     no_room, too_large = first
     assert "GiB, and 0.00 GiB are free" in no_room
     assert "step_3: rank 1 could not write it: " in too_large
-    assert "older checkpoints are as they were" in no_room and "older checkpoints are as they were" in too_large
+    assert "older checkpoints are unchanged" in no_room and "older checkpoints are unchanged" in too_large
 
 
 def leave_with_an_error(folder: str) -> list[str]:
@@ -253,5 +253,5 @@ def test_a_disk_that_is_full_or_read_only_is_named_on_every_rank_and_older_check
     assert "the checkpoint takes" in expected and "are free there" in expected
     assert "step_3: rank " in filled and "could not write it: " in filled
     assert export.startswith(f"{disk}/export: cannot be written (") and "No space left" in export
-    assert "Read-only file system" in read_only and "older checkpoints are as they were" in read_only
+    assert "Read-only file system" in read_only and "older checkpoints are unchanged" in read_only
     assert "Read-only file system" in read_only_export

@@ -120,7 +120,7 @@ def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: 
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 on ")
     assert ": the ranks did not all connect to 127.0.0.1:29411 within 3 s (" in line
-    assert line.endswith("whether a firewall between them closes that port, and whether another program has it")
+    assert line.endswith("that no firewall between them closes that port, and that no other program uses it")
 
 
 @pytest.mark.long

@@ -308,7 +308,7 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
         ([PORT_OF_STORE], "the ranks did not all connect to 10.77.0.1:29500 within 15 s", "closes that port"),
         (
             OTHER_PORTS,
-            "the ranks met at 10.77.0.1:29500, and then could not connect to each other",
+            "the ranks met at 10.77.0.1:29500, but then could not connect to each other",
             "look at firewalls",
         ),
     ],

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the scalars of a step on one line."""
+"""A sink that writes `metrics.jsonl`: the scalars of a step on one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class JSONLines(Sink):
-    """A JSON-lines file with one object a step. The last line is rewritten while its step still gets values.
+    """A JSON-lines file with one object per step. The last line is rewritten while its step still gets values.
 
     NaN and infinities have no JSON form: their value is null, and `"nonfinite"` names them:
     `{"step": 3, "train/loss": null, "nonfinite": {"train/loss": "nan"}}`.
@@ -30,7 +30,7 @@ class JSONLines(Sink):
         write_file(path, b"".join(map(encode_line, entries)))
         self.current: dict[str, Any] = entries[-1] if entries else {"step": -1}
         self.file = path.open("r+b")
-        self.offset = self.file.seek(0, os.SEEK_END)  # where the line of `current` starts
+        self.offset = self.file.seek(0, os.SEEK_END)  # start of the line of `current`
         if entries:
             self.offset -= len(encode_line(self.current))
 
@@ -62,7 +62,7 @@ def encode_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """The entries up to `last_step`. A line that is none, as a crash leaves it, is left out with a warning.
+    """Return the entries up to `last_step`; skip invalid lines, such as a crash leaves, with a warning.
 
     Raises:
         CheckpointError: the path is not a file.
@@ -83,5 +83,5 @@ def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)
         else:
-            log.warning("%s:%d is no step and is dropped: %r", path, number, line[:80])
+            log.warning("%s:%d: the line is not a step and is dropped: %r", path, number, line[:80])
     return [entry for entry in entries if entry["step"] <= last_step]

@@ -1,4 +1,4 @@
-"""The interface of a sink of metrics. A new one overrides what it can show, and `open_metrics` opens it."""
+"""The interface of a metrics sink. A new sink overrides the methods that it supports, and `open_metrics` opens it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Sink:
-    """Ignores everything. Steps never go backwards; a step may get several calls."""
+    """A sink that ignores everything. Steps never decrease; a step may get several calls."""
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None: ...
     def log_text(self, step: int, name: str, text: str) -> None: ...

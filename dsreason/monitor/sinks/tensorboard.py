@@ -1,4 +1,4 @@
-"""`tensorboard/`: everything, drawn."""
+"""A sink that writes `tensorboard/`: curves, texts, images and histograms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Sink):
-    """Events in a folder; those from `resume_step` on, which a stopped run wrote, are purged."""
+    """A folder of events; those after `resume_step`, which a stopped run wrote, are purged."""
 
     def __init__(self, folder: Path, run_config: dict[str, Any], resume_step: int | None) -> None:
         self.folder = folder
@@ -36,8 +36,8 @@ class TensorBoard(Sink):
         except OSError as error:  # the writer's thread raises its errors at any later call
             reason = error.strerror or str(error)
             raise SaveError(
-                f"{self.folder}: the curves cannot be written ({reason}); the folder must stay, and be writable, while the run "
-                "goes on"
+                f"{self.folder}: the curves cannot be written ({reason}); the folder must exist and be writable while the run "
+                "continues"
             ) from error
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -58,7 +58,7 @@ class TensorBoard(Sink):
                 self.writer.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def log_video(self, step: int, name: str, gif: bytes) -> None:
-        """Write what `add_video` would write; that one needs another package to make the GIF."""
+        """Write an image summary as `add_video` does, which would need another package to make the GIF."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
@@ -77,5 +77,5 @@ class TensorBoard(Sink):
 
 
 def as_code(text: str) -> str:
-    """TensorBoard shows Markdown; an indented block keeps line breaks and angle brackets."""
+    """Indent a text as a Markdown code block, in which TensorBoard keeps line breaks and angle brackets."""
     return "".join(f"    {line}\n" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""Weights & Biases, if `monitor.wandb` asks for it."""
+"""A sink that logs to Weights & Biases if `monitor.wandb` is set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WeightsAndBiases(Sink):
-    """A run of W&B, whose steps are a column of ours: its own counter would refuse the ones that a resumed run repeats."""
+    """A run of W&B, with steps in a separate column: its own counter rejects the steps that a resumed run repeats."""
 
     def __init__(
         self, output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], resume_step: int | None
@@ -54,42 +54,42 @@ class WeightsAndBiases(Sink):
     def log_histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
         import wandb
 
-        self.run.log({"step": step, name: wandb.Histogram(values)})  # type: ignore[arg-type]  # it takes arrays, too
+        self.run.log({"step": step, name: wandb.Histogram(values)})  # type: ignore[arg-type]  # it also takes arrays
 
     def close(self) -> None:
         self.run.finish()
 
 
 def check_wandb(config: MonitorConfig) -> None:
-    """Raise `ConfigError` where W&B is asked for and cannot be used: a rank must never stop at a login prompt."""
+    """Raise `ConfigError` if W&B is enabled but cannot be used: a rank must never wait at a login prompt."""
     if not config.wandb:
         return
     try:
         import wandb
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "monitor.wandb is true, and the package wandb is not installed; "
+            "monitor.wandb is true, but the package wandb is not installed; "
             f"install it with `{install_command('wandb')}`, or set monitor.wandb = false"
         ) from error
-    # From `wandb/settings` in the current folder it would learn the address to which it sends the key.
+    # A file `wandb/settings` in the current folder could change the URL to which wandb sends the key.
     with chdir("/"):
         mode = wandb.setup().settings.mode
     if mode != "online":
         return
     login = shlex.join([sys.executable, "-m", "wandb", "login"])
-    way_out = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
+    advice = f"run `{login}`, set WANDB_API_KEY, or keep the metrics here with WANDB_MODE=offline"
     try:
         logged_in = wandb.login(prompt=False)
     except wandb.Error as error:
         raise ConfigError(
-            f"monitor.wandb is true, and the login to Weights & Biases failed ({error}); {way_out}"
+            f"monitor.wandb is true, but the login to Weights & Biases failed ({error}); {advice}"
         ) from error
     if not logged_in:
-        raise ConfigError(f"monitor.wandb is true, and there is no key for Weights & Biases; {way_out}")
+        raise ConfigError(f"monitor.wandb is true, but no key for Weights & Biases is set; {advice}")
 
 
 def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:
-    """Start the W&B run, or go on with the one that this output folder began."""
+    """Start a W&B run, or continue the one that this output folder started."""
     check_wandb(config)
     import wandb
 

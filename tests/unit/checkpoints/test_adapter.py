@@ -51,7 +51,7 @@ def test_the_card_says_what_was_merged_and_how_much_it_changes() -> None:
     record, _ = merge(0.25, "bf16")
     assert record.changes == pytest.approx({"x.q.weight": 0.125, "x.k.weight": 0.25})
     assert record.summary == (
-        "LoRA of rank 1, alpha 2, on 2 layers, merged into these weights; by itself in `adapter/`. Largest relative change "
+        "LoRA of rank 1, alpha 2, on 2 layers, merged into these weights; separately in `adapter/`. Largest relative change "
         "of a weight: 0.25 (x.k.weight)"
     )
     assert Merge("bf16", None).summary == ""
@@ -90,4 +90,4 @@ def test_a_change_that_bfloat16_swallows_is_warned_of(
     record, _ = merge(size, dtype)  # the largest change is 2 · 2 · size / 4
     with caplog.at_level(logging.WARNING):
         record.report(Path("out"))
-    assert ("swallows a part" in caplog.text) is warned
+    assert ("is lost in rounding" in caplog.text) is warned

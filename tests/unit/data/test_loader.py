@@ -280,7 +280,7 @@ def test_a_worker_whose_trainer_has_left_the_loop_ends_in_peace() -> None:
 def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "shm" not in failures.dead_worker()
     monkeypatch.setattr(failures, "SMALL_SHARED_MEMORY", 2**60)
-    assert re.search(r"; /dev/shm has \d+ MiB in all \(a container gets more by --shm-size", failures.dead_worker())
+    assert re.search(r"; /dev/shm has \d+ MiB in total \(--shm-size=16g gives a container more", failures.dead_worker())
     full = failures.disk_error_as_save_error(OSError(errno.ENOSPC, "No space left on device"))
     assert str(full).startswith("perhaps /dev/shm has ")
     read_only = failures.disk_error_as_save_error(OSError(errno.EROFS, "Read-only file system"))

@@ -378,7 +378,7 @@ def compressed(folder: Path) -> None:
 
 def test_a_compressed_file_is_refused_unread(checkpoint: Path) -> None:
     compressed(checkpoint)
-    refused(lambda: tensors(checkpoint), CheckpointError, RANK1, "data.pkl in it is compressed")
+    refused(lambda: tensors(checkpoint), CheckpointError, RANK1, "data.pkl is compressed")
 
 
 def test_a_tensor_of_more_numbers_than_its_file_has_is_not_filled() -> None:
@@ -446,13 +446,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(two: tuple[Path,
 
 def test_files_that_another_number_of_ranks_left_do_not_reach_the_converter(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / OPTIMIZER.format(1), two[1] / OPTIMIZER.format(2))
-    with pytest.raises(CheckpointError, match="has .* of 3 ranks, and 2 have written it"):
+    with pytest.raises(CheckpointError, match="has .* of 3 ranks, but 2 ranks have written it"):
         check_names(two[1], read_state(two[1]))
 
 
 def test_of_two_files_of_a_rank_none_is_taken(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / RANK1, two[1] / RANK1.removeprefix("bf16_"))
-    with pytest.raises(CheckpointError, match=f"{RANK1}: stands beside {RANK1.removeprefix('bf16_')}"):
+    with pytest.raises(CheckpointError, match=f"{RANK1}: is ambiguous beside {RANK1.removeprefix('bf16_')}"):
         tensors(two[1])
 
 

@@ -61,7 +61,9 @@ def test_a_log_is_appended_to_a_file_only(kind: str, here: Path, flag: Path) -> 
         "folder": log.mkdir,
     }
     make[kind]()
-    with pytest.raises(ConfigError, match="rank_0.log: is no file, which the log is appended to; remove it"):
+    with pytest.raises(
+        ConfigError, match="rank_0.log: exists but is not a regular file, so the log cannot be appended; remove it"
+    ):
         setup_logs(here, 0)
 
 

@@ -121,7 +121,7 @@ def test_what_ranks_share_lies_where_this_user_alone_writes(
     if kind == "open to all":
         folder.chmod(0o777)
     monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(here))
-    refused(lambda: launch.shared_file("x"), ConfigError, f"{folder}: is no folder that this user alone can write to")
+    refused(lambda: launch.shared_file("x"), ConfigError, f"{folder}: must be a folder that only you can write to")
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_more_ranks_than_gpus_is_told_with_both_numbers(
     monkeypatch.setattr(torch.cuda, "set_device", failing(torch.AcceleratorError(ORDINAL)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
-        DsReasonError, match=r"rank 2 on .*: there is no GPU 2 here: 2 visible .*0,1.*at most 2 on this"
+        DsReasonError, match=r"rank 2 on .*: this host has no GPU 2: 2 visible .*0,1.*at most 2 ranks on this"
     ):
         init_world()
 
@@ -141,7 +141,7 @@ def connect_fails(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) ->
         (dist.DistBackendError(DUPLICATE), r"two ranks use the same GPU.*0,1.*rank 1 and rank 0 both on CUDA device"),
         (dist.DistBackendError(NCCL_MEMORY), r"GPU 2 is full before the model is loaded.*nvidia-smi"),
         (torch.OutOfMemoryError(MEMORY), r"GPU 2 is full before the model is loaded.*Process 41 has 79.08 GiB"),
-        (dist.DistBackendError(NCCL_OTHER), r"a call of CUDA failed inside NCCL.*illegal memory access"),
+        (dist.DistBackendError(NCCL_OTHER), r"a CUDA call failed inside NCCL.*illegal memory access"),
         (torch.AcceleratorError("CUDA error: no CUDA-capable device is detected"), "no GPU is visible"),
         (torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "compute mode"),
         (

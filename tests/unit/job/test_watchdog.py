@@ -209,7 +209,7 @@ def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:
     failure = first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
     assert failure.rank == 1
     assert failure.exit_code == TIME_LIMIT_EXIT_CODE
-    silent = "rank 3 did not say where it was; its log may\n"
+    silent = "rank 3 did not report where it was; its log may show it\n"
     assert failure.text == "\n".join([silent, "stack of 0\n", "stack of 2\n", "stack of 1\n"])
 
 
