@@ -50,9 +50,9 @@ except ConfigError as error:
 def test_wandb_without_a_key_is_an_error_and_no_prompt(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     command = [sys.executable, "-c", NO_KEY]
-    shown = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
-    assert "no key for Weights & Biases is set" in shown
-    assert "WANDB_MODE=offline" in shown
+    output = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
+    assert "no key for Weights & Biases is set" in output
+    assert "WANDB_MODE=offline" in output
 
 
 ADDRESS = """

@@ -64,9 +64,9 @@ def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes:
 
 
 def test_where_a_time_limit_was_exceeded_the_stacks_of_all_are_shown_and_the_first_comes_last() -> None:
-    found = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
-    assert found.text == "rank 1 did not report where it was; its log may show it\n\nstacks of 0\nstacks of 2"
-    assert (found.rank, found.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
+    result = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
+    assert result.text == "rank 1 did not report where it was; its log may show it\n\nstacks of 0\nstacks of 2"
+    assert (result.rank, result.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
     assert first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
 
 

@@ -120,8 +120,8 @@ def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
         hosts.join()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    said = capfd.readouterr().err
-    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (the listening process does not answer)" in said
+    err = capfd.readouterr().err
+    assert f"did not all connect to 127.0.0.1:{taken_port} within 0 s (the listening process does not answer)" in err
 
 
 @pytest.mark.parametrize("name", ["no.such.host.invalid", "a b\x1b[31m", "x" * 300])

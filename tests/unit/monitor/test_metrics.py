@@ -168,8 +168,8 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the library's thread
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
-    said = r"run/tensorboard: the curves cannot be written \(.*\); the folder must exist"
-    with pytest.raises(SaveError, match=said), open_in(tmp_path / "run") as writer:
+    message = r"run/tensorboard: the curves cannot be written \(.*\); the folder must exist"
+    with pytest.raises(SaveError, match=message), open_in(tmp_path / "run") as writer:
         shutil.rmtree(tmp_path / "run")
         for step in range(1, 1000):
             writer.log_scalars(step, {"train/loss": 1.0})
