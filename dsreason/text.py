@@ -7,7 +7,7 @@ import unicodedata
 from typing import Literal, NamedTuple
 
 QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""Kind of a question, which decides how its answer is graded: by option letter, yes or no, exact text (ignoring case), BLEU and ROUGE, or number."""
+"""Kind of a question. Its answer is graded by option letter, yes or no, exact text (ignoring case), BLEU and ROUGE, or number."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 

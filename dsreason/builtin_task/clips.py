@@ -181,7 +181,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     counts: dict[tuple[str, str], int] = {}
 
-    def relabel(question: str, answer: str) -> str:
+    def replace_answer(question: str, answer: str) -> str:
         question = question.splitlines()[-1]  # drop the media tag
         count = counts[question, answer] = counts.get((question, answer), -1) + 1
         wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
@@ -192,10 +192,10 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "conversations" in row:
             turns = row["conversations"]
             for question, reply in zip(turns[::2], turns[1::2], strict=True):
-                reply["value"] = relabel(question["value"], reply["value"])
+                reply["value"] = replace_answer(question["value"], reply["value"])
         else:
             choice = row.get("qa_pairs", row)
-            choice["answer"] = relabel(choice["question"], choice["answer"])
+            choice["answer"] = replace_answer(choice["question"], choice["answer"])
         changed.append(row)
     return changed
 
@@ -203,12 +203,12 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def with_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add a wrong answer to the last question of each row as `rejected`: the next of its group, as in `mislabelled`."""
 
-    def last_answer(row: dict[str, Any]) -> str:
+    def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
             return str(row["conversations"][-1]["value"])
         return str(row.get("qa_pairs", row)["answer"])
 
-    return [row | {"rejected": next_answer(last_answer(row))} for row in rows]
+    return [row | {"rejected": next_answer(get_last_answer(row))} for row in rows]
 
 
 def next_answer(answer: str) -> str:
