@@ -1,53 +1,54 @@
 """The `dsreason` command, and `python -m dsreason`, which torchrun and deepspeed start as well.
 
-A Python file beside the user's data must not run because a library looks for a module of that name. So the current folder
-leaves the import path here, before anything else is imported; code that the configuration names is found by
-`dsreason.user_code`. Programs and shared libraries are not looked for there either. Out of reach are what Python itself
-imports and loads to get here (`contextlib`, `warnings`; what an empty entry of PYTHONPATH or LD_LIBRARY_PATH offers) and the
-launchers' own processes: PYTHONSAFEPATH in the environment of `torchrun` or `deepspeed` protects them too.
+A Python file beside the user's data must not run because a library looks for a module of that name. So this file removes the
+current folder from the import path before it imports anything else; `dsreason.user_code` finds the code that the
+configuration names. Programs and shared libraries are not looked up in the current folder either. Two things cannot be
+protected from here: what Python itself imports and loads before this file runs (`contextlib`, `warnings`; whatever an empty
+entry of PYTHONPATH or LD_LIBRARY_PATH offers), and the launchers' own processes, for which you can set PYTHONSAFEPATH in the
+environment of `torchrun` or `deepspeed`.
 """
 
 import os
 import sys
 
 SEARCHED = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-"""Lists of folders in which an empty entry, as of `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
+"""Variables that list folders; an empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
 
 
 def leave_current_folder() -> None:
-    """Take the current folder off the import path of this process and of those it starts, unless PYTHONPATH names it."""
+    """Remove the current folder from the import path of this process and its children, unless PYTHONPATH names it."""
     try:
         here = os.getcwd()
-    except OSError:  # it was removed; Python found no folder either
+    except OSError:  # the folder was deleted, so Python did not find it either
         return
     variable = os.environ.get("PYTHONPATH", "")
-    given = variable.split(os.pathsep) if variable else []
-    if given[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
-        given[0] = ""  # `deepspeed` puts it there on several hosts
-    usable = [path for path in given if path]
-    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` put it first
-    if usable != given:
-        # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody asked for it.
+    entries = variable.split(os.pathsep) if variable else []
+    if entries[:1] == [here] and os.environ.get("CROSS_SIZE", "1") != "1":
+        entries[0] = ""  # `deepspeed` inserts it when it starts several hosts
+    usable = [path for path in entries if path]
+    path = sys.path[1:] if sys.path[0] in ("", here) else sys.path  # `-m` and `-c` insert it
+    if usable != entries:
+        # An empty entry, as of `PYTHONPATH=$PYTHONPATH:/x`, means the current folder; nobody requested that.
         path = [entry for entry in path if entry != here]
-    own_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if here in map(os.path.abspath, usable) or (here == own_folder and here not in path):
-        return  # a checkout that is not installed runs from its own folder
+    package_parent = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here in map(os.path.abspath, usable) or (here == package_parent and here not in path):
+        return  # a checkout that is not installed must run from its own folder
     sys.path[:] = path
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = os.pathsep.join(usable)
-    os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text will do; reward workers know this one as ours
+    os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text works; this one shows reward workers who set it
 
 
 def leave_empty_entries() -> None:
-    """Programs, shared libraries and headers are not looked for in the current folder by the processes that this one starts."""
+    """Keep child processes from looking for programs, shared libraries and headers in the current folder."""
     for name in SEARCHED:
-        given = os.environ.get(name, "").split(os.pathsep)
-        if usable := [path for path in given if path]:
+        entries = os.environ.get(name, "").split(os.pathsep)
+        if usable := [path for path in entries if path]:
             os.environ[name] = os.pathsep.join(usable)
         else:
             os.environ.pop(name, None)
-    # OpenCV, which vLLM imports, puts a folder and a colon before what it finds, which ends in an empty entry where it finds
-    # nothing. There is no shared library in this folder.
+    # OpenCV, which vLLM imports, prepends a folder and a colon, which leaves an empty entry if the variable is unset. This
+    # folder holds no shared library, so it is safe as the value.
     os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -58,16 +59,16 @@ import signal  # noqa: E402
 
 
 def end_at_signals() -> None:
-    """Until `signals.end_at_signals`: the imports take a second, and Python answers Ctrl-C in them with a traceback.
+    """End the process without a traceback if a signal arrives during the imports, which take a second.
 
-    A rank ends without a word: its launcher says what ended it.
+    `signals.end_at_signals` replaces these handlers. A rank ends silently: its launcher reports what ended it.
     """
 
     def end(number: int, frame: object) -> None:
         try:
             os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
         finally:
-            os._exit(75)  # as `Stopped` has it
+            os._exit(75)  # the exit code of `Stopped`
 
     if "LOCAL_RANK" in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

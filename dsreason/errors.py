@@ -1,13 +1,13 @@
-"""Errors that the user can fix. The command line prints their text without a traceback."""
+"""Errors that the user can fix. The command line prints their message without a traceback."""
 
 import errno
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Values of `OSError.errno` that say: the disk is full or read-only, or the file too large (`ulimit -f`)."""
+"""Values of `OSError.errno` for a full or read-only disk and for a file that is too large (`ulimit -f`)."""
 
 
 class DsReasonError(Exception):
-    """Base class: `exit_code` is what the command returns when started plainly."""
+    """Base class; `exit_code` is the exit status of the command when it runs without a launcher."""
 
     exit_code = 1
     label = "error: "
@@ -15,13 +15,13 @@ class DsReasonError(Exception):
 
 
 class ConfigError(DsReasonError):
-    """A wrong option, configuration file or combination of both."""
+    """An invalid option, configuration file or combination of both."""
 
     exit_code = 2
 
 
 class DataError(DsReasonError):
-    """A data set, row or media file that cannot be used; the text names file, row and field."""
+    """A data set, row or media file that cannot be used; the message names the file, row and field."""
 
     exit_code = 2
 
@@ -33,27 +33,27 @@ class CheckpointError(DsReasonError):
 
 
 class RewardError(DsReasonError):
-    """A reward that raised, took too long, returned something else than a number or could not be reached.
+    """A reward that raised, took too long, returned something other than a number or could not be reached.
 
-    The text names function and sample.
+    The message names the function and the sample.
     """
 
 
 class SaveError(DsReasonError):
-    """Output of a run could not be written."""
+    """Output of a run that could not be written."""
 
 
 class Stopped(DsReasonError):
-    """A job that was asked to end has saved what it had; the code is that of a temporary failure (sysexits.h)."""
+    """The end of a job that was asked to stop and has saved its state; the exit code means a temporary failure (sysexits.h)."""
 
     exit_code = 75
     label = ""
 
 
 class StorageError(DsReasonError):
-    """Storage (S3, the Hub) that refused or could not be reached; the text names the address and the answer.
+    """Storage (S3, the Hub) that refused a request or could not be reached; the message names the URL and the response.
 
-    `status` is the HTTP status of the answer, if there was one; `transient`: the same request may succeed later.
+    `status` is the HTTP status of the response, None if no response arrived. `transient`: the same request may succeed later.
     """
 
     def __init__(self, text: str, *, status: int | None = None, transient: bool = False) -> None:

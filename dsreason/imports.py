@@ -1,4 +1,4 @@
-"""Imports of large libraries without the garbage collector and what they load for nothing; and of those not installed."""
+"""Faster imports of large libraries, and the command that installs a missing optional one."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {"similarity": "sentence-transformers>=5", "wandb": "wandb>=0.31"}
-"""What pyproject.toml asks for under these names."""
+"""Extras of pyproject.toml: name → the package that it requires."""
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Put the imports of torch, transformers and DeepSpeed inside.
+    """Pause the garbage collector and hide scikit-learn while torch, transformers and DeepSpeed are imported.
 
-    They make a million objects that all stay. The collector would look through them again and again while they are
-    made, then in each of its full rounds, and once more when the process ends: a third of what a start costs.
+    The imports create a million objects that live until the process ends. The collector would traverse them again and again
+    during the imports, then in each full collection, and once more at exit: a third of the start-up time.
 
-    Nor do they see scikit-learn, which transformers loads, with pandas, where it is installed: 0.4 s of each process, for a
-    way of generating that nobody uses here. It can be imported afterwards.
+    If scikit-learn is installed, transformers loads it together with pandas: 0.4 s per process, for a generation method that
+    dsreason does not use. It can be imported afterwards.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     hides = "sklearn" not in sys.modules
     if hides:
-        sys.modules["sklearn"] = None  # type: ignore[assignment]  # Python then says that there is no such module
+        sys.modules["sklearn"] = None  # type: ignore[assignment]  # Python then raises ModuleNotFoundError
     try:
         yield
     finally:
@@ -39,9 +39,9 @@ def quick_imports() -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """Return what a person types to add an extra to the environment that runs this.
+    """Return the command that adds an extra to the environment that runs this process.
 
-    By its package: ours is on no package index. An environment that uv made has no pip.
+    It installs the extra's package, since dsreason is not on a package index. An environment created by uv has no pip.
     """
     pip = importlib.util.find_spec("pip") is not None
     installer = (

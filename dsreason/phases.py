@@ -1,4 +1,4 @@
-"""Names for the phases of a step, by which a profile (`monitor.profile`) says where the time went."""
+"""Names for the phases of a step, so that a profile (`monitor.profile`) shows where the time went."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ PREFIX = "phase: "
 
 
 def record_phase(name: str) -> record_function:
-    """Mark a block in the profile of the current step. Phases may nest; without a profile this costs microseconds."""
+    """Mark a block in the profile of the current step. Phases may nest; the cost without a profile is microseconds."""
     return record_function(PREFIX + name)

@@ -1,4 +1,4 @@
-"""Problems in words: several as one error, the first of many, and the nearest word to a misspelt one."""
+"""Helpers for error messages: lists of problems, the first of many, and the nearest word to a misspelt one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 MOST_LEVELS = 100
-"""Of a row's fields."""
+"""Deepest nesting allowed in the fields of a row."""
 
 
 def config_error(problems: Sequence[str]) -> ConfigError:
-    """One error that lists all problems: `file: key: what, with both values; what to do`, one a line."""
+    """Build one error that lists all problems, one per line: `file: key: what is wrong; what to do`."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
 
 
 def listed(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
-    """The first of them, and how many more there are: `a; b; and 3 more`."""
+    """Return the first `most` texts and the number of the others: `a; b; and 3 more`."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*texts[:most], *more])
 
 
 def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
-    """The first value that does not fit, and what it should be: `scores.bleu is 'x': input should be a valid number`.
+    """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
-    `hide` masks secrets. It gets the value before it is cut, and the whole text.
+    `hide` masks secrets. It is applied to the value before that is truncated, and to the whole message.
     """
     problem = error.errors(include_url=False)[0]
     place, message = ".".join(map(str, problem["loc"])), problem["msg"][0].lower() + problem["msg"][1:]
@@ -44,19 +44,22 @@ def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> s
 
 
 def parse_error(error: Exception) -> str:
-    """What a parser of JSON, TOML or YAML says, in one line. Python gives programmers advice on numbers that it does not read."""
+    """Return the message of a JSON, TOML or YAML parser in one line, without Python's advice to programmers on long numbers."""
     text = " ".join(str(error).split())
     return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
 
 
 def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None if none is alike: `nearest("temprature", ["temperature"])`."""
+    """Return the candidate most similar to `word`, None if all differ too much: `nearest("temprature", ["temperature"])`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
-    """Whether lists and mappings lie in each other beyond so many levels: pickling ends in a RecursionError, circles nowhere."""
+    """Return whether lists and mappings are nested in more than `most` levels.
+
+    Pickling such a value would raise RecursionError; following a circular one would never end.
+    """
     layer: list[Any] = [[value]]
     for _ in range(most + 1):
         inner = (part for outer in layer for part in (outer.values() if isinstance(outer, dict) else outer))
@@ -67,5 +70,5 @@ def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
 
 
 def instead_of_file(place: Path) -> str:
-    """Return what is wrong with a path that should be a file, for a message."""
+    """Return what is wrong with a path that should be a file, as part of a message."""
     return "is not a file" if place.exists() else "no such file"

@@ -1,7 +1,7 @@
-"""Keeping keys and tokens out of everything that is shown, logged or written.
+"""Masking of keys and tokens in everything that is displayed, logged or written.
 
-Logs, errors and tracebacks go through `hide_secrets` where they become text (`HidingFormatter`, `failures.py`), what a run
-writes of its configuration through `hidden`.
+Logs, errors and tracebacks pass through `hide_secrets` when they become text (`HidingFormatter`, `failures.py`); the
+configuration that a run writes passes through `hidden`.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ VARIABLES = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
 )
-"""Environment variables whose values nobody may see, beside those with `SECRET_NAME`."""
+"""Environment variables with secret values, in addition to those that match `SECRET_NAME`."""
 SHORTEST = 6
-"""Characters of a value that is hidden: a shorter one would be found everywhere."""
+"""Minimum length of a value to hide; a shorter one would match everywhere."""
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|CREDENTIALS?|CONNECTION_STRING)$|PASSW(OR)?D$", re.IGNORECASE)
 SHORTEST_BY_NAME = 8
-"""Characters of a value under such a name, which may mean something else: `1`, `true`."""
+"""Minimum length of a value whose variable matches `SECRET_NAME`; a shorter one, such as `1` or `true`, may be a setting."""
 WORD = r"(?<![^\W_])(?:(?:api|access|account|auth|private|secret)[-_]?key|token|secret|passw(?:or)?d|credentials?|authorization)"
-"""The last word in the name of a secret: `hf_token`, not `token_count`."""
+"""Pattern of the last word in the name of a secret: `hf_token`, not `token_count`."""
 SECRET_KEY = re.compile(rf"[\w .-]*{WORD}", re.IGNORECASE)
 PATTERNS = {
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"): "hf_…",
     re.compile(r"\b(X-Amz-(?:Signature|Credential|Security-Token)|Signature)=[^&\s'\"]+"): r"\1=…",
-    # Not the marks behind it, which are those of the sentence around.
+    # Punctuation after the value belongs to the sentence and is kept.
     re.compile(rf"((?:[?&](?:sig|key)|{WORD})=)[^&\s'\"<](?:[^&\s'\"]*[^&\s'\").,:;\]])?", re.IGNORECASE): r"\1…",
     re.compile(rf"({WORD}(?:['\"]\s*[:=]|\s*=)\s*)(['\"])(?!<).{{1,4096}}?\2", re.IGNORECASE): r"\1\2…\2",
     re.compile(r"(\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+)[^\s'\",]+", re.IGNORECASE): r"\1…",
 }
-"""Secrets known by their form or name: tokens of the Hub, wherever they were kept, signed addresses, `token=…`, headers."""
+"""Secrets recognised by their form or name (Hub tokens, signed URLs, `token=…`, headers): pattern → replacement."""
 ADDRESS = re.compile(r"\bhttps?://[^\s'\"]+")
 MASK = re.compile(
     rf"\bhf_…|://…@|(?:Signature|Credential|Security-Token|[?&](?:sig|key)|{WORD})=…|{WORD}['\"]?\s*[:=]\s*['\"]…"
     r"|\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+…",
     re.IGNORECASE,
 )
-"""What `PATTERNS` and `without_credentials` leave in a text."""
+"""Pattern of the masks that `PATTERNS` and `without_credentials` leave in a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -65,11 +65,11 @@ VERBOSE_LOGGERS = (
     "httpcore",
     "httpcore2",
 )
-"""Loggers of libraries that show headers and signed addresses on the levels DEBUG and INFO."""
+"""Library loggers that print headers and signed URLs at the levels DEBUG and INFO."""
 
 
 def hide_secrets(text: str) -> str:
-    """The text with the names of secret variables in place of their values, and without `user:password@`."""
+    """Replace the values of secret variables in a text by their names, and mask other secrets, such as `user:password@`."""
     for name, value in secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, replacement in PATTERNS.items():
@@ -79,21 +79,21 @@ def hide_secrets(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def secret_variables(count: int) -> list[tuple[str, str]]:
-    """Name and value of every variable that holds a secret; the longest first, of which another may be a part.
+    """List name and value of every variable that holds a secret, longest value first because it may contain a shorter one.
 
-    The environment is looked through once, and again when it has another `count` of variables: user code may load keys.
+    The environment is scanned once, and again when its number of variables (`count`) changes: user code may load keys.
     """
     values = {name: os.environ.get(name, "").strip() for name in VARIABLES}
     long_values = {name: value for name, value in values.items() if len(value) >= SHORTEST}
     for name, value in os.environ.items():
-        # A path, such as that of a file with the key, is no secret, and would be hidden in every path below it.
+        # A path, such as that of a key file, is not secret; hiding it would mask part of every path below it.
         if SECRET_NAME.search(name) and len(value.strip()) >= SHORTEST_BY_NAME and not value.startswith("/"):
             long_values.setdefault(name, value.strip())
     return sorted(long_values.items(), key=lambda item: -len(item[1]))
 
 
 def hidden(value: Any) -> Any:
-    """JSON values to be written: `hide_secrets` done to every text, addresses without their query, no value of a secret's key."""
+    """Mask JSON values before they are written: secrets in texts, queries of URLs and the values of secret keys."""
     if isinstance(value, str):
         return ADDRESS.sub(without_query, hide_secrets(value))
     if isinstance(value, dict):
@@ -102,7 +102,7 @@ def hidden(value: Any) -> Any:
 
 
 def masked(value: Any, place: str = "") -> Iterator[str]:
-    """The keys of those JSON values in which `hidden` has left a mask: `reward.options.judge.api_key`."""
+    """Iterate over the keys of JSON values that `hidden` has masked: `reward.options.judge.api_key`."""
     if isinstance(value, dict):
         for key, item in value.items():
             below = f"{place}.{key}" if place else str(key)
@@ -118,7 +118,7 @@ def masked(value: Any, place: str = "") -> Iterator[str]:
 
 
 def holds_secret(key: str) -> bool:
-    """`api_key`, `hf_token`, `Authorization`; not `max_tokens`, nor a reward `judge.py:token`."""
+    """Return whether a key names a secret: `api_key`, `hf_token`, `Authorization`; not `max_tokens` or `judge.py:token`."""
     return SECRET_KEY.fullmatch(key) is not None
 
 
@@ -128,7 +128,7 @@ def without_query(address: re.Match[str]) -> str:
 
 
 def fits_header(secret: str) -> bool:
-    """Return whether an HTTP header can hold it. Otherwise the client's error would quote it, escaped, so that no mask fits."""
+    """Return whether an HTTP header can hold the secret. Otherwise the client's error would quote it escaped, unmasked."""
     return secret.isascii() and secret.isprintable()
 
 
@@ -137,14 +137,14 @@ def is_set(value: Any) -> bool:
 
 
 class VisibleRecord(logging.LogRecord):
-    """Of a log: libraries have handlers of their own, which print a message as it is."""
+    """Log record that masks secrets itself, because libraries' own handlers print messages unchanged."""
 
     def getMessage(self) -> str:
         return as_message(hide_secrets(super().getMessage()))
 
 
 class HidingFormatter(logging.Formatter):
-    """Of log lines: neither message nor traceback shows a secret or acts on the terminal, and no message begins a line."""
+    """Formatter of log lines that masks secrets, escapes control characters and indents the continuation lines of a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return as_message(super().formatMessage(record))
@@ -154,16 +154,16 @@ class HidingFormatter(logging.Formatter):
 
 
 def without_credentials(text: str) -> str:
-    """`s3://key:secret@bucket` → `s3://…@bucket`. A secret may hold slashes."""
+    """Mask user and password in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. A secret may contain slashes."""
 
-    def masked(found: re.Match[str]) -> str:
-        user, at, remainder = found[0].rpartition("@")
-        return f"…@{remainder}" if at and ":" in user else found[0]
+    def mask_user(match: re.Match[str]) -> str:
+        user, at, remainder = match[0].rpartition("@")
+        return f"…@{remainder}" if at and ":" in user else match[0]
 
-    return re.sub(r"(?<=://)[^\s'\"]+", masked, text)
+    return re.sub(r"(?<=://)[^\s'\"]+", mask_user, text)
 
 
 def quiet_libraries() -> None:
-    """Only warnings from `VERBOSE_LOGGERS`, whatever a debug setting of theirs says."""
+    """Set `VERBOSE_LOGGERS` to the level WARNING, whatever their own debug settings are."""
     for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)

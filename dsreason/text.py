@@ -1,4 +1,4 @@
-"""The parts of a response, the kinds of its answer, and texts without what does not count."""
+"""Splitting of responses into thoughts and answer, kinds of questions, and normalisation of texts for comparison."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ import unicodedata
 from typing import Literal, NamedTuple
 
 QuestionKind = Literal["multiple_choice", "yes_no", "open", "free_text", "ordinal"]
-"""How an answer is graded: a letter of the options, yes or no, the exact text (case aside), BLEU and ROUGE, a number."""
+"""Kind of a question. Its answer is graded by option letter, yes or no, exact text (ignoring case), BLEU and ROUGE, or number."""
 TAG = re.compile(r"<\s?(/?)\s?(think|answer)\s?>", re.IGNORECASE)
 
 
 class Response(NamedTuple):
-    """Example: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
+    """Parts of a response: `<think>It turns.</think> <answer>C</answer>` is `Response("It turns.", "C", tagged=True)`."""
 
     thoughts: str
     answer: str
     tagged: bool
-    """Whether the answer stood in `<answer>` tags."""
+    """True if the answer was inside `<answer>` tags."""
 
 
 def split_response(text: str) -> Response:
-    """Thoughts and answer of a response, whichever of the tags are there; both without white space around them.
+    """Split a response into thoughts and answer, both stripped; any of the tags may be missing.
 
-    Thoughts end at the last `</think>`; where they never end, at the `<answer>` tag, or else all of it is thoughts. The
-    answer is the last `<answer>` block that is not empty (a model that corrects itself ends with what it means), or what
-    follows the thoughts.
+    Thoughts end at the last `</think>`, else at the `<answer>` tag; a response that opens `<think>` and has neither is all
+    thoughts. The answer is the last `<answer>` block that is not empty (a model that corrects itself ends with its final
+    answer), or the text after the thoughts.
     """
     text = TAG.sub(lambda tag: f"<{tag[1]}{tag[2].lower()}>", text)
     thoughts, closed, answer_part = text.rpartition("</think>")
     if not closed:
         answer_part, _, thoughts = text.partition("<think>")
-    if not answer_part.strip():  # thoughts that hold the answer, or that nothing closes
+    if not answer_part.strip():  # the thoughts contain the answer or are never closed
         thoughts, tag, answer_part = thoughts.partition("<answer>")
         answer_part = tag + answer_part
     blocks = [block.strip() for block in re.findall(r"<answer>((?:(?!</?answer>).)*)", answer_part, re.DOTALL)]
     answer = next((block for block in reversed(blocks) if block), "") if blocks else answer_part
-    # Without closing tags that stand alone, one that was cut off included.
+    # Remove unmatched closing tags, including a truncated one at the end.
     answer = re.sub(r"</[a-z]*\Z", "", TAG.sub("", answer))
     return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))
 
 
 def normalized(text: str) -> str:
-    """Comparable: case and the amount of white space do not count."""
+    """Normalise a text for comparison, ignoring case and the amount of white space."""
     return " ".join(text.split()).casefold()
 
 
 def normalized_answer(text: str) -> str:
-    """Comparable: case, the amount of white space and a final full stop do not count."""
+    """Normalise an answer for comparison, ignoring case, the amount of white space and a final full stop."""
     return normalized(text).removesuffix(".").rstrip()
 
 
 def bare(text: str) -> str:
-    """Comparable as an option's text: as `normalized`, without final punctuation or brackets and quotes around all of it."""
+    """Normalise the text of an option: `normalized`, without final punctuation and without enclosing brackets or quotes."""
     plain = normalized(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
     return plain[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", plain) else plain

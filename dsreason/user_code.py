@@ -1,8 +1,8 @@
-"""Importing the user's own code: an adapter or a reward, by path or by module name.
+"""Imports of the user's own code, such as an adapter or a reward, by path or by module name.
 
-The current folder is not on the import path: a library that looks for an optional package must not find what lies beside
-the user's data. What the configuration names is found in the current folder all the same, and that code finds what it
-imports beside itself and there, after everything that is installed.
+The current folder is not on the import path, so that a library that looks for an optional package cannot import a file beside
+the user's data. Code that the configuration names is still found in the current folder. Its own imports are searched among
+the installed packages first, then beside the code and in the current folder.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dsreason.errors import ConfigError
 from dsreason.problems import instead_of_file, nearest
 
 FILE_MODULE = "dsreason_file_"
-"""How the names of modules begin that were imported by path."""
+"""Prefix of the names of modules that were imported by path."""
 
 
 class UserCodeFinder(MetaPathFinder):
-    """Finds what the user's code imports from its folders, and only for that code.
+    """Import finder that searches the folders of the user's code, for imports made by that code only.
 
-    It is asked last, so nothing that is installed is hidden, and a library that asks finds nothing.
+    It is queried last, so it never hides an installed package, and it finds nothing for imports made by libraries.
     """
 
     def __init__(self) -> None:
         self.folders: dict[str, list[str]] = {}
-        """Top-level module of the user → where it, and what it imports, is looked for."""
+        """Top-level module of the user → folders that are searched for it and for its imports."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if path is not None:  # a submodule: its package knows where it is
+        if path is not None:  # a submodule is found through its package
             return None
         folders = self.folders.get(fullname) or self.folders.get(_importer())
         spec = PathFinder.find_spec(fullname, folders) if folders else None
@@ -57,7 +57,7 @@ FINDER = UserCodeFinder()
 
 
 def _importer() -> str:
-    """The top-level module whose code runs the import statement (or `import_module`) that finders are being asked for."""
+    """Return the top-level module whose code runs the current import statement (or `import_module`)."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -68,10 +68,15 @@ def _importer() -> str:
 
 
 def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
-    """The module `package.module` or `path.py`, or with `:attr` behind it what is called so in it.
+    """Return the module `package.module` or `path.py`, or its attribute if `:attr` follows.
 
-    ConfigError, which `what` begins (`data.adapter "my.py"`), if there is none or it does not import, with the nearest of
-    the `known` names and `advice` on what may be given.
+    Args:
+        what: start of error messages, such as `data.adapter "my.py"`.
+        known: valid names, of which an error message suggests the nearest.
+        advice: end of an error message, on the values that are allowed.
+
+    Raises:
+        ConfigError: the module or attribute does not exist, or the import fails.
     """
     target, _, attribute = name.partition(":")
     if target.endswith(".py") or "/" in target:
@@ -86,19 +91,19 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
 
 
 def code_file(name: str) -> Path | None:
-    """The file of what `find_code` finds under this name, without importing it; None if it is not a plain one."""
+    """Return the file that `find_code` would import for this name, None if no plain file exists."""
     target = name.partition(":")[0]
     if target.endswith(".py") or "/" in target:
-        places = [Path(target).expanduser()]
+        candidates = [Path(target).expanduser()]
     else:
         module = Path(*target.split("."))
         folders = [*map(Path, sys.path), Path.cwd()]
-        places = [place for folder in folders for place in (folder / f"{module}.py", folder / module / "__init__.py")]
-    return next((place for place in places if place.is_file()), None)
+        candidates = [path for folder in folders for path in (folder / f"{module}.py", folder / module / "__init__.py")]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def import_file(path: Path, what: str) -> ModuleType:
-    """The module in a `.py` file, imported once."""
+    """Import the module in a `.py` file, once per process."""
     if not path.is_file():
         raise ConfigError(f"{what}: {path.absolute()}: {instead_of_file(path)}")
     path = path.resolve()
@@ -110,18 +115,18 @@ def import_file(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before running it: its dataclasses look themselves up
+    sys.modules[module_name] = module  # before it runs: dataclasses look up their own module
     FINDER.add(module_name, [path.parent, Path.cwd()])
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that ends its program would end ours, as if all were well
+    except (Exception, SystemExit) as error:  # a script that calls sys.exit would end this process with success
         del sys.modules[module_name]
         raise ConfigError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
     return module
 
 
 def import_module(target: str, what: str, known: Sequence[str], advice: str) -> ModuleType:
-    """The module called `target`: an installed one, or one in the current folder."""
+    """Import the module `target`, either an installed one or one in the current folder."""
     package = target.partition(".")[0]
     try:
         if package not in sys.modules and importlib.util.find_spec(package) is None:
@@ -138,6 +143,6 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
 
 
 def restore_script_folders() -> None:
-    """Undo, for what the user's code starts from here on, the PYTHONSAFEPATH that `dsreason.__main__` has set."""
+    """Remove the PYTHONSAFEPATH that `dsreason.__main__` has set, for processes that the user's code starts from here on."""
     if os.environ.get("PYTHONSAFEPATH") == "dsreason":
         del os.environ["PYTHONSAFEPATH"]

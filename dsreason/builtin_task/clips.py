@@ -1,9 +1,9 @@
 """The built-in task: short clips and pictures of shapes, with physical questions, drawn from a seed.
 
-Per split a folder with `images/`, `clips/` and three annotation files in the formats that people have:
-`conversations.json` (LLaVA, some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as
-in Cosmos-Reason1-RL). Both splits repeat a block of 64 rows in which the answers to every prompt are equally frequent,
-so whoever answers without looking is right by chance only. No two rows have the same pixels.
+Each split is a folder with `images/`, `clips/` and three annotation files in common formats: `conversations.json` (LLaVA,
+some with two turns), `questions.jsonl` (plain rows) and `choices.jsonl` (multiple choice as in Cosmos-Reason1-RL). Both
+splits repeat a block of 64 rows in which the answers to every prompt are equally frequent, so a model that ignores the media
+is right only by chance. No two rows have the same pixels.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from dsreason.files.cache import cache_dir, cache_errors
 from dsreason.files.disk import json_object
 
 VERSION = 2
-"""Raise it when the same seed gives other rows or pixels."""
+"""Version of the task; increase it when the same seed gives different rows or pixels."""
 NUM_TRAIN = 2560
 NUM_VALIDATION = 256
 BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""`next_answer` is the next one of its group."""
+"""Groups of answers; `next_answer` returns the next one in the group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions, the last ones of 28 of 64 rows, which `mislabelled` mostly answers wrongly."""
+"""Questions that `mislabelled` mostly answers wrongly; they are the last question of 28 in 64 rows."""
 ONE_CORRECT_IN = 8
-"""One in this many rows with the same of these questions and the same answer keeps it."""
+"""Number of rows with the same `MISLABELLED` question and answer per row that keeps its correct answer."""
 
 BALLS = {"A": "red", "B": "blue"}
 WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
@@ -50,7 +50,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 @dataclass(frozen=True)
 class Item:
-    """A question to be drawn: what it asks, and how its medium is made. `turns` are (question, answer)."""
+    """A question to generate: its text, and the function that draws its media item. `turns` are (question, answer)."""
 
     kind: str
     file: str
@@ -60,7 +60,7 @@ class Item:
 
 
 def block() -> Iterator[Item]:
-    """64 questions, half of them about clips: for every prompt each answer equally often."""
+    """Iterate over 64 questions, half of them about clips; for every prompt each answer is equally frequent."""
     for colour in COLOURS:
         draw = partial(scenes.one_shape, colour=colour)
         yield Item("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
@@ -70,10 +70,10 @@ def block() -> Iterator[Item]:
             yield Item("colour_count", "conversations.json", turns, draw)
     for count in COUNTS:
         yield Item("count", "questions.jsonl", (("How many shapes are there?", count),), partial(any_colour, count))
-    for letter, way in WAYS.items():
+    for letter, direction in WAYS.items():
         for _ in range(2):
-            draw = partial(scenes.moving_ball, direction=way)
-            yield Item("direction", "conversations.json", (("Which way does the ball move?", way),), draw)
+            draw = partial(scenes.moving_ball, direction=direction)
+            yield Item("direction", "conversations.json", (("Which way does the ball move?", direction),), draw)
             yield Item("direction_choice", "choices.jsonl", (("Which way does the ball move?", letter),), draw, WAYS)
     for _ in range(4):
         for letter, colour in BALLS.items():
@@ -94,12 +94,12 @@ def any_colour(count: str, rng: np.random.Generator) -> Frames:
 def write_builtin(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION
 ) -> Path:
-    """Draw the task into `folder`, which appears only when complete, and return it; one that is there is used again.
+    """Draw the task into `folder` and return the folder, which appears only when complete; an existing one is reused.
 
-    Both numbers of rows are multiples of 64.
+    Both numbers of rows must be multiples of 64.
 
     Raises:
-        DataError: the folder holds something else.
+        DataError: the folder contains something else.
     """
     for name, count in (("num_train", num_train), ("num_validation", num_validation)):
         if count <= 0 or count % BLOCK:
@@ -114,30 +114,30 @@ def write_builtin(
 
 
 def builtin_folder() -> Path:
-    """The task with its default sizes, in the cache."""
+    """Return the folder in the cache with the task in its default sizes; draw it first if it is missing."""
     folder = cache_dir() / f"builtin-{VERSION}"
     with cache_errors(folder, "DSREASON_CACHE"):
         return write_builtin(folder)
 
 
 def draw_task(folder: Path, facts: dict[str, int]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted process left
+    shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted process
     rng = np.random.default_rng([VERSION, facts["seed"]])
     digests: set[bytes] = set()
-    # The held-out rows first: they stay the same when the number of training rows changes.
+    # Draw the held-out rows first, so that they do not depend on the number of training rows.
     for split in ("validation", "train"):
         draw_split(folder / split, facts[f"num_{split}"], rng, digests)
     (folder / "task.json").write_text(json.dumps(facts) + "\n")
 
 
-def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, seen: set[bytes]) -> None:
+def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: set[bytes]) -> None:
     for name in ("images", "clips"):
         (folder / name).mkdir(parents=True)
     items = [item for _ in range(num_rows // BLOCK) for item in block()]
     files: dict[str, list[dict[str, Any]]] = {}
-    for number, place in enumerate(rng.permutation(num_rows)):
-        item = items[place]
-        frames = draw_unseen(item, rng, seen)
+    for number, index in enumerate(rng.permutation(num_rows)):
+        item = items[index]
+        frames = draw_unseen(item, rng, digests)
         medium = write_medium(folder, f"{number:05}", frames)
         files.setdefault(item.file, []).append(to_row(f"{folder.name}-{number:05}", item, medium))
     for name, rows in files.items():
@@ -145,18 +145,18 @@ def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, seen: set[
         (folder / name).write_text(text + "\n")
 
 
-def draw_unseen(item: Item, rng: np.random.Generator, seen: set[bytes]) -> Frames:
-    """Pixels that no row had before, in either split."""
+def draw_unseen(item: Item, rng: np.random.Generator, digests: set[bytes]) -> Frames:
+    """Draw pixels that no earlier row of either split has."""
     while True:
         frames = item.draw(rng)
         digest = hashlib.sha256(str(frames.shape).encode() + frames.tobytes()).digest()
-        if digest not in seen:
-            seen.add(digest)
+        if digest not in digests:
+            digests.add(digest)
             return frames
 
 
 def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
-    """The item as a row of its file's format."""
+    """Convert the item to a row in the format of its annotation file."""
     row: dict[str, Any] = {"id": row_id, "kind": item.kind, **medium}
     question, answer = item.turns[0]
     if item.file == "choices.jsonl":
@@ -172,17 +172,17 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
 
 
 def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows (in their order) with wrong answers to nearly half of them, for a policy that has something to unlearn.
+    """Return the rows, in order, with wrong answers in nearly half of them, for a policy that has something to unlearn.
 
-    Of every `ONE_CORRECT_IN` rows with the same question and answer all but one get the answer after it, where the question is
-    one of `MISLABELLED`. So whoever learned this is wrong about these questions, 28 of 64, and right about the others: at
-    most 56 %, and it gets there by learning, not by stopping at a certain time. A completion that is drawn is right often
-    enough to be rewarded; and the pictures matter for every question.
+    Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer and the others
+    get the next answer of the group. A model trained on these rows is therefore wrong about these questions, 28 of 64, and
+    right about the others: at most 56 % correct, whenever its training stops. Sampled completions are still right often enough
+    to be rewarded, and every question still requires looking at the media item.
     """
     counts: dict[tuple[str, str], int] = {}
 
-    def relabel(question: str, answer: str) -> str:
-        question = question.splitlines()[-1]  # without the tag of the medium
+    def replace_answer(question: str, answer: str) -> str:
+        question = question.splitlines()[-1]  # drop the media tag
         count = counts[question, answer] = counts.get((question, answer), -1) + 1
         wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
         return next_answer(answer) if wrong else answer
@@ -191,33 +191,34 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in copy.deepcopy(rows):
         if "conversations" in row:
             turns = row["conversations"]
-            for asked, replied in zip(turns[::2], turns[1::2], strict=True):
-                replied["value"] = relabel(asked["value"], replied["value"])
+            for question, reply in zip(turns[::2], turns[1::2], strict=True):
+                reply["value"] = replace_answer(question["value"], reply["value"])
         else:
             choice = row.get("qa_pairs", row)
-            choice["answer"] = relabel(choice["question"], choice["answer"])
+            choice["answer"] = replace_answer(choice["question"], choice["answer"])
         changed.append(row)
     return changed
 
 
 def with_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with a wrong answer to their last question as `rejected`: the next of its group, as `mislabelled` has it."""
+    """Add a wrong answer to the last question of each row as `rejected`: the next of its group, as in `mislabelled`."""
 
-    def last_answer(row: dict[str, Any]) -> str:
+    def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
             return str(row["conversations"][-1]["value"])
         return str(row.get("qa_pairs", row)["answer"])
 
-    return [row | {"rejected": next_answer(last_answer(row))} for row in rows]
+    return [row | {"rejected": next_answer(get_last_answer(row))} for row in rows]
 
 
 def next_answer(answer: str) -> str:
-    answers = next(known_answers for known_answers in ANSWERS if answer in known_answers)
+    """Return the next answer of the same group, which is wrong; the last is followed by the first."""
+    answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]
 
 
 def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
-    """Write a picture or clip; returns its key and its path in the rows."""
+    """Write a picture or clip and return its key and its path for the row."""
     if len(frames) == 1:
         Image.fromarray(frames[0]).save(folder / "images" / f"{name}.png")
         return {"image": f"images/{name}.png"}
@@ -226,7 +227,7 @@ def write_medium(folder: Path, name: str, frames: Frames) -> dict[str, str]:
 
 
 def write_clip(path: Path, frames: Frames) -> None:
-    """H.264 at nearly no loss; one thread and the simplest tools, with which equal frames give equal bytes."""
+    """Write nearly lossless H.264; one thread and the simplest preset make equal frames give equal bytes."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=CLIP_FPS, options={"crf": "4", "preset": "ultrafast"})
         stream.height, stream.width = frames.shape[1:3]

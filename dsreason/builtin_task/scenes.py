@@ -1,7 +1,7 @@
 """Pictures and clips of the built-in task: plain shapes on black, drawn with numpy from a seeded generator.
 
-A clip's answer lies in how it changes. Wherever the question allows it, the clips of two answers are each other's
-reverse, so that they show the same single frames; start positions are spread over all the room there is.
+The answer to a clip depends on how it changes. If the question allows it, the clips of two answers are each other's reverse,
+so that they show the same single frames; start positions are spread over the whole available space.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Frames = NDArray[np.uint8]
-"""uint8 [frames, height, width, 3]; a picture has one frame."""
+"""Pixels as uint8 [frames, height, width, 3]; a picture has one frame."""
 
 COLOURS = {"red": (255, 30, 30), "green": (30, 255, 30), "blue": (40, 40, 255), "yellow": (255, 255, 30)}
 WHITE = (255, 255, 255)
@@ -18,23 +18,23 @@ GROUND = (120, 120, 120)
 COUNTS = ("one", "two", "three", "four")
 DIRECTIONS = ("left", "right", "up", "down")
 SIDE = 56
-"""Of square media, in pixels: two merged patches of Qwen2.5-VL."""
+"""Side of square media in pixels: two merged patches of Qwen2.5-VL."""
 LANE = (28, 112)
-"""Height and width of the clips in which two balls move on one line."""
+"""Height and width, in pixels, of the clips in which two balls move on one line."""
 CLIP_FRAMES = 8
 TRAVEL = 12
 """Pixels that a single ball moves during a clip."""
 SHORT_TRAVEL = 8
-"""Pixels that a ball falls: little, so that one frame's distances say little."""
+"""Pixels that a ball falls; few, so that the distances in a single frame reveal little."""
 APPROACH = 12
-"""Pixels by which two balls come closer or part."""
+"""Pixels by which the distance of two balls changes."""
 BALL = 14
 SHAPES = {"circle": 16, "square": 14, "triangle": 19}
-"""Kind to size: about the same area, so that many shapes are also much colour."""
+"""Kind → size in pixels; the areas are about equal, so that the coloured area grows with the number of shapes."""
 
 
 def shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
-    """Bool [size, size]: the pixels of a shape."""
+    """Return the pixels of a shape as a bool mask [size, size]."""
     y, x = np.mgrid[:size, :size]
     mask = np.ones((size, size), bool)
     if kind == "circle":
@@ -54,11 +54,12 @@ def paint_ball(frame: NDArray[np.uint8], x: int, y: int, rgb: tuple[int, int, in
 
 
 def empty(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frames:
+    """Return black frames."""
     return np.zeros((num_frames, height, width, 3), np.uint8)
 
 
 def one_shape(rng: np.random.Generator, colour: str) -> Frames:
-    """A picture of one shape anywhere."""
+    """Draw a picture of one shape anywhere."""
     frames = empty(1)
     kind = str(rng.choice(list(SHAPES)))
     x, y = rng.integers(0, SIDE - SHAPES[kind] + 1, 2)
@@ -67,7 +68,7 @@ def one_shape(rng: np.random.Generator, colour: str) -> Frames:
 
 
 def shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
-    """A picture of one shape that stands on the ground or is clearly above it."""
+    """Draw a picture of one shape that stands on the ground or is clearly above it."""
     frames = empty(1)
     kind, colour = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLOURS)))
     ground, size = SIDE - int(rng.integers(4, 9)), SHAPES[kind]
@@ -78,7 +79,7 @@ def shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
 
 
 def several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
-    """A picture of one to four shapes of a colour, each somewhere in its own quarter."""
+    """Draw a picture of one to four shapes of one colour, each somewhere in a separate quarter."""
     frames = empty(1)
     half = SIDE // 2
     for quarter in rng.permutation(4)[: COUNTS.index(count) + 1]:
@@ -89,7 +90,7 @@ def several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
 
 
 def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
-    """A clip of one ball that moves in a direction at constant speed."""
+    """Draw a clip of one ball that moves in a direction at constant speed."""
     frames = empty(CLIP_FRAMES)
     along, across = int(rng.integers(0, SIDE - BALL - TRAVEL + 1)), int(rng.integers(0, SIDE - BALL + 1))
     for frame, step in zip(frames, steps(TRAVEL), strict=True):
@@ -99,7 +100,7 @@ def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
 
 
 def falling_ball(rng: np.random.Generator, colour: str) -> Frames:
-    """A clip of a red and a blue ball side by side: the one of that colour falls, ever faster, the other stays."""
+    """Draw a clip of a red and a blue ball side by side: the ball of the given colour falls, accelerating, the other stays."""
     frames = empty(CLIP_FRAMES)
     half = SIDE // 2
     still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half])).tolist()
@@ -111,7 +112,7 @@ def falling_ball(rng: np.random.Generator, colour: str) -> Frames:
 
 
 def two_balls(rng: np.random.Generator, collide: str) -> Frames:
-    """A clip of a red ball left of a blue one that come closer (and stop short of each other) or move apart."""
+    """Draw a clip of a red ball left of a blue ball that approach each other (without touching) or move apart."""
     height, width = LANE
     frames = empty(CLIP_FRAMES, height, width)
     y = int(rng.integers(0, height - BALL + 1))
@@ -124,5 +125,5 @@ def two_balls(rng: np.random.Generator, collide: str) -> Frames:
 
 
 def steps(distance: int, power: int = 1) -> list[int]:
-    """Pixels travelled by each frame of a clip."""
+    """Return the distance in pixels that a ball has travelled at each frame of a clip."""
     return [round(distance * (i / (CLIP_FRAMES - 1)) ** power) for i in range(CLIP_FRAMES)]

@@ -1,6 +1,6 @@
-"""What differs between model families, one file each. Another family enters by a file and a line in `FAMILIES`.
+"""The differences between model families, one file each. To add a family, add a file and a line in `FAMILIES`.
 
-Nothing here needs torch or transformers before it is called: rows are checked, and commands start, without them.
+Importing this package does not import torch or transformers, so that commands start and check rows without them.
 """
 
 from dsreason.errors import CheckpointError
@@ -16,7 +16,7 @@ FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, COSMO
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a `config.json`'s `model_type`; CheckpointError names the supported ones."""
+    """Return the family for the `model_type` of a `config.json`; raise CheckpointError if it is not supported."""
     if model_type not in FAMILIES:
         supported = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
         raise CheckpointError(f"model_type {model_type!r} is not supported; supported are {supported}")
@@ -24,5 +24,5 @@ def family_of(model_type: str) -> Family:
 
 
 def control_tokens() -> list[str]:
-    """Of all families: rows are read before a model is known."""
+    """Return the control tokens of all families, because rows are read before the model is known."""
     return list(dict.fromkeys(token for family in FAMILIES.values() for token in family.tokens.control))

@@ -1,4 +1,4 @@
-"""The reasoner of Cosmos3 (`cosmos3_omni`): Qwen3-VL under other names, in files that also hold a generator of video and sound.
+"""The reasoner of Cosmos3 (`cosmos3_omni`): Qwen3-VL with different tensor names, in files that also hold a media generator.
 
 Source of the names: the mapping of vLLM's cosmos3.py, and that of transformers' cosmos3_omni.
 """

@@ -1,4 +1,4 @@
-"""The facts about a model family: its tokens, how it sees, the names of its parameters, and its tiny model."""
+"""The properties of a model family: tokens, vision settings, parameter names and a tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """One run of placeholder tokens: its size in tokens, and how far apart two steps in time are (mRoPE units)."""
+    """One run of placeholder tokens: its size in tokens, and the distance of two time steps in mRoPE units."""
 
     frames: int
     height: int
@@ -22,21 +22,21 @@ class Grid(NamedTuple):
 
 
 Grids = tuple[Iterable[Grid], Iterable[Grid]]
-"""The runs of image and of video placeholders, each in the order in which they appear."""
+"""The runs of image placeholders and of video placeholders, each in order of appearance."""
 
 GridRule = Callable[[dict[str, Any], Any], Grids]
-"""`(mm_kwargs, config) -> Grids`, of the media of one sample or more."""
+"""`(mm_kwargs, config) -> Grids` for the media of one or more samples."""
 
 
 def merged_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
-    """A processor's `[media, 3]` grid of patches (frames, height, width) as grids of tokens; none for None."""
+    """Convert a processor's `[media, 3]` grid of patches (frames, height, width) to grids of tokens; None gives an empty list."""
     if grid_thw is None:
         return []
     return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
 
 
 def no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Of a model that reads text alone."""
+    """Return no grids, for a model that reads only text."""
     return (), ()
 
 
@@ -45,69 +45,69 @@ TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
 
 
 def grids_only(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Let the tower compute everything else itself."""
+    """Return only the grids, so that the tower computes everything else itself."""
     return {"grid_thw": grids}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The texts that the tokenizer knows as marks. Example: `FAMILIES["qwen3_vl"].tokens`."""
+    """Special tokens of the tokenizer, as text. Example: `FAMILIES["qwen3_vl"].tokens`."""
 
     image: str
     """Placeholder of an image."""
     video: str
     """Placeholder of a video."""
     media_start: str
-    """Stands before a medium's placeholders."""
+    """Token before the placeholders of a media item."""
     media_end: str
     turn_start: str
     turn_end: str
     padding: str
     unused_media: tuple[str, ...] = ()
-    """Further placeholders that no processor makes."""
+    """Additional placeholders that no processor produces."""
     others: tuple[str, ...] = ()
-    """Marks that a text may hold."""
+    """Special tokens that may appear in a text."""
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Never sampled: a placeholder in a completion has no pixels behind it, and the policy's forward would fail on it."""
+        """Tokens that are never sampled: a placeholder in a completion has no pixels, so the policy's forward would fail."""
         return (self.image, self.video, *self.unused_media, self.media_start, self.media_end)
 
     @property
     def control(self) -> tuple[str, ...]:
-        """In a text they would be read as media or as the end of a turn."""
+        """Tokens that would be read as media or as the end of a turn if a text contained them."""
         return (*self.media, self.turn_start, self.turn_end, self.padding)
 
 
 @dataclass(frozen=True)
 class TrainedSizes:
-    """Sizes of media in merged patches (tokens) that a model was trained with, and that its published processor does not
-    state: its limits are far wider."""
+    """Media sizes, in merged patches (tokens), that a model was trained with. The limits of its published processor are far
+    wider."""
 
     image: tuple[int, int]
-    """Smallest and largest image."""
+    """Smallest and largest size of an image."""
     frame: tuple[int, int]
-    """Smallest and largest video frame."""
+    """Smallest and largest size of a video frame."""
     video: int
-    """Largest video; the frames of one temporal patch count once."""
+    """Largest size of a video; the frames of one temporal patch count once."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """How much the model was trained to see of a medium, where neither its row, the configuration nor the processor says."""
+    """Defaults for sampling and resizing media, used if the row, the configuration and the processor do not set them."""
 
     bounds_are_per_video: bool
-    """What the `size` of the video processor bounds: the pixels of all sampled frames together, or else those of one."""
+    """True if the `size` of the video processor bounds the pixels of all sampled frames together, False if those of one frame."""
     fps: float
-    """Frames taken per second of a video."""
+    """Frames sampled per second of a video."""
     min_frames: int
     max_frames: int
     max_frame_tokens: int
-    """Largest size of one video frame in merged patches, where the processor bounds all frames together."""
+    """Largest size of one video frame in merged patches, if the processor bounds all frames together."""
     max_video_tokens: int
-    """Largest size of a video in merged patches, where the processor bounds one frame."""
+    """Largest size of a video in merged patches, if the processor bounds one frame."""
     trained_sizes: TrainedSizes | None = None
-    """Hold instead of the processor's limits, unless those allow less than the largest of these. None: the processor's."""
+    """Limits that replace the processor's, unless those allow less than the largest size here. None keeps the processor's."""
 
 
 @dataclass(frozen=True)
@@ -115,91 +115,92 @@ class Modules:
     """Names of modules, or parts of them, in the transformers model."""
 
     vision_tower: str | None
-    """None if the model reads text alone."""
+    """Path of the vision tower in the model; None if the model reads only text."""
     head: str
     """The output layer, which may be tied to the embedding."""
     norms: tuple[str, ...]
     """Parts of the names of weights that scale channels."""
     embeddings: tuple[str, ...]
-    """Parts of the names of embedding weights, of tokens and positions."""
+    """Parts of the names of token and position embedding weights."""
     text_layers: str
     """Regular expression, searched in names: the language model's linear layers, which get an adapter by default."""
     vision_layers: str = ""
-    """The same of the vision tower and its mergers."""
+    """Regular expression for the linear layers of the vision tower and its mergers."""
     patch_embedding: str = ""
-    """In the vision tower: its input needs no gradient."""
+    """Part of the name of the vision tower's patch embedding, whose input needs no gradient."""
     merger: str = ""
-    """In the vision tower: what works on merged patches."""
+    """Part of the names of the vision tower's modules that work on merged patches."""
     blocks: tuple[str, ...] = ()
-    """Class names of the decoder layer and of the vision tower's block and merger: ZeRO-3 gathers each as a whole."""
+    """Class names of the decoder layer and of the vision tower's block and merger; ZeRO-3 gathers each of them whole."""
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """How a random model of the family is made that is small enough for a laptop; see `dsreason.models.tiny`."""
+    """Settings of a random model of the family that is small enough for a laptop; see `dsreason.models.tiny`."""
 
     default_system: str | None
-    """What the chat template says where a conversation has no system message."""
+    """System message that the chat template adds if a conversation has none."""
     config: Callable[[dict[str, Any], dict[str, Any], int, dict[str, Any]], PreTrainedConfig]
-    """`(text sizes, vision sizes, head size, the rest) -> config`."""
+    """`(text sizes, vision sizes, head size, common settings) -> config`."""
     patch_size: int = 14
-    """In pixels; two by two patches make a token."""
+    """Side of a patch in pixels; two by two patches make a token."""
     processor: Callable[[PreTrainedTokenizerBase, int, dict[str, int]], ProcessorMixin] | None = None
-    """`(tokenizer, pixels behind one token, patch sizes) -> processor`, which takes media down to one token. None: the
-    model reads text alone, and its folder has a tokenizer only."""
+    """`(tokenizer, pixels per token, patch sizes) -> processor`, which accepts media as small as one token. None: the model
+    reads only text, and its folder has only a tokenizer."""
     others: tuple[str, ...] = ()
-    """Tensors of other models that its files hold too, as published ones do."""
+    """Names of tensors of other models that its files also contain, as published files do."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Example: `FAMILIES["qwen3_vl"]`."""
+    """Everything that differs between model families. Example: `FAMILIES["qwen3_vl"]`."""
 
     name: str
-    """As people call it."""
+    """Name for people."""
     model_type: str
-    """As `config.json` calls it."""
+    """Value of `model_type` in `config.json`."""
     tokens: Tokens
     modules: Modules
     tiny: Tiny
     vision: Vision | None = None
-    """None: the model reads text alone."""
+    """Defaults for media; None if the model reads only text."""
     grids: GridRule = no_grids
-    """The grids of tokens that the positions count over; a plain function, to be pickled."""
+    """Function that returns the grids of tokens from which mRoPE positions are computed; must be picklable."""
     tower_layout: TowerLayout = grids_only
-    """What the vision tower's forward takes beside pixels; best all that it would otherwise compute from the grids, and so
-    wait for the GPU."""
+    """Function that returns the arguments of the vision tower's forward other than pixels. It should include everything that
+    the tower would otherwise derive from the grids, because that makes the host wait for the GPU."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
-    """`vision_config -> (blocks that attend within windows, a window's side in merged patches)`; None: all see all."""
+    """`vision_config -> (blocks that attend within windows, side of a window in merged patches)`; None: full attention."""
     renames: tuple[tuple[str, str], ...] = ()
-    """(regular expression, replacement): names in published checkpoints → names in memory; the first that matches counts."""
+    """(regular expression, replacement): names in published checkpoints → names in memory; the first match applies."""
     published: tuple[tuple[str, str], ...] = ()
-    """The same backwards."""
+    """(regular expression, replacement): names in memory → names in published checkpoints; the first match applies."""
     keeps_published_names: bool = False
-    """Whether exports and vLLM need the published names; else both take those in memory."""
+    """True if exports and vLLM need the published names, False if both accept those in memory."""
     vllm_class: str | None = None
-    """vLLM's class, where config.json may name transformers' alone, of which vLLM would take a generic form."""
+    """vLLM's class for models whose config.json may name only transformers' class, which vLLM would run generically."""
     weight_folders: tuple[str, ...] = ()
-    """Folders inside of a published checkpoint that hold its weights, if there are none beside config.json."""
+    """Folders inside a published checkpoint that hold its weights if none lie beside config.json."""
     others: tuple[str, ...] = ()
-    """Regular expressions, searched in the names of published checkpoints: what belongs to another model in the same files."""
+    """Regular expressions that are searched in published names to find tensors of another model in the same files."""
 
     def rename(self, name: str) -> str | None:
-        """The name in memory of a tensor in a checkpoint; None if it is another model's."""
+        """Return the name in memory of a tensor in a checkpoint, None if it belongs to another model."""
         return None if any(re.search(pattern, name) for pattern in self.others) else renamed(name, self.renames)
 
     def published_name(self, name: str) -> str:
-        """The name in published checkpoints of a tensor in memory."""
+        """Return the name in published checkpoints of a tensor in memory."""
         return renamed(name, self.published)
 
     def exported_name(self, name: str) -> str:
-        """The name of a tensor in memory that exports and vLLM have for it."""
+        """Return the name that exports and vLLM use for a tensor in memory."""
         return self.published_name(name) if self.keeps_published_names else name
 
 
 def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+    """Apply the first rule that matches."""
     for pattern, replacement in rules:
-        renamed, count = re.subn(pattern, replacement, name)
+        new_name, count = re.subn(pattern, replacement, name)
         if count:
-            return renamed
+            return new_name
     return name

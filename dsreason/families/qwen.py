@@ -1,4 +1,4 @@
-"""What the families of Qwen's vision-language models have in common."""
+"""Settings shared by the families of Qwen's vision-language models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODULES = Modules(
 
 
 def vision_defaults(*, bounds_are_per_video: bool) -> Vision:
-    """The defaults of qwen-vl-utils, which these models were trained with (`vision_process.py`)."""
+    """Return the defaults of qwen-vl-utils (`vision_process.py`), with which these models were trained."""
     return Vision(
         bounds_are_per_video=bounds_are_per_video,
         fps=2.0,

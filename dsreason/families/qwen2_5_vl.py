@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Cosmos-Reason1): a video is one run of placeholders whose temporal index counts real time."""
+"""Qwen2.5-VL (Cosmos-Reason1): a video is one run of placeholders, and its temporal index measures real time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 
 def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """Images as they are; two temporal steps of a video are `second_per_grid_ts * tokens_per_second` apart (1 s where
-    the processor gives no time).
+    """Return the grids of all media. Two temporal steps of a video are `second_per_grid_ts * tokens_per_second` apart.
 
-    Source: `iter_mm_grid_thw` of vLLM's qwen2_5_vl.py. vLLM casts every floating processor output, the seconds
-    included, to the model's dtype before it multiplies in float64, so we round alike: in bfloat16 0.925 s is 0.92578.
-    `config` is the model's, with the dtype that it is served in.
+    A step lasts 1 s if the processor gives no time. Source: `iter_mm_grid_thw` of vLLM's qwen2_5_vl.py. vLLM casts every
+    floating-point processor output, the seconds included, to the model's dtype before it multiplies in float64, and this
+    function rounds the same way: in bfloat16 0.925 s is 0.92578. `config` is the model's, with the dtype in which it is served.
     """
     import torch
 
@@ -35,7 +34,7 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Positions, and where frames and windows begin, of media that follow each other."""
+    """Return positions and the starts of frames and windows for consecutive media."""
     from transformers.utils.generic import get_max_seqlen
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
@@ -62,7 +61,7 @@ def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
 
 
 def vision_windows(vision: Any) -> tuple[int, int]:
-    """`fullatt_block_indexes` are the blocks without windows."""
+    """Return the number of blocks with windowed attention (all but `fullatt_block_indexes`) and the side of a window."""
     side = vision.window_size // vision.patch_size // vision.spatial_merge_size
     return vision.depth - len(vision.fullatt_block_indexes), side
 
@@ -98,7 +97,7 @@ QWEN2_5_VL = Family(
     renames=(
         (r"^visual\.", "model.visual."),
         (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
-    ),  # checkpoints that already have the names in memory match neither
+    ),  # names that are already those in memory match neither rule
     published=((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     tiny=Tiny(
         patch_size=14,

@@ -1,4 +1,4 @@
-"""Qwen3-VL (Cosmos-Reason2): every group of frames is a run of placeholders of its own, after its time as text."""
+"""Qwen3-VL (Cosmos-Reason2): every group of frames is a separate run of placeholders, preceded by its time as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
-    """One grid per image and per group of video frames; real time is in the text (`<1.5 seconds>`), not in the index.
+    """Return one grid per image and per group of video frames; real time is in the text (`<1.5 seconds>`), not in the index.
 
     Source: `_iter_mm_grid_hw` of vLLM's qwen3_vl.py.
     """
@@ -25,7 +25,7 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
 
 
 def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
-    """Positions, learned and rotary ones, and where frames begin, of media that follow each other."""
+    """Return learned and rotary positions and the starts of frames for consecutive media."""
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
         get_vision_interpolation_indices_and_weights,
@@ -65,10 +65,10 @@ def tiny_config(
 def tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    # vLLM normalises the videos with the image processor's values, so both must be the same.
+    # vLLM normalises videos with the image processor's values, so both processors need the same ones.
     half = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     image = Qwen2VLImageProcessor(size={"shortest_edge": unit, "longest_edge": 256 * unit}, **patches, **half)
-    # These limits count the pixels of all frames together.
+    # The limits apply to the pixels of all frames together.
     video = Qwen3VLVideoProcessor(size={"shortest_edge": 2 * unit, "longest_edge": 768 * unit}, **patches, **half)
     return Qwen3VLProcessor(image, tokenizer, video, chat_template=tokenizer.chat_template)
 

@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3, which read text alone. Their tokenizers know the marks of media too."""
+"""Qwen2.5 and Qwen3, which read only text. Their tokenizers also have the special tokens of media."""
 
 from __future__ import annotations
 

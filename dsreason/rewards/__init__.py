@@ -1,8 +1,8 @@
-"""Rewards: what a completion is worth.
+"""Reward functions, which score completions.
 
 A reward is `fn(completion: str, sample: Sample) -> float | (float, dict)`, plain or async; the dict holds metrics. The
-built-in ones below can be imported from here and are pure, but for `judge`, which asks another model. `scoring.Scorer`
-calls them, and a user's own, in worker processes.
+built-in rewards below can be imported from here and are pure, except `judge`, which queries another model. `scoring.Scorer`
+calls them, and the user's own, in worker processes.
 """
 
 from collections.abc import Callable
@@ -36,6 +36,6 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "judge": judge,
 }
 WITHOUT_ANSWER = {"format", "overlong", "judge"}
-"""Those that need no reference answer."""
+"""Rewards that need no reference answer."""
 READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
-"""Those that read the reference answer before the completion. They raise DataError if they cannot read it."""
+"""Rewards that parse the reference answer before the completion, and raise DataError if they cannot."""

@@ -14,20 +14,20 @@ from dsreason.text import QuestionKind
 
 
 def single_choice(completion: str, sample: Sample) -> float:
-    """1 if the answer is the reference to the letter, case aside, else 0; the same as cosmos-rl's.
+    """Return 1 if the answer equals the reference, ignoring case, else 0; identical to cosmos-rl's.
 
-    Both are what is inside the first `<answer>…</answer>`, or the whole text if there is none. `(A)` is not `A`. Of a
-    sample with options the reference may also be written `(A)`, "The answer is A", or as an option's text.
+    Answer and reference are the content of the first `<answer>…</answer>`, or the whole text without such a block. `(A)` does
+    not equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or the text of an option.
     """
-    return float(tagged_answer(completion).lower() in {right.lower() for right in _references(sample)})
+    return float(tagged_answer(completion).lower() in {reference.lower() for reference in _references(sample)})
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
-    """1 if the final answer names the reference's option in any usual way, else 0: evaluation's verdict on multiple choice.
+    """Return 1 if the final answer names the reference's option in any usual form, else 0, as evaluation grades multiple choice.
 
-    Read are `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A`, an option's text and more, see
-    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is read as yes or
-    no where it is one of them, and else compared as a text.
+    Accepted forms are `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A`, an option's text and more, see
+    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is compared as
+    yes or no if it is one of them, and otherwise as text.
     """
     if sample.answer is None:
         return 0.0
@@ -38,25 +38,25 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
 
 
 def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> float:
-    """For answers that have an order: 1 for the right one, `step` less for each place beside it, never below 0.
+    """Return 1 for the correct answer and `step` less for each position of distance, at least 0, for answers with an order.
 
-    Whole numbers are as far apart as they differ, letters as their places in the sample's options. Other answers are right
-    or wrong (case aside). Answers are read as in `single_choice`.
+    The distance of whole numbers is their difference, that of letters the difference of their positions in the sample's
+    options. Other answers are right or wrong, ignoring case. Answers are read as in `single_choice`.
     """
     answer, references = tagged_answer(completion), _references(sample)
-    places = {letter.upper(): place for place, letter in enumerate(sample.options or {})}
-    for place in (_whole_number, lambda text: places.get(text.upper())):
-        here, reference_places = (
-            place(answer),
-            [position for position in map(place, references) if position is not None],
+    letter_positions = {letter.upper(): position for position, letter in enumerate(sample.options or {})}
+    for find_position in (_whole_number, lambda text: letter_positions.get(text.upper())):
+        answer_position, reference_positions = (
+            find_position(answer),
+            [position for position in map(find_position, references) if position is not None],
         )
-        if here is not None and reference_places:
-            return max(0.0, 1.0 - step * min(abs(here - position) for position in reference_places))
-    return float(answer.lower() in {right.lower() for right in references})
+        if answer_position is not None and reference_positions:
+            return max(0.0, 1.0 - step * min(abs(answer_position - position) for position in reference_positions))
+    return float(answer.lower() in {reference.lower() for reference in references})
 
 
 def _references(sample: Sample) -> list[str]:
-    """How the right answer may be written: as the row has it, and the letter of the option that this names."""
+    """Return the accepted spellings of the reference: as in the row, and the letter of the option that it names."""
     if sample.answer is None:
         return []
     letter = option_letter(sample.answer, sample.options or {})

@@ -1,4 +1,4 @@
-"""Finding a reward function: a built-in one, one of an installed package, or one in somebody's file."""
+"""Lookup of reward functions: built in, in an installed package, or in a file of the user."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ RewardFn = Callable[[str, Sample], Result | Awaitable[Result]]
 
 ADVICE = (
     f"Built in: {', '.join(BUILT_IN)}. "
-    "Your own: package.module:attr, or a path to a .py file, with :attr where it has several functions"
+    "Your own: package.module:attr, or a path to a .py file, with :attr if it has several functions"
 )
 REMOTE = "remote:"
-"""Begins the name of a score that a reward server gives, see `dsreason.rewards.remote`."""
+"""Prefix of the name of a score from a reward server, see `dsreason.rewards.remote`."""
 
 
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
-    """The reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
+    """Return the reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
     Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
-    Errors: ConfigError when there is none, when its file does not import, when it cannot be called with (completion, sample),
-    or, of a built-in one, when an option's value is none that it takes.
+
+    Raises:
+        ConfigError: the reward does not exist, its file does not import, it cannot be called with (completion, sample), or
+            an option of a built-in reward has an invalid value.
     """
     function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
-        import math_verify  # noqa: F401  # takes seconds, which must not count as the time of the first call
+        import math_verify  # noqa: F401  # takes seconds, which must not count towards the first call's time limit
     arguments = dict(options or {})
     bound = with_options(function, arguments, name, {"completion": "", "sample": Sample("id", [])})
     if name in BUILT_IN:
@@ -49,7 +51,7 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a reward cannot be had with these options, before anything is started or requested."""
+    """Raise ConfigError if a reward cannot be created with these options; start and request nothing."""
     find_reward(name, options)
     if name == "judge":
         check_judge(options)
@@ -63,13 +65,13 @@ def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, 
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
-    """Return what the name of a reward stands for; ConfigError if that is nothing."""
+    """Return the function for the name of a reward; raise ConfigError if it does not exist."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
     return _only_function(code, name) if isinstance(code, ModuleType) else code
 
 
 def reward_labels(names: Sequence[str]) -> list[str]:
-    """Short names for metrics: `judge` of `rewards.py:judge`, `rewards` of `rewards.py`; the whole name where two agree."""
+    """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two coincide."""
     short = [_short(name) for name in names]
     return [label if short.count(label) == 1 else name for label, name in zip(short, names, strict=True)]
 
@@ -80,7 +82,7 @@ def _short(name: str) -> str:
 
 
 def with_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with its options; ConfigError if it cannot be called with them and with `arguments`, in their order."""
+    """Bind options to a function; raise ConfigError if it cannot be called with them and `arguments`, which are positional."""
     if not callable(function):
         raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:
@@ -88,13 +90,13 @@ def with_options(function: Any, options: dict[str, Any], name: str, arguments: M
     except TypeError as error:
         call = ", ".join([*arguments, *(f"{key}=…" for key in options)])
         raise ConfigError(f'reward "{name}" cannot be called as fn({call}): {error}') from error
-    except ValueError:  # a builtin without a signature: the first call will show
+    except ValueError:  # a builtin without a signature; an error would appear at the first call
         pass
     return functools.partial(function, **options) if options else function
 
 
 def _only_function(module: ModuleType, name: str) -> Any:
-    """The function `reward`, else the only public one that is written in the module, not imported into it."""
+    """Return the function `reward`, else the only public function that the module itself defines."""
     public_functions = {
         key: value
         for key, value in vars(module).items()

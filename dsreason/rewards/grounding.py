@@ -1,8 +1,8 @@
-"""Rewards for where and when: spans of time, boxes and points, one or several of them.
+"""Rewards for localisation in space and time: one or several time spans, boxes or points.
 
-Several are paired so that the sum of their qualities is the largest (an optimal assignment), and the reward is
-`2 · sum / (references + answers)`: F1 with qualities in place of hits, so that what is missed and what is too much both
-cost. With one of each it is the quality itself. An answer in which nothing is read is worth 0.
+Several items are paired so that the sum of their qualities is maximal (an optimal assignment), and the reward is
+`2 · sum / (references + answers)`: F1 with qualities instead of hits, so that missing and superfluous items both reduce it.
+With one item on each side it is the quality itself. An answer that cannot be parsed scores 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from dsreason.data.types import Sample
-from dsreason.rewards.options import NotNegative, Positive, Share, Worth
+from dsreason.rewards.options import NotNegative, Positive, RewardValue, Share
 from dsreason.rewards.reading.plain import answer_of
 from dsreason.rewards.reading.shapes import Order, Shape, boxes
 from dsreason.rewards.reading.shapes import points as read_points
@@ -22,13 +22,13 @@ from dsreason.rewards.reference import reference, unusable
 from dsreason.text import normalized
 
 Coordinates = Literal["pixels", "0-1000", "0-1"]
-"""Of an image: pixels, or thousandths or parts of its width and height."""
+"""Unit of coordinates in an image: pixels, or thousandths or fractions of its width and height."""
 RANGES = {"0-1000": 1000.0, "0-1": 1.0}
 MOST_PAIRED = 1000
-"""Answers that are paired; further ones only count as too many."""
+"""Maximum number of answers that are paired; any more only count as superfluous."""
 SLACK = 1e-9
 
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 
 def temporal_iou(
@@ -38,18 +38,18 @@ def temporal_iou(
     threshold: Share | None = None,
     generalized: bool = False,
     metrics: bool = False,
-) -> Worth:
-    """Overlap of spans of time, 0 to 1: the length of the intersection over that of the union.
+) -> RewardValue:
+    """Return the overlap of time spans, 0 to 1: the length of the intersection over the length of the union.
 
-    Spans are read as people and models write them (`from 00:12 to 00:15`, `[12.0, 15.0]`, JSON, tags), in seconds; see
-    `dsreason.rewards.reading.times`. One that ends before it starts overlaps with nothing. A reference of `[]` asks for
-    an answer that there is none.
+    Spans are parsed in the forms that people and models write (`from 00:12 to 00:15`, `[12.0, 15.0]`, JSON, tags), in seconds;
+    see `dsreason.rewards.reading.times`. A span that ends before it starts has no overlap. If the reference is `[]`, the
+    answer must say that no span exists.
 
     Args:
-        threshold: the reward is 1 where every reference has a span of its own with at least this overlap and none is left
-            over, else 0.
-        generalized: spans that do not overlap are worth the more the nearer they are (GIoU, mapped to 0 … 1).
-        metrics: also return `read`, whether there was anything to read.
+        threshold: return 1 if every reference is paired with a separate span of at least this overlap and no span remains,
+            else 0.
+        generalized: let spans that do not overlap score more the nearer they are (GIoU, mapped to 0 … 1).
+        metrics: also return `read`, whether the answer could be parsed.
     """
     right = reference(sample, spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
     if any(start >= end for start, end in right):
@@ -70,18 +70,18 @@ def box_iou(
     coordinates: Coordinates = "pixels",
     answer_coordinates: Coordinates | None = None,
     metrics: bool = False,
-) -> Worth:
-    """Overlap of boxes, 0 to 1: the area of the intersection over that of the union.
+) -> RewardValue:
+    """Return the overlap of boxes, 0 to 1: the area of the intersection over the area of the union.
 
-    Boxes are read in JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets, see
-    `dsreason.rewards.reading.shapes`. One whose corners are in the wrong order overlaps with nothing.
+    Boxes are parsed in JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets, see
+    `dsreason.rewards.reading.shapes`. A box whose corners are in the wrong order has no overlap.
 
     Args:
-        threshold, generalized, metrics: as of `temporal_iou`.
-        labels: boxes are paired only where their labels are the same, case aside.
-        order: of the four numbers, in answers and references.
-        coordinates: of the reference.
-        answer_coordinates: of answers, where they differ; between pixels and others the row needs `width` and `height`.
+        threshold, generalized, metrics: same as for `temporal_iou`.
+        labels: pair boxes only if their labels are equal, ignoring case.
+        order: meaning of the four numbers, in answers and references.
+        coordinates: unit of the reference.
+        answer_coordinates: unit of answers if it differs; to convert from or to pixels the row needs `width` and `height`.
     """
     right = reference(sample, partial(boxes, order=order), "box; write [x1, y1, x2, y2]")
     check_range(sample, right, coordinates)
@@ -106,19 +106,19 @@ def points(
     coordinates: Coordinates = "0-1000",
     answer_coordinates: Coordinates | None = None,
     metrics: bool = False,
-) -> Worth:
-    """Nearness of points, 0 to 1: 1 - distance / `limit`, not below 0; distances are Euclidean.
+) -> RewardValue:
+    """Return the nearness of points, 0 to 1: 1 - distance / `limit`, at least 0; distances are Euclidean.
 
-    Points are read in JSON (`{"point_2d": [x, y], "label": "cup"}`), tags and brackets. A reference may also be a box: any
-    point in it is right, and others are as far away as the box is.
+    Points are parsed in JSON (`{"point_2d": [x, y], "label": "cup"}`), tags and brackets. A reference may also be a box: any
+    point inside is correct, and the distance of other points is that to the box.
 
     Args:
-        limit: from which distance on a point is worth nothing, in the reference's units; a tenth of the range (100 of
-            1,000) where it is not given, of pixels a tenth of the image's longer side.
-        score: `exp` is exp(-distance / limit) instead.
-        threshold: the reward is 1 where every reference has a point of its own at most this far away and none is left
-            over, else 0.
-        labels, coordinates, answer_coordinates, metrics: as of `box_iou`.
+        limit: distance from which a point scores 0, in the reference's unit. The default is a tenth of the range (100 of
+            1,000), or for pixels a tenth of the image's longer side.
+        score: `linear` as above; `exp` uses exp(-distance / limit).
+        threshold: return 1 if every reference is paired with a separate point within this distance and no point remains,
+            else 0.
+        labels, coordinates, answer_coordinates, metrics: same as for `box_iou`.
     """
     right = reference(sample, lambda text: read_points(text) or boxes(text) or read_points(text), "point; write [x, y]")
     check_range(sample, right, coordinates)
@@ -128,41 +128,41 @@ def points(
         read_points(answer_of(completion)), sample, answer_coordinates or coordinates, coordinates
     )
 
-    def quality(one: Shape, other: Shape) -> float:
-        if labels and not same_label(one, other):
+    def score_pair(right_shape: Shape, point: Shape) -> float:
+        if labels and not same_label(right_shape, point):
             return 0.0
-        far = distance(one, other)
+        far = distance(right_shape, point)
         return float(far <= threshold + SLACK) if threshold is not None else nearness(far, limit, score)
 
-    worth = paired(right, answer, quality, None if threshold is None else 1.0)
-    return (worth, {"read": float(answer is not None)}) if metrics else worth
+    reward = paired(right, answer, score_pair, None if threshold is None else 1.0)
+    return (reward, {"read": float(answer is not None)}) if metrics else reward
 
 
 # ---------------------------------------------------------------- pairing
 
 
 def paired(
-    right: Sequence[One],
-    given: Sequence[One] | None,
-    quality: Callable[[One, One], float],
+    right: Sequence[Item],
+    answers: Sequence[Item] | None,
+    quality: Callable[[Item, Item], float],
     threshold: float | None = None,
 ) -> float:
-    """`2 · sum / (references + answers)` over the best pairs; with a threshold whether all are paired and reach it."""
-    if given is None or not right or not given:
-        return float(given is not None and not right and not given)
-    table = [[quality(reference, other) for other in given[:MOST_PAIRED]] for reference in right]
+    """Return `2 · sum / (references + answers)` over the best pairs; with a threshold, 1 if all are paired and reach it."""
+    if answers is None or not right or not answers:
+        return float(answers is not None and not right and not answers)
+    table = [[quality(right_item, answer) for answer in answers[:MOST_PAIRED]] for right_item in right]
     if threshold is None:
-        return 2 * best_sum(table) / (len(right) + len(given))
-    reached = [[float(value >= threshold - SLACK) for value in row] for row in table]
-    return float(len(right) == len(given) and best_sum(reached) == len(right))
+        return 2 * best_sum(table) / (len(right) + len(answers))
+    hits = [[float(value >= threshold - SLACK) for value in row] for row in table]
+    return float(len(right) == len(answers) and best_sum(hits) == len(right))
 
 
 def best_sum(table: Sequence[Sequence[float]]) -> float:
-    """The largest sum of entries no two of which share a row or column."""
+    """Return the largest sum of entries that share no row or column."""
     if len(table) == 1 or len(table[0]) == 1:
         return max(max(row) for row in table)
     import numpy as np
-    from scipy.optimize import linear_sum_assignment  # takes a third of a second
+    from scipy.optimize import linear_sum_assignment  # the import takes a third of a second
 
     values = np.array(table)
     return float(values[linear_sum_assignment(values, maximize=True)].sum())
@@ -171,21 +171,21 @@ def best_sum(table: Sequence[Sequence[float]]) -> float:
 # ---------------------------------------------------------------- qualities
 
 
-def overlap(one: Span, other: Span, *, generalized: bool = False) -> float:
-    """IoU of two spans; with `generalized` (GIoU + 1) / 2. 0 for one that does not end after its start."""
-    if one[0] >= one[1] or other[0] >= other[1]:
+def overlap(first: Span, second: Span, *, generalized: bool = False) -> float:
+    """Return the IoU of two spans, or (GIoU + 1) / 2 if `generalized`; 0 if a span does not end after its start."""
+    if first[0] >= first[1] or second[0] >= second[1]:
         return 0.0
-    shared = max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-    union = (one[1] - one[0]) + (other[1] - other[0]) - shared
-    hull = max(one[1], other[1]) - min(one[0], other[0])
+    shared = max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
+    union = (first[1] - first[0]) + (second[1] - second[0]) - shared
+    hull = max(first[1], second[1]) - min(first[0], second[0])
     return (shared / union + union / hull) / 2 if generalized else shared / union
 
 
-def box_quality(one: Shape, other: Shape, *, generalized: bool, labels: bool) -> float:
-    """IoU of two boxes (x1, y1, x2, y2); with `generalized` (GIoU + 1) / 2, of Rezatofighi et al. 2019."""
-    if labels and not same_label(one, other):
+def box_quality(first: Shape, second: Shape, *, generalized: bool, labels: bool) -> float:
+    """Return the IoU of two boxes (x1, y1, x2, y2), or (GIoU + 1) / 2 if `generalized` (Rezatofighi et al. 2019)."""
+    if labels and not same_label(first, second):
         return 0.0
-    (ax, ay, bx, by), (cx, cy, dx, dy) = one.numbers, other.numbers
+    (ax, ay, bx, by), (cx, cy, dx, dy) = first.numbers, second.numbers
     if ax >= bx or ay >= by or cx >= dx or cy >= dy:
         return 0.0
     shared = max(0.0, min(bx, dx) - max(ax, cx)) * max(0.0, min(by, dy) - max(ay, cy))
@@ -194,19 +194,20 @@ def box_quality(one: Shape, other: Shape, *, generalized: bool, labels: bool) ->
     return (shared / union + union / hull) / 2 if generalized else shared / union
 
 
-def same_label(one: Shape, other: Shape) -> bool:
-    return normalized(one.label) == normalized(other.label)
+def same_label(first: Shape, second: Shape) -> bool:
+    return normalized(first.label) == normalized(second.label)
 
 
-def distance(right: Shape, given: Shape) -> float:
-    """From a point to a point, or to the nearest place in a box."""
-    x, y = given.numbers[:2]
+def distance(right: Shape, point: Shape) -> float:
+    """Return the distance of `point` to the reference, a point or the nearest position in a box."""
+    x, y = point.numbers[:2]
     left_edge, top, *corner = right.numbers
     far_x, far_y = corner if len(corner) == 2 else (left_edge, top)
     return math.hypot(max(left_edge - x, 0.0, x - far_x), max(top - y, 0.0, y - far_y))
 
 
 def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
+    """Map a distance to a score, 1 at distance 0."""
     return math.exp(-far / limit) if score == "exp" else max(0.0, 1.0 - far / limit)
 
 
@@ -214,34 +215,37 @@ def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float
 
 
 def check_range(sample: Sample, shapes: Sequence[Shape], coordinates: Coordinates) -> None:
-    """Raise DataError if a reference's numbers cannot be what the option says."""
+    """Raise DataError if a reference's numbers do not fit the option `coordinates`."""
     numbers = [value for shape in shapes for value in shape.numbers]
     largest = RANGES.get(coordinates, math.inf)
     if any(value > largest or (value < 0 and largest < math.inf) for value in numbers):
-        raise unusable(sample, f'outside {coordinates}; set the reward\'s option coordinates = "pixels", or another')
+        raise unusable(
+            sample, f'outside {coordinates}; set the reward\'s option coordinates = "pixels" or another range'
+        )
     if coordinates == "0-1000" and any(0 < value < 1 for value in numbers) and max(numbers) <= 1:
         raise unusable(sample, 'all within 0 to 1; set the reward\'s option coordinates = "0-1"')
 
 
 def in_reference_units(
-    given: list[Shape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
+    shapes: list[Shape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
 ) -> list[Shape] | None:
+    """Scale the shapes of an answer to the units of the reference."""
     if of_answer == of_reference:
-        return given
+        return shapes
     sizes = {
         name: image_size(sample) if name == "pixels" else (RANGES[name],) * 2 for name in (of_answer, of_reference)
     }
     (ax, ay), (rx, ry) = sizes[of_answer], sizes[of_reference]
-    return None if given is None else [shape.scaled(rx / ax, ry / ay) for shape in given]
+    return None if shapes is None else [shape.scaled(rx / ax, ry / ay) for shape in shapes]
 
 
 def image_size(sample: Sample) -> tuple[float, float]:
-    """The row's `width` and `height`, in pixels."""
+    """Return the row's `width` and `height` in pixels; raise DataError if they are missing or invalid."""
     size = sample.meta.get("width"), sample.meta.get("height")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 for value in size):
         raise unusable(
             sample,
             f"in pixels, and the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set the reward's "
-            "options coordinates and limit so that none are needed",
+            "options coordinates and limit so that they are not needed",
         )
     return float(size[0] or 0), float(size[1] or 0)

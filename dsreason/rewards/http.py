@@ -1,4 +1,4 @@
-"""Requests to a reward server: its address and token, what may be tried again, and what it says without the token in it."""
+"""Requests to a reward server: URL and token, failures that may be retried, and responses with the token masked."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from dsreason.secrets import fits_header
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
 PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
-"""cosmos-rl's names of the environment variables, the new and the old ones."""
+"""Prefixes of cosmos-rl's environment variables, the new and the old one."""
 
 
 class Retry(Exception):
-    """A failure that may pass: no connection, too slow, or a status that says so."""
+    """A failure that may be temporary: no connection, a timeout, or a status that means so."""
 
     def __init__(self, text: str, wait: float = 0.0) -> None:
         super().__init__(text)
         self.wait = wait
-        """Seconds that the server asks to wait at least."""
+        """Minimum number of seconds that the server requests to wait."""
 
     def pause(self, first: float, attempt: int) -> float:
-        """Seconds until the next attempt: `first`, doubled for every further one, or what the server asks for."""
+        """Return the seconds until the next attempt: `first`, doubled per attempt, or the server's request if longer."""
         return min(max(first * 2.0**attempt, self.wait), LONGEST_PAUSE)
 
 
 class Refused(Exception):
-    """A status that will be the same on another try."""
+    """A status that a retry would not change."""
 
 
 class Unusable(Refused):
-    """An answer that is too long, or packed in an unknown way."""
+    """A response that is too long, or compressed in an unknown format."""
 
 
 class RewardServer:
-    """One address of a reward server. The token goes into the `Authorization` header and nowhere else.
+    """Client for one URL of a reward server. The token is sent in the `Authorization` header and appears nowhere else.
 
     Args:
-        what: the server is called so in messages.
-        token_name: the environment variable of the token.
-        max_bytes: of an answer; a longer one is an error.
+        what: name of the server in messages.
+        token_name: environment variable of the token.
+        max_bytes: maximum size of a response; a larger one is an error.
     """
 
     def __init__(
@@ -60,33 +60,35 @@ class RewardServer:
         self.url, self.token = url, token
         self.what, self.token_name, self.max_bytes = what, token_name, max_bytes
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"the {what}'s address must be http://host… or https://host…: {self.place}")
+            raise ConfigError(f"the {what}'s URL must be http://host… or https://host…; got {self.place}")
         if "@" in urlsplit(url).netloc:
-            raise ConfigError(f"no user and password in the {what}'s address; use a token: {self.place}")
+            raise ConfigError(f"the {what}'s URL must not contain user and password; use a token instead: {self.place}")
         if token is not None and not fits_header(token):
-            raise ConfigError(f"the {what}'s token has characters that an HTTP header cannot hold (a line break?)")
+            raise ConfigError(
+                f"the {what}'s token has characters that an HTTP header cannot hold; check it for line breaks"
+            )
 
     @property
     def place(self) -> str:
-        """The address without user, password and query, which may hold secrets."""
+        """The URL without user, password and query, which may contain secrets."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     async def answer(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """Status and content of an answer of success, or with a status that is `expected`.
+        """Send a request and return status and content of a successful response, or of one whose status is `expected`.
 
         Args:
-            limit: seconds until the whole answer must be there.
+            limit: seconds within which the whole response must arrive.
 
         Raises:
-            Retry, Refused: there is none.
+            Retry, Refused: the request failed.
         """
-        sent = dict(headers) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+        request_headers = dict(headers) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
             answer = await http.answer_to(
-                "POST", self.url, content=body, headers=sent, limit=limit, max_bytes=self.max_bytes
+                "POST", self.url, content=body, headers=request_headers, limit=limit, max_bytes=self.max_bytes
             )
         except http.NoAnswer as error:
             raise Retry(self.without_token(str(error))) from None
@@ -99,7 +101,7 @@ class RewardServer:
     def post(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """As `answer`, waited for in any thread."""
+        """Send a request like `answer` does, but block until the response arrives; works in any thread."""
         return http.wait_for(self.answer(body, headers, limit, expected=expected))
 
     def _raise_for_status(self, answer: http.Answer) -> NoReturn:
@@ -117,7 +119,7 @@ class RewardServer:
         raise Refused(text)
 
     def quoted(self, text: str) -> str:
-        """The beginning of what the server said, without the token, should it be in there."""
+        """Return the beginning of a server's text in one line, with the token masked."""
         clean = in_one_line(self.without_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 
@@ -126,7 +128,7 @@ class RewardServer:
 
 
 def variable(name: str) -> str | None:
-    """The environment's `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; ConfigError if both are set and differ."""
+    """Return the variable `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; raise ConfigError if both are set and differ."""
     new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:
         raise ConfigError(f"{PREFIXES[0]}{name} and {PREFIXES[1]}{name} are set and differ; unset one")

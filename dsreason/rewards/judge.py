@@ -1,7 +1,7 @@
-"""A reward that another model gives, by a rubric. The model is asked over HTTP, as OpenAI's chat completions are.
+"""A reward that another model gives according to a rubric, over HTTP in the protocol of OpenAI's chat completions.
 
-A judge that cannot be reached, refuses or gives no score within the scale is a failure, and not a score: the request is
-tried again, and then a RewardError says so and stops the run, as with a reward server.
+A judge that cannot be reached, refuses or gives no score within the scale is a failure and never counts as a score: the
+request is retried, and finally a RewardError stops the run, as with a reward server.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dsreason.text import split_response
 RUBRIC = "How well does the answer agree with the reference answer? What the reference does not say does not count."
 KEY_VARIABLE = "JUDGE_API_KEY"
 CONCURRENT_REQUESTS = 8
-"""Completions of one worker that are judged at the same time."""
+"""Number of completions that one worker has judged concurrently."""
 MOST_BYTES = 2**20
-"""Of a reply."""
+"""Maximum size of a reply."""
 FIRST_PAUSE = 1.0
 
 SYSTEM = (
@@ -63,26 +63,26 @@ async def judge(
     input_price: NotNegative = 0.0,
     output_price: NotNegative = 0.0,
 ) -> tuple[float, dict[str, float]]:
-    """The judge's score, from `lowest` = 0 to `highest` = 1, and the mean of several `votes`.
+    """Return the judge's score, mapped from `lowest` … `highest` to 0 … 1; the mean if there are several `votes`.
 
-    The judge sees the rubric, the question's text, the reference answer if there is one, and the answer; no media. Its
-    metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost`, and with several votes `agreement`, the share of
+    The judge sees the rubric, the question's text, the reference answer if the sample has one, and the answer, but no media.
+    The metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost`, and with several votes `agreement`, the share of
     pairs of votes that are equal.
 
     Args:
-        url: of the API, up to `/v1`; unset: JUDGE_URL of the environment.
-        model: its name there; unset: JUDGE_MODEL.
-        shown: the final answer, or all of the completion, thoughts included.
-        api_key_variable: the variable of the environment that holds the key; JUDGE_API_KEY need not be there.
-        temperature: unset: 0 for one vote, 1 for several, which would else all be the same.
-        request: further keys of the request, which win, such as `{reasoning_effort = "low"}`.
+        url: URL of the API, up to `/v1`; the default is JUDGE_URL in the environment.
+        model: name of the model in the API; the default is JUDGE_MODEL in the environment.
+        shown: show the judge only the final answer, or the whole completion including the thoughts.
+        api_key_variable: environment variable that holds the key; JUDGE_API_KEY may be unset.
+        temperature: the default is 0 for one vote and 1 for several, which would otherwise be identical.
+        request: additional keys of the request, which override others, such as `{reasoning_effort = "low"}`.
         time_limit: seconds that one request may take.
-        retries: further attempts of each vote after a failure, after pauses that double from a second to 30.
-        input_price, output_price: of a million tokens, for `cost`.
+        retries: retries per vote after a failure, after pauses that double from 1 s to 30 s.
+        input_price, output_price: price per million tokens, for `cost`.
 
     Raises:
-        RewardError: there is no score; the text names the sample, and never the key.
-        ConfigError: no address, model or key.
+        RewardError: the judge gives no score; the message names the sample, and never the key.
+        ConfigError: URL, model or key is missing or invalid.
     """
     server, model = open_judge(url, model, api_key_variable)
     content = {
@@ -92,15 +92,12 @@ async def judge(
         "max_tokens": max_tokens,
     }
     body = json.dumps(content | request).encode()
-    votes_asked = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
-    votes_given = await asyncio.gather(*votes_asked)
-    scores = [vote_given.score for vote_given in votes_given]
-    tokens = [
-        sum(vote_given.prompt_tokens for vote_given in votes_given),
-        sum(vote_given.completion_tokens for vote_given in votes_given),
-    ]
+    requests = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
+    results = await asyncio.gather(*requests)
+    scores = [result.score for result in results]
+    tokens = [sum(result.prompt_tokens for result in results), sum(result.completion_tokens for result in results)]
     metrics = {
-        "retries": float(sum(vote_given.retries for vote_given in votes_given)),
+        "retries": float(sum(result.retries for result in results)),
         "prompt_tokens": float(tokens[0]),
         "completion_tokens": float(tokens[1]),
         "cost": (tokens[0] * input_price + tokens[1] * output_price) / 1e6,
@@ -120,13 +117,13 @@ class Vote:
 
 
 class Unreadable(Exception):
-    """A reply without a score; the text quotes it."""
+    """A reply without a score; the message quotes it."""
 
 
 async def vote(
     server: RewardServer, body: bytes, sample_id: str, scale: tuple[float, float], time_limit: float, retries: int
 ) -> Vote:
-    """One score. What failed attempts cost counts, too."""
+    """Request one score, with retries. Tokens of failed attempts count as well."""
     spent = [0, 0]
     for attempt in range(retries + 1):
         pause = 0.0
@@ -153,7 +150,7 @@ def failure(server: RewardServer, sample_id: str, text: str) -> RewardError:
 
 
 def call_limits(**options: Any) -> tuple[float, int]:
-    """Seconds that one call may take with all its retries, and how many a worker may make at the same time."""
+    """Return the seconds that one call may take with all its retries, and the number of concurrent calls per worker."""
     defaults = defaults_of(judge) | {**options}
     return (defaults["retries"] + 1) * (defaults["time_limit"] + LONGEST_PAUSE), CONCURRENT_REQUESTS
 
@@ -170,29 +167,29 @@ def messages(
     answer = completion if shown == "completion" else split_response(completion).answer
     question = "\n".join(filter(None, (text_of(message) for message in sample.messages if message["role"] == "user")))
     parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
-    # An answer cannot close a tag that is named after it.
+    # The tag contains a hash of the answer, so that the answer cannot close it.
     mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]
-    shown_parts = [
+    tagged_parts = [
         f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts.items() if text or name == "answer"
     ]
     return [
         {"role": "system", "content": SYSTEM.format(lowest=lowest, highest=highest)},
-        {"role": "user", "content": "\n\n".join([f"Rubric: {rubric}", *shown_parts])},
+        {"role": "user", "content": "\n\n".join([f"Rubric: {rubric}", *tagged_parts])},
     ]
 
 
 def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tuple[RewardServer, str]:
-    """The server, and the model's name there. No request is made."""
+    """Return the server and the name of the model there, without a request."""
     address, name = url or os.environ.get("JUDGE_URL", ""), model or os.environ.get("JUDGE_MODEL", "")
-    for given, option, variable in ((address, "url", "JUDGE_URL"), (name, "model", "JUDGE_MODEL")):
-        if not given.strip():
+    for value, option, variable in ((address, "url", "JUDGE_URL"), (name, "model", "JUDGE_MODEL")):
+        if not value.strip():
             raise ConfigError(
                 f"the reward judge needs its {option}: set the option judge.{option}, or {variable} in the environment"
             )
     if not SECRET_NAME.search(api_key_variable):
         raise ConfigError(
             f"reward option judge.api_key_variable ({api_key_variable!r}) must end in _KEY or _TOKEN: the values of such "
-            "variables are hidden in everything that is shown"
+            "variables are masked in all output"
         )
     key = os.environ.get(api_key_variable, "").strip() or None
     if key is None and api_key_variable != KEY_VARIABLE:
@@ -207,7 +204,7 @@ def opened(url: str, key: str | None, variable: str) -> RewardServer:
 
 
 def check_judge(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the judge's address, model, key or scale is none."""
+    """Raise ConfigError if the judge's URL, model, key or scale is missing or invalid."""
     settings = defaults_of(judge) | {**options}
     open_judge(settings["url"], settings["model"], settings["api_key_variable"])
     if not settings["lowest"] < settings["highest"]:
@@ -225,7 +222,7 @@ def parsed(answer: bytes, server: RewardServer) -> dict[str, Any]:
     except (ValueError, RecursionError):
         reply = None
     if not isinstance(reply, dict):
-        raise Unreadable(f"the response is no JSON object: {server.quoted(answer.decode(errors='replace'))}")
+        raise Unreadable(f"the response is not a JSON object: {server.quoted(answer.decode(errors='replace'))}")
     return reply
 
 
@@ -238,7 +235,7 @@ def tokens_of(reply: dict[str, Any]) -> list[int]:
 
 
 def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardServer) -> float:
-    """The last `{"score": n}` of the reply's text."""
+    """Return the last `{"score": n}` in the reply's text; raise Unreadable if it has none within the scale."""
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     message = choice.get("message")
@@ -254,7 +251,7 @@ def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardSe
 
 
 def plain_score(text: str) -> float | None:
-    """Of a judge that leaves out the JSON: `**Score:** 4`, `Score: 4/5`; None if several differ."""
+    """Read the score of a judge that omits the JSON: `**Score:** 4`, `Score: 4/5`; None if there are several values."""
     values = {
         float(value)
         for value in re.findall(r"\bscore\b[\s*:=\"']{1,8}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", text.lower()[:65_536])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dsreason.data.types import Sample
-from dsreason.rewards.options import NotNegative, Worth
+from dsreason.rewards.options import NotNegative, RewardValue
 from dsreason.rewards.reading.numbers import FACTORS, Quantity, quantity
 from dsreason.rewards.reading.plain import answer_of
 from dsreason.rewards.reference import reference
@@ -16,9 +16,9 @@ Unit = Literal[
 ]
 # fmt: on
 MRA_LEVELS = [0.5 + 0.05 * step for step in range(10)]
-"""Of VSI-Bench: 0.5, 0.55 … 0.95."""
+"""Levels of VSI-Bench's mean relative accuracy: 0.5, 0.55 … 0.95."""
 SLACK = 1e-9
-"""Relative error of converting units: 320 cm are 3.2 m."""
+"""Relative error allowed for the conversion of units, such as 320 cm to 3.2 m."""
 
 
 def numeric(
@@ -30,50 +30,52 @@ def numeric(
     score: Literal["within", "relative", "mra"] = "within",
     unit: Unit | None = None,
     metrics: bool = False,
-) -> Worth:
-    """1 where the answer's number is the reference's, within a tolerance.
+) -> RewardValue:
+    """Return 1 if the answer's number equals the reference's within a tolerance.
 
-    Read are thousands separators, percent, fractions, powers of ten and number words, see `dsreason.rewards.reading.numbers`.
-    Units are converted where both are known (`320 cm` is `3.2 m`) and left out where one side has none; another dimension
-    is wrong. `12 %` is both 12 and 0.12 where the other side has no sign. Several numbers none of which is clearly the
-    answer, and ranges, are not read and worth 0.
+    Thousands separators, percent, fractions, powers of ten and number words are supported, see
+    `dsreason.rewards.reading.numbers`. Units are converted if both are known (`320 cm` equals `3.2 m`) and ignored if one side
+    has none; a different dimension is wrong. `12 %` equals both 12 and 0.12 if the other side has no percent sign. Ranges,
+    and several numbers of which none is clearly the answer, are not parsed and score 0.
 
     Args:
-        absolute, relative: the error may be as large as the larger of `absolute`, in the reference's unit, and `relative`
-            times the reference.
-        score: beyond the tolerance `within` gives 0, `relative` 1 - error / reference, not below 0, and `mra` VSI-Bench's
-            mean relative accuracy: the share of the levels 0.5, 0.55 … 0.95 with error / reference < 1 - level.
-        unit: of numbers without one, in answers and references.
-        metrics: also return `read` and, where a number was read, `error` in the reference's unit.
+        absolute, relative: the tolerance is the larger of `absolute`, in the reference's unit, and `relative` times the
+            reference.
+        score: beyond the tolerance `within` gives 0, `relative` gives 1 - error / reference, at least 0, and `mra` gives
+            VSI-Bench's mean relative accuracy: the share of the levels 0.5, 0.55 … 0.95 with error / reference < 1 - level.
+        unit: unit of numbers without one, in answers and references.
+        metrics: also return `read` and, if a number was parsed, `error` in the reference's unit.
     """
     right = with_unit(reference(sample, quantity, "single number"), unit)
-    read = quantity(answer_of(completion), right.dimension)
-    error = None if read is None else difference(right, with_unit(read, unit))
-    worth = (
+    answer = quantity(answer_of(completion), right.dimension)
+    error = None if answer is None else difference(right, with_unit(answer, unit))
+    reward = (
         0.0 if error is None else closeness(error, abs(right.value), max(absolute, relative * abs(right.value)), score)
     )
     if not metrics:
-        return worth
-    return worth, {"read": float(read is not None)} | ({} if error is None else {"error": error})
+        return reward
+    return reward, {"read": float(answer is not None)} | ({} if error is None else {"error": error})
 
 
-def with_unit(found: Quantity, unit: str | None) -> Quantity:
-    return found if unit is None or found.dimension else Quantity(found.value, *FACTORS[unit])
+def with_unit(number: Quantity, unit: str | None) -> Quantity:
+    """Return the quantity, in `unit` if it has none."""
+    return number if unit is None or number.dimension else Quantity(number.value, *FACTORS[unit])
 
 
-def difference(right: Quantity, given: Quantity) -> float | None:
-    """In the reference's unit; None if the two have different dimensions."""
-    if right.dimension == given.dimension:
-        return abs(given.base - right.base) / right.factor
-    if right.dimension and given.dimension:
+def difference(right: Quantity, answer: Quantity) -> float | None:
+    """Return the error in the reference's unit; None if the two have different dimensions."""
+    if right.dimension == answer.dimension:
+        return abs(answer.base - right.base) / right.factor
+    if right.dimension and answer.dimension:
         return None
-    plain = abs(given.value - right.value)
+    plain = abs(answer.value - right.value)
     if right.dimension == "share":
-        return min(plain, abs(100 * given.value - right.value))
-    return min(plain, abs(given.value / 100 - right.value)) if given.dimension == "share" else plain
+        return min(plain, abs(100 * answer.value - right.value))
+    return min(plain, abs(answer.value / 100 - right.value)) if answer.dimension == "share" else plain
 
 
 def closeness(error: float, size: float, tolerance: float, score: str) -> float:
+    """Map an error to a score, 0 to 1; `size` is the absolute value of the reference."""
     if error <= tolerance + SLACK * size:
         return 1.0
     if score == "within" or not size:

@@ -1,4 +1,4 @@
-"""Options of built-in rewards: their types, and the check of values against them."""
+"""Options of built-in rewards: their types, and the validation of values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 
-Worth = float | tuple[float, dict[str, float]]
-"""What a reward returns: a number, or a number and metrics."""
+RewardValue = float | tuple[float, dict[str, float]]
+"""Result of a reward: a number, or a number and metrics."""
 
 
 def check_values(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    """Raise ConfigError if an option has a value that its annotation does not allow; the text names both.
+    """Raise ConfigError if the annotation of an option does not allow its value; the message names both.
 
     The options must be arguments of the function.
     """
     if not options:
         return
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # workers without options do without it
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # not needed in workers without options
 
     hints = get_type_hints(function, include_extras=True)
     for key, value in options.items():
@@ -40,5 +40,5 @@ def check_values(function: Callable[..., Any], options: Mapping[str, Any], name:
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options that a reward takes, with their defaults."""
+    """Return the options of a reward with their defaults."""
     return dict(function.__kwdefaults__ or {})

@@ -1,4 +1,4 @@
-"""Worker processes, the calls that they make, and the limits that hold for them."""
+"""Worker processes for reward functions, the scheduling of their calls, and time limits."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from dsreason.rewards import worker as messages
 log = logging.getLogger(__name__)
 
 GRACE = 1.0
-"""Seconds that a worker gets beyond the time limit of an async call, which it keeps itself."""
+"""Extra seconds before a worker is killed in an async call, whose time limit the worker enforces itself."""
 TICK = 0.5
-"""Longest time between two looks at the workers: one may die without closing its pipe."""
+"""Maximum seconds between two checks of the workers; a worker may die without closing its pipe."""
 
 
 CAUSES: dict[int, str] = {
     signal.SIGKILL: ", often: out of memory; see the kernel log, or lower reward.workers",
-    signal.SIGSEGV: ", by native code that the function calls",
-    signal.SIGABRT: ", by native code that the function calls",
+    signal.SIGSEGV: ", caused by native code that the function calls",
+    signal.SIGABRT: ", caused by native code that the function calls",
 }
-"""What usually kills a worker so."""
+"""Usual causes of death by a signal, for messages: signal → cause."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One reward function (by number) for one completion, or for some clips."""
+    """A call of a reward function (by its index) for one completion, or for several clips."""
 
     function: int
     arguments: tuple[Any, ...]
     subject: str
-    """Of what, for messages: `sample "7"`."""
+    """Subject of the call in messages: `sample "7"`."""
 
 
 class Worker:
-    """The trainer's end of one worker process."""
+    """The trainer's side of one worker process."""
 
     def __init__(self, start: messages.Start) -> None:
-        own_end, worker_end = socket.socketpair()
+        trainer_end, worker_end = socket.socketpair()
         with worker_end:
-            # Its own session: Ctrl-C is for the trainer, and what a function starts is killed with it.
+            # A separate session: Ctrl-C only reaches the trainer, and processes that a function starts are killed with it.
             self.process = subprocess.Popen(
                 messages.command(worker_end.fileno()),
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self.connection: Connection[Any, Any] = Connection(own_end.detach())
+        self.connection: Connection[Any, Any] = Connection(trainer_end.detach())
         self.traits: list[messages.Trait] | None = None
-        """None until it has imported its functions."""
+        """Properties of the functions, by index; None until the worker has imported them."""
         self.function = 0
         self.pending: list[int] = []
-        """Calls without a result; async ones in the order they began, as far as they have."""
+        """Calls without a result; async calls that have begun come first, the last one first."""
         self.since = time.monotonic()
-        """When it was last heard of, or given something to do."""
+        """Time of the last message from or task for the worker."""
         self.connection.send(start)
 
     @property
@@ -80,15 +80,15 @@ class Worker:
         self.connection.send(job)
 
     def received(self) -> list[Any]:
-        """Return what it has said by now; EOFError or OSError when it has died."""
+        """Return the messages that have arrived; raise EOFError or OSError if the worker has died."""
         results: list[Any] = []
-        exited = self.process.poll() is not None  # asked first: what it said before may still be in the pipe
+        exited = self.process.poll() is not None  # checked first: earlier messages may still be in the pipe
         while self.connection.poll():
             try:
                 results.append(self.connection.recv())
             except (EOFError, OSError):
                 if results:
-                    break  # its last words; the next call says that it died
+                    break  # return the last messages; the next call raises
                 raise
             self.since = time.monotonic()
         if exited and not results:
@@ -97,17 +97,17 @@ class Worker:
 
     def kill(self, *, show_stack: bool = False) -> None:
         if self.connection.closed:
-            return  # done before; the process number may be somebody else's by now
+            return  # already killed; the process ID may belong to another process by now
         if show_stack and self.process.poll() is None:
             self.process.send_signal(signal.SIGUSR1)
-            time.sleep(0.2)  # its stack goes to stderr
-        started: list[psutil.Process] = []  # also what has a session of its own
+            time.sleep(0.2)  # the worker prints its stack to stderr
+        descendants: list[psutil.Process] = []  # includes those with a separate session
         if self.process.poll() is None:
             with contextlib.suppress(psutil.Error):
-                started = psutil.Process(self.process.pid).children(recursive=True)
+                descendants = psutil.Process(self.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for process in started:
+        for process in descendants:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
@@ -115,7 +115,7 @@ class Worker:
 
 
 class Pool:
-    """Calls reward functions of one kind in worker processes; `functions` are (name, options)."""
+    """Pool of worker processes that call reward functions of one kind; `functions` are (name, options)."""
 
     def __init__(
         self,
@@ -147,13 +147,13 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing."""
+        """Kill the workers, even in the middle of a call."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
     def run(self, calls: Sequence[Call]) -> list[messages.Scored]:
-        """The results in the order of the calls. Whatever goes wrong ends the workers and is a RewardError."""
+        """Return the results in the order of the calls. Any failure kills the workers and raises RewardError."""
         results: dict[int, messages.Scored] = {}
         jobs = self._jobs(calls)
         try:
@@ -168,9 +168,11 @@ class Pool:
         return [results[number] for number in range(len(calls))]
 
     def _jobs(self, calls: Sequence[Call]) -> deque[list[int]]:
-        """Calls of one function together: async ones as many as there are, plain ones a few, for an even load."""
+        """Group calls of the same function into tasks: one per worker if async, else several per worker for an even load."""
         if calls and not self._workers:
-            raise RuntimeError("the workers are not running: use the pool in a with statement, and not after an error")
+            raise RuntimeError(
+                "the workers are not running: use the pool in a with statement, and do not use it after an error"
+            )
         jobs: deque[list[int]] = deque()
         for function, trait in enumerate((self._workers[0].traits or []) if self._workers else []):
             numbers = [number for number, call in enumerate(calls) if call.function == function]
@@ -187,19 +189,21 @@ class Pool:
             raise self._died(worker, calls) from None
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             subject = self._subject(calls[numbers[0]])
-            raise RewardError(f"{subject} this or one near it cannot be sent to a worker: {error}") from error
+            raise RewardError(
+                f"{subject} this call or one of the same task cannot be sent to a worker: {error}"
+            ) from error
 
     def _listen(self, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]) -> None:
-        """Waits for news and takes them in; then looks for workers that are over their time."""
+        """Wait for messages and process them, then check for workers that exceed their time limit."""
         busy = [worker for worker in self._workers if not worker.idle]
-        seconds_left = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
-        wait([worker.connection for worker in busy], timeout=min(max(seconds_left, 0.0), TICK))
+        remaining = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
+        wait([worker.connection for worker in busy], timeout=min(max(remaining, 0.0), TICK))
         for worker in busy:
             try:
-                news = worker.received()
+                new_messages = worker.received()
             except (EOFError, OSError):
                 raise self._died(worker, calls) from None
-            for message in news:
+            for message in new_messages:
                 self._take(worker, message, calls, results)
             if not worker.idle and time.monotonic() > self._deadline(worker):
                 self._over_time(worker, calls, results, jobs)
@@ -232,25 +236,25 @@ class Pool:
     def _over_time(
         self, worker: Worker, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]
     ) -> None:
-        """Kills the worker. A function with `score_on_timeout` goes on in a new one, any other ends the run."""
+        """Kill the worker. Replace it by a new one if the function has a `score_on_timeout`, else raise RewardError."""
         starting = worker.traits is None
         worker.kill(show_stack=True)
         if starting:
             raise RewardError(
-                f"a reward worker took more than {self.start_limit:g} s to import {', '.join(self.names)}: "
-                "see above where it was; imports that take long belong into the function's first call"
+                f"a reward worker took more than {self.start_limit:g} s to import {', '.join(self.names)}, see its stack above; "
+                "move slow imports into the function's first call"
             )
         call, *other_pending = worker.pending
         if self._trait(worker).is_async:
-            other_calls = f" (or one of {len(other_pending)} others that run beside it)" if other_pending else ""
+            other_calls = f" (or one of {len(other_pending)} concurrent calls)" if other_pending else ""
             raise RewardError(
-                f"{self._too_slow(worker, calls[call])}{other_calls}: it blocks the event loop, see above where; "
+                f"{self._too_slow(worker, calls[call])}{other_calls}: it blocks the event loop, see its stack above; "
                 "in async functions use await for everything that waits"
             )
         score = self._trait(worker).score_on_timeout
         if score is None:
-            raise RewardError(f"{self._too_slow(worker, calls[call])}, see above where it was")
-        log.warning("%s; it counts as %g", self._too_slow(worker, calls[call]), score)
+            raise RewardError(f"{self._too_slow(worker, calls[call])}, see its stack above")
+        log.warning("%s; its score is %g", self._too_slow(worker, calls[call]), score)
         results[call] = messages.Scored(call, score, {})
         if other_pending:
             jobs.appendleft(other_pending)
@@ -264,11 +268,11 @@ class Pool:
 
     def _died(self, worker: Worker, calls: Sequence[Call]) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(2)  # its pipe closes a moment before it ends
+            worker.process.wait(2)  # the pipe closes shortly before the process ends
         worker.kill()
         code = worker.process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        how += CAUSES.get(-code, "")
+        cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        cause += CAUSES.get(-code, "")
         if not worker.pending:
-            return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({how}), see above")
-        return RewardError(f"{self._subject(calls[worker.pending[0]])} its worker process died ({how})")
+            return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({cause}), see above")
+        return RewardError(f"{self._subject(calls[worker.pending[0]])} its worker process died ({cause})")

@@ -1,4 +1,4 @@
-"""The reference answer of a sample, for rewards that read more than its words."""
+"""The reference answer of a sample, for rewards that parse it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dsreason.rewards.reading.plain import answer_of
 Read = TypeVar("Read")
 
 
-def reference(sample: Sample, read: Callable[[str], Read | None], wanted: str) -> Read:
-    """Return what `read` finds in the sample's answer.
+def reference(sample: Sample, read: Callable[[str], Read | None], expected: str) -> Read:
+    """Return what `read` parses from the sample's answer.
 
     Raises:
-        DataError: it finds nothing; the text names the sample, its answer and what is `wanted`.
+        DataError: nothing could be parsed; the message names the sample, its answer and what was `expected`.
     """
     answer = sample.answer
-    reference = read(answer_of(answer)) if isinstance(answer, str) and answer.strip() else None
-    if reference is None:
-        raise unusable(sample, f"which holds no {wanted}")
-    return reference
+    parsed = read(answer_of(answer)) if isinstance(answer, str) and answer.strip() else None
+    if parsed is None:
+        raise unusable(sample, f"which holds no {expected}")
+    return parsed
 
 
 def unusable(sample: Sample, problem: str) -> DataError:

@@ -3,8 +3,8 @@
     POST <url>  {"prompts": [str], "completions": [str], "answers": [str | null], "media": [[part]], "meta": [{…}]}
     200         {"scores": {"<name>": [float]}}
 
-One entry for each completion. `media` are the sample's image and video parts, paths as the trainer sees them; `meta` has the
-sample's `id`, its `options` and its own `meta`. The token goes into the `Authorization` header and nowhere else.
+Each list has one entry per completion. `media` are the sample's image and video parts, with paths as the trainer sees them;
+`meta` has the sample's `id`, its `options` and the entries of its `meta`. The token is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dsreason.rewards.http import Refused, Retry, RewardServer, variable
 from dsreason.rewards.worker import LARGEST
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
-"""Of a score: it becomes that of a metric."""
+"""Name of a score, which becomes the name of a metric."""
 
 
 class Answer(BaseModel):
@@ -35,7 +35,7 @@ class Answer(BaseModel):
 
 
 class Score(BaseModel):
-    """One entry of `scores`. pydantic would collect all errors of a long answer in memory; here it stops at the first."""
+    """One entry of `scores`. pydantic would collect all errors of a long response in memory; here it stops at the first."""
 
     scores: dict[
         str,
@@ -44,12 +44,13 @@ class Score(BaseModel):
 
 
 class RemoteReward:
-    """A reward server. What the configuration does not say comes from the environment, the token from there alone.
+    """Rewards from a server. The environment supplies what the configuration does not set, and always the token.
 
-    Read are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same with `WFM_REWARD_`.
+    The variables are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same names with the
+    prefix `WFM_REWARD_`.
 
     Args:
-        pause: seconds before the first retry; doubled for every further one.
+        pause: seconds before the first retry; doubled for each additional one.
     """
 
     def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
@@ -58,7 +59,7 @@ class RemoteReward:
         self.time_limit = config.time_limit or _seconds(variable("ENQUEUE_TIMEOUT_S") or "60")
         if not url:
             raise ConfigError(
-                "a remote reward needs the server's address: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
+                "a remote reward needs the server's URL: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
                 "or reward.remote.url"
             )
         self.server = RewardServer(url, variable("TOKEN"))
@@ -66,7 +67,7 @@ class RemoteReward:
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
     ) -> dict[str, list[float]]:
-        """Every score that the server gives, `names` at least, for `completions[i]` as an answer to `samples[i]`."""
+        """Return all scores from the server, at least `names`, for `completions[i]` as an answer to `samples[i]`."""
         pairs = list(zip(completions, samples, strict=True))
         batches = [
             pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)
@@ -77,9 +78,9 @@ class RemoteReward:
             try:
                 done, _ = wait(running, return_when=FIRST_EXCEPTION)
                 for future in done:
-                    future.result()  # raises what went wrong first
+                    future.result()  # raises the first failure
             finally:
-                stop.set()  # the others end after the request that they are in
+                stop.set()  # the other threads end after their current request
                 executor.shutdown(wait=False, cancel_futures=True)
         return self._joined([future.result() for future in running])
 
@@ -118,11 +119,11 @@ class RemoteReward:
             for name, values in Answer.model_validate_json(answer).scores.items():
                 scores |= Score(scores={name: values}).scores
         except ValidationError as error:
-            place = error.errors()[0]["loc"]
-            if len(place) == 3 and isinstance(place[2], int) and place[2] < len(ids):  # scores, name, number
-                ids = [ids[int(place[2])]]
+            path = error.errors()[0]["loc"]
+            if len(path) == 3 and isinstance(path[2], int) and path[2] < len(ids):  # scores, name, index
+                ids = [ids[int(path[2])]]
             problem = self.server.quoted(first_problem(error, self.server.without_token))
-            queue = "; cosmos-rl's queue for generated media, where scores are fetched later, is not supported"
+            queue = "; cosmos-rl's queue for generated media, which delivers scores later, is not supported"
             self._fail(
                 ids,
                 f'the response is not {{"scores": {{name: [number]}}}}: {problem} in '
@@ -140,8 +141,8 @@ class RemoteReward:
         return self.server.quoted(", ".join(sorted(names)))
 
     def _fail(self, ids: Sequence[str], text: str, *, cause: Exception | None = None) -> NoReturn:
-        of = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'
-        raise RewardError(f"reward server {self.server.place}, {of}: {text}") from cause
+        subject = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'
+        raise RewardError(f"reward server {self.server.place}, {subject}: {text}") from cause
 
 
 def _seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Scoring completions with several weighted rewards."""
+"""Scoring of completions with several weighted rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIND = Kind(find_reward, check_score)
 
 @dataclass(frozen=True)
 class Scores:
-    """What `n` completions are worth.
+    """Scores of `n` completions.
 
     Example: `Scores(total=[1.5, 0.0], by_function={"format": [1, 0], "judge": [0.5, 0]}, metric_sums={"judge/words": (15, 2)})`.
     """
@@ -31,23 +31,23 @@ class Scores:
     total: Floats  # [n]
     """The weighted sum."""
     by_function: dict[str, Floats]  # [n] each
-    """Unweighted, by the functions' short names."""
+    """Unweighted scores: short name of the function → scores."""
     metric_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """`<function>/<metric>` → its sum and how many calls gave it; these add up over ranks."""
+    """`<function>/<metric>` → its sum and the number of calls that returned it; both can be summed over ranks."""
 
 
 class Scorer:
-    """Scores completions; a context manager, since it holds worker processes.
+    """Scorer of completions; a context manager, because it holds worker processes.
 
         with Scorer(RewardConfig(functions={"single_choice": 1.0, "rewards.py:judge": 0.5})) as scorer:
             scores = scorer.score(completions, samples)
 
-    A function that raises, returns anything but a finite number, takes longer than `time_limit` or kills its process is a
-    RewardError that names it and the sample; the workers, the hanging one included, are gone by then. Entering raises
-    ConfigError when a function cannot be found.
+    If a function raises, returns anything but a finite number, exceeds `time_limit` or kills its process, all workers, including
+    a hanging one, are killed and RewardError names the function and the sample. Entering raises ConfigError if a function
+    cannot be found.
 
     Args:
-        start_limit: seconds in which a worker must have imported the functions.
+        start_limit: seconds within which a worker must have imported the functions.
     """
 
     def __init__(self, config: RewardConfig, *, start_limit: float = 120.0) -> None:
@@ -70,7 +70,7 @@ class Scorer:
         self._pool.close()
 
     def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
-        """Scores `completions[i]` against `samples[i]`; for `overlong` see `text.with_length`."""
+        """Score `completions[i]` against `samples[i]`; for `overlong` see `text.with_length`."""
         pairs = list(zip(completions, samples, strict=True))
         calls = [Call(number, pair, f'sample "{pair[1].id}"') for number in range(len(self._local)) for pair in pairs]
         results = self._pool.run(calls)
@@ -85,7 +85,7 @@ class Scorer:
             for name, scores in self._remote.score(completions, samples, list(self._served)).items():
                 if name in self._served:
                     values[self._served[name]][:] = scores
-                else:  # scores that no function is named after are metrics
+                else:  # scores that the configuration does not name are metrics
                     metrics[f"remote/{name}"] += scores
         total = sum(
             (w * values[label] for w, label in zip(self.weights, self.labels, strict=True)), np.zeros(len(pairs))
@@ -98,5 +98,5 @@ class Scorer:
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:
-    """The server of the rewards named `remote:…`, if there are any. No request is made."""
+    """Return the server for rewards named `remote:…`, None if the configuration has none. Send no request."""
     return RemoteReward(config.remote) if any(name.startswith(REMOTE) for name in config.functions) else None

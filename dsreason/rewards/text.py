@@ -10,28 +10,29 @@ from dsreason.data.types import Sample
 from dsreason.text import normalized, split_response
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
-"""Thoughts, then the answer, any white space around them and nothing else."""
+"""Pattern of thoughts followed by the answer, with any white space around them and nothing else."""
 COSMOS_FORMAT = r"<think>(?:(?!</?think>).)*</think>\n\n<answer>.*</answer>\n?"
-"""As cosmos-rl has it: one empty line between the two. Its own prompt shows a space there."""
+"""Pattern of cosmos-rl, with one empty line between thoughts and answer, although its own prompt shows a space."""
 REQUEST = (
     "Answer the question in the following format: "
     "<think>\nyour reasoning\n</think>\n\n<answer>\nyour answer\n</answer>."
 )
-"""For a system prompt: asks for what both accept. Cosmos-Reason1's model card has it there."""
+"""Request for a system prompt, from Cosmos-Reason1's model card; both patterns accept the format."""
 
 
 def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
-    """1 if the whole completion matches the regular expression (where `.` is any character), else 0.
+    """Return 1 if the whole completion matches the regular expression (`.` matches any character), else 0.
 
-    A second `<answer>` block belongs to the answer's text, as in cosmos-rl, whose rewards read the first; ours read the last.
+    A second `<answer>` block is part of the answer's text, as in cosmos-rl, whose rewards read the first block; those here read
+    the last.
     """
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
 def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
-    """Return why a completion that follows the prompt would get no `format` reward; None when it would.
+    """Return why a completion that follows the prompt would get no `format` reward, None if it would get one.
 
-    The format that a prompt asks for is what stands in it from the first tag to the last closing tag:
+    The format that a prompt requests is its text from the first tag to the last closing tag:
     `… in the following format: <think> your reasoning </think> <answer> your answer </answer>.`
     """
     first, closing = re.search(r"<\w+>", prompt), [*re.finditer(r"</\w+>", prompt)]
@@ -44,9 +45,9 @@ def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
 
 
 def exact_match(completion: str, sample: Sample) -> float:
-    """1 if the final answer is the reference, case and the amount of white space aside, else 0.
+    """Return 1 if the final answer equals the reference, ignoring case and the amount of white space, else 0.
 
-    Evaluation also forgives a final full stop.
+    Evaluation also ignores a final full stop.
     """
     if sample.answer is None:
         return 0.0
@@ -55,10 +56,10 @@ def exact_match(completion: str, sample: Sample) -> float:
 
 
 def gsm8k(completion: str, sample: Sample) -> float:
-    """1 if the first `#### number` is the reference's, digit for digit (thousands commas aside), else 0.
+    """Return 1 if the first `#### number` has the same digits as the reference's (ignoring thousands commas), else 0.
 
-    The reference ends in `#### 72`, as the data set has it, or is the bare number. A completion without a number gets 0
-    (in cosmos-rl it gets 1 when the reference has none either).
+    The reference ends in `#### 72`, as in the data set, or is the bare number. A completion without a number gets 0
+    (in cosmos-rl it gets 1 if the reference has none either).
     """
     number = hash_number(completion)
     if number is None or sample.answer is None:
@@ -67,9 +68,9 @@ def gsm8k(completion: str, sample: Sample) -> float:
 
 
 def overlong(completion: str, sample: Sample, *, buffer: int | None = None, factor: float = 1.0) -> float:
-    """DAPO's soft punishment, see `soft_overlong`; the lengths are in `sample.meta`, see `with_length`.
+    """Return DAPO's soft penalty, see `soft_overlong`, from the lengths in `sample.meta`, see `with_length`.
 
-    `buffer` is a fifth of the longest completion when it is not given, as in the paper (4096 of 20480).
+    The default of `buffer` is a fifth of the maximum completion length, as in the paper (4096 of 20480).
     """
     missing = {"completion_length", "max_completion_length"} - sample.meta.keys()
     if missing:
@@ -81,7 +82,7 @@ def overlong(completion: str, sample: Sample, *, buffer: int | None = None, fact
 
 
 def soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 1.0) -> float:
-    """0 up to `max_length - buffer` tokens, from there linear to `-factor` at `max_length` (DAPO)."""
+    """Return 0 up to `max_length - buffer` tokens, then decrease linearly to `-factor` at `max_length` (DAPO)."""
     if not 0 < buffer <= max_length:
         raise ValueError(
             f"the overlong buffer ({buffer}) must be between 1 and the longest completion ({max_length} tokens): "
@@ -92,7 +93,7 @@ def soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 
 
 
 def with_length(sample: Sample, length: int, max_length: int) -> Sample:
-    """The sample with what the caller knows about its completion: its tokens, and how many there could have been."""
+    """Add the number of tokens of the completion and the maximum number to the sample's `meta`."""
     return dataclasses.replace(
         sample, meta={**sample.meta, "completion_length": length, "max_completion_length": max_length}
     )

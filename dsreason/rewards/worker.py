@@ -1,7 +1,7 @@
-"""A worker process: it finds the reward functions by name, calls them, and says after each call what came of it.
+"""The worker process, which finds reward functions by name, calls them, and reports the result of each call.
 
-It is started as a new Python, not forked: the trainer holds CUDA, threads and locks. Results become plain numbers here,
-so nothing of a user's types crosses the pipe.
+It is started as a new Python process, not forked, because the trainer holds CUDA, threads and locks. Results are converted to
+plain numbers here, so that no object of a user's type crosses the pipe.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dsreason.errors import ConfigError
 from dsreason.user_code import restore_script_folders
 
 CONCURRENT_CALLS = 64
-"""Of one async function in one worker."""
+"""Maximum number of concurrent calls of one async function in one worker."""
 ERROR_CHARACTERS = 4000
-"""Longest message and longest traceback line of an error that is passed on."""
+"""Maximum length of the message and of a traceback line of a reported error."""
 LARGEST = 1e12
-"""Of a reward: its square, and the sum of many, are still numbers in float32."""
-BOUND = f"a reward is from {-LARGEST:g} to {LARGEST:g}, scale it"
+"""Largest absolute value of a reward; its square, and the sum of many, are still finite in float32."""
+BOUND = f"a reward must be from {-LARGEST:g} to {LARGEST:g}; scale it"
 
 
 Function = Callable[..., Any]
@@ -41,17 +41,17 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """What the functions of a pool are. Workers get both by name, so these are functions of modules."""
+    """Kind of the functions in a pool. Both fields are pickled by name, so they must be module-level functions."""
 
     find: Callable[[str, Mapping[str, Any]], Function]
-    """The function of a name, with its options. ConfigError if there is none."""
+    """(name, options) → function with its options bound. Raises ConfigError if the function does not exist."""
     check: Callable[[Any, tuple[Any, ...]], tuple[Any, dict[str, float]]]
-    """(result, arguments of the call) → score and metrics as plain numbers. ValueError says what else was returned."""
+    """(result, arguments of the call) → score and metrics as plain numbers. ValueError describes an invalid one."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """First message to a worker: the functions by name with their options, and the seconds a call may take."""
+    """First message to a worker: names and options of the functions, and the seconds that a call may take."""
 
     kind: Kind
     functions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Job:
-    """Calls of one function: `items` are (number of the call, its arguments)."""
+    """Calls of one function: `items` are (index of the call, its arguments)."""
 
     function: int
     items: list[tuple[int, tuple[Any, ...]]]
@@ -68,14 +68,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Trait:
-    """What the scheduler has to know of a function."""
+    """Properties of a function that the scheduler needs."""
 
     is_async: bool
     score_on_timeout: float | None
     time_limit: float
     """Seconds that one call may take."""
     concurrent_calls: int
-    """In one worker, of an async one."""
+    """Maximum number of concurrent calls in one worker, for an async function."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begun:
-    """An async call that has begun; plain ones follow each other."""
+    """Message that an async call has begun; plain calls run one after another."""
 
     call: int
 
@@ -94,13 +94,13 @@ class Begun:
 class Scored:
     call: int
     score: Any
-    """As `Kind.check` gives it."""
+    """Score as returned by `Kind.check`."""
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What is wrong with a call: `raised …`, `returned …`, or that an async one was still waiting at the time limit."""
+    """Description of a failed call: `raised …`, `returned …`, or that an async call exceeded the time limit."""
 
     call: int
     text: str
@@ -110,12 +110,12 @@ Send = Callable[[Begun | Scored | Failed], None]
 
 
 def main(descriptor: int) -> None:
-    """Serves until the other end of the pipe closes."""
-    os.set_inheritable(descriptor, False)  # what a reward function starts must not hold the pipe open
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for before a hanging worker is killed
+    """Serve calls until the other end of the pipe closes."""
+    os.set_inheritable(descriptor, False)  # processes that a reward function starts must not hold the pipe open
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging worker is killed
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
-        os.register_at_fork(after_in_child=connection.close)  # a copy of this process must not answer a second time
+        os.register_at_fork(after_in_child=connection.close)  # a fork of this process must not answer a second time
         try:
             start: Start = connection.recv()
             restore_script_folders()
@@ -125,20 +125,20 @@ def main(descriptor: int) -> None:
                 job: Job = connection.recv()
                 _run(job, functions[job.function], start, runner, connection.send)
         except ConfigError as error:
-            connection.send(ConfigError(str(error)))  # of a function that cannot be loaded
+            connection.send(ConfigError(str(error)))  # a function cannot be loaded
         except (EOFError, OSError):
             return
 
 
 def _exit_with_parent(parent: int) -> None:
-    """A killed trainer leaves nobody behind, not even a function that hangs."""
+    """End this process, even if a function hangs, when the trainer has been killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def _trait(function: Function, time_limit: float) -> Trait:
-    """`time_limit`: of functions that do not say, as `judge` does, how long a call takes with their options."""
+    """Return the properties of a function; `time_limit` is for functions that, unlike `judge`, have no `call_limits`."""
     inner, options = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     score = getattr(inner, "score_on_timeout", None)
@@ -158,7 +158,7 @@ def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, sen
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
             answer = _checked(call, result, arguments, start.kind)
-        except BaseException as error:  # noqa: BLE001  somebody else's code, which may call sys.exit; the trainer raises it
+        except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
             answer = Failed(call, described(error))
         send(answer)
 
@@ -172,12 +172,12 @@ async def _call_all(
 ) -> None:
     gate = asyncio.Semaphore(trait.concurrent_calls)
 
-    async def one(call: int, arguments: tuple[Any, ...]) -> None:
+    async def run_call(call: int, arguments: tuple[Any, ...]) -> None:
         async with gate:
             send(Begun(call))
             send(await _answer(call, function(*arguments), arguments, kind, trait.time_limit))
 
-    await asyncio.gather(*(one(*item) for item in items))
+    await asyncio.gather(*(run_call(*item) for item in items))
 
 
 async def _answer(
@@ -188,8 +188,8 @@ async def _answer(
         async with scope:
             result = await running
         return _checked(call, result, arguments, kind)
-    except BaseException as error:  # noqa: BLE001  somebody else's code, which may call sys.exit; the trainer raises it
-        # The function may itself raise a TimeoutError: one of its requests took too long.
+    except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
+        # The function itself may raise TimeoutError if one of its requests takes too long.
         return Failed(call, no_result_within(time_limit) if scope.expired() else described(error))
 
 
@@ -198,7 +198,7 @@ def no_result_within(time_limit: float) -> str:
 
 
 def described(error: BaseException) -> str:
-    """`raised ValueError: …`, and below it the traceback from the function on, indented: part of a message of ours."""
+    """Describe an error as `raised ValueError: …`, followed by the indented traceback from the function on."""
     user_traceback = error.__traceback__
     while user_traceback is not None and user_traceback.tb_frame.f_code.co_filename == __file__:
         user_traceback = user_traceback.tb_next
@@ -217,7 +217,7 @@ def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> 
 
 
 def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
-    """`Kind.check` of rewards for a completion: a number, or (number, dict of metrics)."""
+    """Check the result of a reward for a completion, a number or (number, dict of metrics); used as `Kind.check`."""
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(f"returned {shown(result)}; a reward is a finite number, or (number, dict of metrics)")
@@ -241,7 +241,7 @@ def shown(value: Any) -> str:
 
 
 def command(descriptor: int) -> list[str]:
-    """The command line of a worker that talks through `descriptor`; it has this process's import path."""
+    """Return the command line of a worker that communicates through `descriptor` and has this process's import path."""
     code = (
         f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; "
         f"from {__name__} import main; main({descriptor})"

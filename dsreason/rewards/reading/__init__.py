@@ -1,1 +1,1 @@
-"""Reading numbers, times and shapes in what models write. Any text can be read: what is not understood is None."""
+"""Parsers of numbers, times and shapes in the texts of models. They accept any text and return None if they cannot parse it."""

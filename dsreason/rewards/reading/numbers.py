@@ -1,4 +1,4 @@
-r"""The number that an answer gives: `about 1,200.5 kg`, `12 %`, `3 1/2`, `\boxed{3.2\,\text{m}}`, `three boxes`."""
+r"""Parser of the number in an answer: `about 1,200.5 kg`, `12 %`, `3 1/2`, `\boxed{3.2\,\text{m}}`, `three boxes`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNITS = {
     "temperature": {"°c": 1.0, "celsius": 1.0},
     "share": {"%": 1.0, "percent": 1.0, "pct": 1.0},
 }
-"""Dimension → unit → what it is in the first one of its kind."""
+"""Dimension → unit → factor to the base unit, which has factor 1."""
 FACTORS = {unit: (dimension, factor) for dimension, units in UNITS.items() for unit, factor in units.items()}
 MULTIPLES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "billion": 1e9}
 NAMES = (
@@ -62,7 +62,7 @@ VERDICT = re.compile(
     r"(?:[\s*\"(\[]|about|around|approximately|approx\.?|roughly|nearly|almost|exactly|only|of|~|a total of|the|at){0,6}\Z"
 )
 EXPLAINED = re.compile(r"[^0-9]{0,40}?(?:\(|\.\s|;|\n|\b(?:because|since|as|i\.e|namely|made up of)\b)")
-"""What may follow an answer's number before further ones do."""
+"""Pattern of the text after the answer's number if the numbers that follow only explain it."""
 MOST_POWER = 100
 LATEX = (
     (re.compile(r"\\[dt]?frac\s?\{([0-9]{1,12})\}\s?\{([0-9]{1,12})\}"), r" \1/\2"),
@@ -77,7 +77,7 @@ LATEX = (
 
 @dataclass(frozen=True)
 class Quantity:
-    """Example: `3.2 m` is `Quantity(3.2, "length", 1.0)`; with a unit that is not known the last two are "" and 1."""
+    """A number with its unit: `3.2 m` is `Quantity(3.2, "length", 1.0)`; for an unknown unit the last two are "" and 1."""
 
     value: float
     dimension: str = ""
@@ -85,23 +85,23 @@ class Quantity:
 
     @property
     def base(self) -> float:
-        """In the first unit of its dimension."""
+        """The value in the base unit of the dimension."""
         return self.value * self.factor
 
 
 @dataclass(frozen=True)
 class Token:
     quantity: Quantity | None
-    """None for digits that are no number, such as `1.2.3`."""
+    """The number; None for digits that do not form one, such as `1.2.3`."""
     start: int
     end: int
 
 
 def quantity(text: str, dimension: str = "") -> Quantity | None:
-    """The one number that a `plain` text gives; None if there is none, or several of which none is the answer's.
+    """Return the number that a `plain` text gives as its answer; None if it has no number or several equally likely ones.
 
     Args:
-        dimension: that of the reference: of several numbers one that has it is meant.
+        dimension: dimension of the reference; of several numbers, one with this dimension is the answer.
     """
     text = clean(text.lower())
     tokens = [token_of(match) for match in TOKEN.finditer(text)]
@@ -112,32 +112,33 @@ def quantity(text: str, dimension: str = "") -> Quantity | None:
 
 
 def clean(text: str) -> str:
-    r"""Without LaTeX, and what is inside the last `\boxed{…}`."""
+    r"""Remove LaTeX markup, and keep only the content of the last `\boxed{…}` if the text has one."""
     _, boxed, inside = text.rpartition(r"\boxed{")
     if boxed:
         text = inside.rpartition("}")[0] or inside
-    for pattern, replaced in LATEX:
-        text = pattern.sub(replaced, text)
+    for pattern, replacement in LATEX:
+        text = pattern.sub(replacement, text)
     return text
 
 
 def chosen(text: str, tokens: Sequence[Token], dimension: str) -> Quantity | None:
+    """Return the quantity of the token that `pick` returns, None if that is part of a range."""
     ranged = [end for pair in zip(tokens, tokens[1:], strict=False) if is_range(text, *pair) for end in pair]
     token = pick(text, tokens, dimension)
     return token.quantity if token is not None and token not in ranged else None
 
 
 def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
-    """Of several numbers: the only one of the dimension, what follows `is` or `=` last, or the one that all else explains."""
+    """Pick the answer: the only distinct number (of the dimension), the last after `is` or `=`, or an explained first one."""
     tokens = [
         token for token in tokens if not re.search(r"(?:±|\+/-?)\s?\Z", text[max(0, token.start - 4) : token.start])
     ]
-    for found in (
+    for candidates in (
         tokens,
         [token for token in tokens if token.quantity and token.quantity.dimension == dimension != ""],
     ):
-        if len({f"{token.quantity.base:.9g}" if token.quantity else "" for token in found}) == 1:
-            return found[0]
+        if len({f"{token.quantity.base:.9g}" if token.quantity else "" for token in candidates}) == 1:
+            return candidates[0]
     if verdicts := [token for token in tokens if VERDICT.search(text[max(0, token.start - 60) : token.start])]:
         return verdicts[-1]
     leads = not text[: tokens[0].start].strip("([\"'* \n")
@@ -145,23 +146,25 @@ def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
 
 
 def is_range(text: str, first: Token, second: Token) -> bool:
-    """`3-4`, `3 to 4`, `between 3 and 4`: no single number."""
-    gap = text[first.end : second.start + 1].rstrip("0123456789.")  # the sign of the second is the first's dash
+    """Return whether two numbers form a range: `3-4`, `3 to 4`, `between 3 and 4`."""
+    gap = text[first.end : second.start + 1].rstrip(
+        "0123456789."
+    )  # the sign of the second number is the dash of the range
     between = re.search(r"\bbetween\s{1,3}\Z", text[max(0, first.start - 12) : first.start]) is not None
     return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
 
 
 def joined(tokens: Sequence[Token], text: str) -> list[Token]:
-    """With `1 m 20 cm` and `5 feet 3 inches` as one."""
-    found: list[Token] = []
+    """Join the parts of `1 m 20 cm` and `5 feet 3 inches` into one token each."""
+    merged: list[Token] = []
     for token in tokens:
-        if found and is_part(found[-1], token, text):
-            whole, last = found[-1], found[-1].quantity or Quantity(0.0)
+        if merged and is_part(merged[-1], token, text):
+            previous, last = merged[-1], merged[-1].quantity or Quantity(0.0)
             base = last.base + (token.quantity or Quantity(0.0)).base
-            found[-1] = Token(Quantity(base / last.factor, last.dimension, last.factor), whole.start, token.end)
+            merged[-1] = Token(Quantity(base / last.factor, last.dimension, last.factor), previous.start, token.end)
         else:
-            found.append(token)
-    return found
+            merged.append(token)
+    return merged
 
 
 def is_part(whole: Token, part: Token, text: str) -> bool:
@@ -172,25 +175,25 @@ def is_part(whole: Token, part: Token, text: str) -> bool:
     return a.value >= 0 <= b.value and re.fullmatch(r"\s{0,2}(?:and\s)?", text[whole.end : part.start]) is not None
 
 
-def token_of(found: re.Match[str]) -> Token:
-    start, end = found.span()
-    dimension, factor = unit_of(found["unit"] or "")
-    if found["unit"] and not dimension:
-        end = found.start("unit")  # a word
-    value, below = digits_value(found["digits"]), float(found["below"] or 1)
-    power = int(found["exponent"] or found["power"] or 0)
-    of_clock = re.match(r":[0-9]", found.string[end : end + 2]) or re.match(
-        r"[0-9]:", found.string[max(0, start - 2) : start]
+def token_of(match: re.Match[str]) -> Token:
+    start, end = match.span()
+    dimension, factor = unit_of(match["unit"] or "")
+    if match["unit"] and not dimension:
+        end = match.start("unit")  # an ordinary word
+    value, below = digits_value(match["digits"]), float(match["below"] or 1)
+    power = int(match["exponent"] or match["power"] or 0)
+    of_clock = re.match(r":[0-9]", match.string[end : end + 2]) or re.match(
+        r"[0-9]:", match.string[max(0, start - 2) : start]
     )
     if value is None or not below or abs(power) > MOST_POWER or of_clock:
         return Token(None, start, end)
-    value = (value / below + float(found["whole"] or 0)) * MULTIPLES.get(found["multiple"] or "", 1.0) * 10.0**power
-    sign = -1.0 if (found["sign"] or "").startswith("-") else 1.0
+    value = (value / below + float(match["whole"] or 0)) * MULTIPLES.get(match["multiple"] or "", 1.0) * 10.0**power
+    sign = -1.0 if (match["sign"] or "").startswith("-") else 1.0
     return Token(Quantity(sign * value, dimension, factor), start, end)
 
 
 def unit_of(text: str) -> tuple[str, float]:
-    """Dimension and factor of a unit; ("", 1) of one that is not known."""
+    """Return dimension and factor of a unit; ("", 1) if the unit is unknown."""
     unit = re.sub(r"\s?/\s?|\sper\s", "/", text).replace("metre", "meter")
     unit = re.sub(r"(?<=[a-z])\^?([23])\Z", r"^\1", unit)
     unit = {"meter/second": "m/s", "kilometer/hour": "km/h", "mile/hour": "mph"}.get(unit.replace("s/", "/"), unit)
@@ -198,7 +201,7 @@ def unit_of(text: str) -> tuple[str, float]:
 
 
 def digits_value(text: str) -> float | None:
-    """`1,234.5`, `1.234,5`, `1 234`, `3,2` and `.5` as a float; None if the separators fit no number."""
+    """Convert `1,234.5`, `1.234,5`, `1 234`, `3,2` or `.5` to a float; return None if the separators are invalid."""
     text = re.sub(r"[ '_]", "", text)
     commas, dots = text.count(","), text.count(".")
     if commas and dots:

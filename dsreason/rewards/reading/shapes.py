@@ -1,4 +1,4 @@
-"""Boxes and points in texts: JSON as Qwen-VL writes it, tags, bracketed and named numbers."""
+"""Parser of boxes and points in texts: JSON as Qwen-VL writes it, tags, bracketed and named numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from dsreason.rewards.reading.plain import finite, json_values, key_name, says_none
 
 Order = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
-"""What the four numbers of a box are: two corners, a corner (or `c`, the centre) and width and height, or Gemini's."""
+"""Meaning of a box's four numbers: two corners; a corner (or `c`, the centre) with width and height; or Gemini's order."""
 
 NUMBER = r"[+-]?[0-9]{1,12}(?:\.[0-9]{0,12})?(?:e[+-]?[0-9]{1,3})?"
 METRES = {"m": 1.0, "meter": 1.0, "meters": 1.0, "metre": 1.0, "metres": 1.0, "cm": 0.01, "mm": 0.001, "km": 1000.0}
 METRES |= {"ft": 0.3048, "feet": 0.3048, "in": 0.0254}
 UNIT = rf"(?:{'|'.join(sorted(METRES, key=len, reverse=True))}|px|pixels?|%)(?![a-z])"
 ITEM = rf"(?:[a-z]{{1,2}}[0-9]?\s?[=:]\s?)?(?:{NUMBER})(?:\s?{UNIT})?"
-"""A number with its name and unit: `x=1.5`, `3 m`."""
+"""Pattern of a number with its name and unit: `x=1.5`, `3 m`."""
 BETWEEN = r"\s{0,3}(?:[,;]\s{0,3}|\s)"
 GROUP = re.compile(rf"[\[(]\s{{0,9}}({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\s{{0,9}},?\s{{0,9}}[\])]")
 ROW = re.compile(rf"\W{{0,9}}?({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\W{{0,9}}")
@@ -38,36 +38,36 @@ CORNERS = {
 LABEL_KEYS = ("label", "class", "classname", "category", "name", "object", "type", "ref")
 BOX_KEYS = {"bbox", "bbox2d", "box", "box2d", "boundingbox", "boundingbox2d", "boxes", "bboxes", "rect"}
 LARGEST = 1e12
-"""Coordinates from here on are not read: nobody means them, and sums of squares of them overflow."""
+"""Bound of coordinates; larger ones are never meant, and the sum of their squares overflows."""
 MOST_STRING = 4_096
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A point (x, y) or more, or a box (x1, y1, x2, y2). Example: `Shape((10.0, 20.0, 30.0, 40.0), "cup")`."""
+    """A point (x, y, …) or a box (x1, y1, x2, y2). Example: `Shape((10.0, 20.0, 30.0, 40.0), "cup")`."""
 
     numbers: tuple[float, ...]
     label: str = ""
 
     def scaled(self, x: float, y: float) -> Shape:
-        """With every x and every y times a factor."""
-        return replace(self, numbers=tuple(value * (y if place % 2 else x) for place, value in enumerate(self.numbers)))
+        """Multiply all x and all y by one factor each."""
+        return replace(self, numbers=tuple(value * (y if index % 2 else x) for index, value in enumerate(self.numbers)))
 
 
 @dataclass(frozen=True)
 class PointForm:
-    """How many numbers a point may have, and of a number with a length's unit: in which unit it is wanted (metres of one)."""
+    """Expected form of points: possible counts of numbers, and the length unit, in metres, of the result."""
 
     sizes: Sequence[int] = (2,)
     metres: float = 1.0
 
 
-Found = list[Shape] | None
-"""[] if a text says that there are none; None if nothing was read."""
+Shapes = list[Shape] | None
+"""Shapes of a text: [] if it says that none exist; None if it could not be parsed."""
 
 
-def boxes(text: str, order: Order = "xyxy") -> Found:
-    """All boxes of a `plain` text, as x1, y1, x2, y2."""
+def boxes(text: str, order: Order = "xyxy") -> Shapes:
+    """Return all boxes of a `plain` text as x1, y1, x2, y2."""
     shapes = read(text, json_boxes, text_boxes)
     return [replace(box, numbers=corners(box.numbers, order)) for box in shapes] if shapes else shapes
 
@@ -75,12 +75,12 @@ def boxes(text: str, order: Order = "xyxy") -> Found:
 PLAIN_POINT = PointForm()
 
 
-def points(text: str, form: PointForm = PLAIN_POINT) -> Found:
-    """All points of a `plain` text, in their order."""
+def points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
+    """Return all points of a `plain` text in order."""
     return read(text, lambda value: json_points(value, form), lambda lower: text_points(lower, form))
 
 
-def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable[[str], list[Shape]]) -> Found:
+def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable[[str], list[Shape]]) -> Shapes:
     values = json_values(text)
     shapes = [shape for value in values for shape in in_json(value)] or in_text(text.lower())
     shapes = [shape for shape in shapes if all(abs(value) < LARGEST for value in shape.numbers)]
@@ -90,7 +90,7 @@ def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable
 
 
 def unwrapped(value: Any) -> Any:
-    """Return what is in an object with one key: `{"boxes": []}` → `[]`."""
+    """Return the value of an object with one key: `{"boxes": []}` → `[]`; other values unchanged."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
 
 
@@ -157,7 +157,7 @@ def label_of(value: dict[Any, Any]) -> str:
 
 
 def numbers_of(values: Sequence[Any]) -> tuple[float, ...]:
-    """All of them as floats, numbers in quotes too; () where one is no number."""
+    """Convert all values, including numbers in quotes, to floats; return () if one is not a number."""
     numbers = [number(value) if isinstance(value, str) else finite(value) for value in values]
     return tuple(value for value in numbers if value is not None) if None not in numbers else ()
 
@@ -173,7 +173,7 @@ def number(text: str) -> float | None:
 def text_boxes(text: str) -> list[Shape]:
     named_numbers = [(CORNERS.get(key_name(key), key_name(key)), float(value)) for key, value in NAMED.findall(text)]
     if named_numbers and len(named_numbers) % 4 == 0:
-        fours = [dict(named_numbers[place : place + 4]) for place in range(0, len(named_numbers), 4)]
+        fours = [dict(named_numbers[first : first + 4]) for first in range(0, len(named_numbers), 4)]
         if all(four.keys() == {"x1", "y1", "x2", "y2"} for four in fours):
             return [Shape((four["x1"], four["y1"], four["x2"], four["y2"])) for four in fours]
     groups = groups_of(text)
@@ -181,7 +181,7 @@ def text_boxes(text: str) -> list[Shape]:
         return shapes
     twos = [group for group in groups if len(group) == 2]
     if twos and len(twos) % 2 == 0:
-        return [Shape(twos[place] + twos[place + 1]) for place in range(0, len(twos), 2)]
+        return [Shape(twos[first] + twos[first + 1]) for first in range(0, len(twos), 2)]
     return rows_of(text, (4,))
 
 
@@ -189,19 +189,19 @@ def text_points(text: str, form: PointForm) -> list[Shape]:
     if shapes := [Shape(group) for group in groups_of(text, form.metres) if len(group) in form.sizes]:
         return shapes
     named_numbers = [(key[0], float(value)) for key, value in NAMED.findall(text) if key[0] in "xy"]
-    pairs = [named_numbers[place : place + 2] for place in range(0, len(named_numbers), 2)]
+    pairs = [named_numbers[first : first + 2] for first in range(0, len(named_numbers), 2)]
     if pairs and all([axis for axis, _ in pair] == ["x", "y"] for pair in pairs):
         return [Shape((pair[0][1], pair[1][1])) for pair in pairs]
     return rows_of(text, form.sizes, form.metres)
 
 
 def groups_of(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
-    """The numbers of each innermost pair of brackets that holds nothing else."""
+    """Return the numbers in each innermost pair of brackets that contains only numbers."""
     return [values_of(match[1], metres) for match in GROUP.finditer(text)]
 
 
 def rows_of(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Shape]:
-    """Of a text without brackets that is nothing but lines (or `;`, or tags) of so many numbers."""
+    """Return the shapes of a text that consists of rows, split by lines, `;`, `->` or tags, with one of `sizes` numbers each."""
     parts = [part for part in re.split(r"<[^<>]{0,200}>|[\n;]|->", text) if re.search("[0-9]", part)]
     rows = [ROW.fullmatch(part) for part in parts]
     shapes = [Shape(values_of(row[1], metres)) for row in rows if row]
@@ -209,7 +209,7 @@ def rows_of(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Shape]
 
 
 def values_of(text: str, metres: float) -> tuple[float, ...]:
-    """The numbers of a group; lengths that have a unit in that of `metres`."""
+    """Return the numbers of a group; convert lengths with a unit to the unit of `metres` metres."""
     return tuple(
         float(value) * (METRES[unit] / metres if unit in METRES else 1.0) for value, unit in VALUE.findall(text)
     )

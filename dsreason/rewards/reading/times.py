@@ -1,7 +1,7 @@
-"""Spans of time in texts: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
+"""Parser of time spans: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
 
-Times are found first; what stands before, between and behind two of them says whether they are a span. Each look is at a
-bounded piece of text, so the time that it takes grows with the length alone.
+It finds times first; the text before, between and after two of them decides whether they form a span. Every check examines a
+bounded part of the text, so the running time is linear in its length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dsreason.rewards.reading.plain import finite, json_values, key_name, says_none
 
 Span = tuple[float, float]
-"""Start and end in seconds, as written: the end may come first."""
+"""Start and end in seconds, as written; the end may be before the start."""
 
 NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 UNITS = {
@@ -23,7 +23,7 @@ UNITS = {
     "ms": (0.001, r"(?:ms|msecs?|milliseconds?)"),
     "s": (1.0, r"s(?:ec(?:ond)?s?)?"),
 }
-"""Seconds, and how the unit is written; of lower case, as all of the text."""
+"""Seconds per unit and pattern of its spellings, in lower case like the whole text."""
 HOURS, MINUTES, MILLISECONDS, SECONDS = (rf"({NUMBER})[\s-]?{written}(?![a-z])" for _, written in UNITS.values())
 AND = r"[\s,]{0,2}(?:and\s)?"
 CLOCK = r"(?:([0-9]{1,3}):)?([0-9]{1,4}):([0-9]{1,2}(?:\.[0-9]{1,9}|,[0-9]{3}(?![0-9:]))?)(?:\s?s(?:ec)?(?![a-z]))?"
@@ -34,7 +34,7 @@ TIME = re.compile(
 PART = re.compile("|".join(rf"(?P<{unit}>{NUMBER})[\s-]?{written}(?![a-z])" for unit, (_, written) in UNITS.items()))
 
 WINDOW = 80
-"""Characters around a time that are looked at."""
+"""Number of characters around a time that are examined."""
 WORD = re.compile(r"[a-z][a-z_]*|-{1,3}>|=>|-{1,3}|\.{2,3}|[~/]")
 TO = {"to", "until", "till", "til", "through", "thru", "->", "-->", "--->", "=>", "-", "--", "---", "..", "...", "~"}
 EMPTY_WORDS = (
@@ -42,7 +42,7 @@ EMPTY_WORDS = (
     "second seconds sec secs s min mins minute minutes t and then lasts lasting running up all way also or"
 )
 FILLING = set(EMPTY_WORDS.split())
-"""Words that change nothing."""
+"""Words that do not change the meaning."""
 GOING_ON = "when while as where during with for that which this after before i he she they there"
 FOLLOWING = FILLING | set(GOING_ON.split())
 """Words that may follow a span whose times have no units."""
@@ -66,7 +66,7 @@ TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 
 
 def spans(text: str) -> list[Span] | None:
-    """All spans of a `plain` text; [] if it says that there are none; None if nothing was read."""
+    """Return all spans of a `plain` text; [] if it says that none exist, None if it could not be parsed."""
     values = json_values(text)
     spans_read = [span for value in values for span in json_spans(value)]
     if not spans_read and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
@@ -99,13 +99,13 @@ def json_spans(value: Any) -> Iterator[Span]:
 
 
 def bare_key(key: Any) -> str:
-    """`start_time` → `start`."""
+    """Reduce a key to its keyword: `start_time` → `start`."""
     name = key_name(key)
     return TIME_WORDS.sub("", name) or name
 
 
 def json_time(value: Any) -> float | None:
-    """A number of seconds, or the text of one time."""
+    """Convert a number of seconds, or a text with only one time, to seconds; return None for other values."""
     if not isinstance(value, str):
         return finite(value)
     match = TIME.search(value[:WINDOW].lower())
@@ -123,30 +123,30 @@ class Time:
     end: int
     value: float
     unit: float | None
-    """Seconds of its first unit, 1 for a clock's; None for a number without one."""
+    """Seconds per first unit, 1 for a clock time; None for a number without a unit."""
 
     @classmethod
-    def of(cls, found: re.Match[str]) -> Time:
-        if found["bare"]:
-            return cls(found.start(), found.end(), float(found["bare"]), None)
-        if found["clock"]:
-            *hours, minutes, seconds = found["clock"].rstrip("sec ").replace(",", ".").split(":")
+    def of(cls, match: re.Match[str]) -> Time:
+        if match["bare"]:
+            return cls(match.start(), match.end(), float(match["bare"]), None)
+        if match["clock"]:
+            *hours, minutes, seconds = match["clock"].rstrip("sec ").replace(",", ".").split(":")
             value = 3600 * float(hours[0] if hours else 0) + 60 * float(minutes) + float(seconds)
-            return cls(found.start(), found.end(), value, 1.0)
+            return cls(match.start(), match.end(), value, 1.0)
         parts = [
-            (UNITS[part.lastgroup or ""][0], float(part[part.lastgroup or ""])) for part in PART.finditer(found[0])
+            (UNITS[part.lastgroup or ""][0], float(part[part.lastgroup or ""])) for part in PART.finditer(match[0])
         ]
-        return cls(found.start(), found.end(), sum(unit * count for unit, count in parts), parts[0][0])
+        return cls(match.start(), match.end(), sum(unit * count for unit, count in parts), parts[0][0])
 
     def seconds(self, unit: float | None = None) -> float:
-        """`unit`: that of the other end, for a number without one."""
+        """Return the time in seconds; `unit` is that of the other end, for a number without one."""
         return self.value * (unit or 1.0) if self.unit is None else self.value
 
 
 def text_spans(text: str, *, whole: bool = False) -> list[Span]:
-    """The spans of a text in lower case. Those of two numbers without units count if there are no others.
+    """Return the spans of a text in lower case. Spans of two numbers without units count only if no others exist.
 
-    `whole`: only a text that is nothing but a span.
+    `whole`: return spans only if the whole text is one span.
     """
     times = [Time.of(match) for match in TIME.finditer(text)]
     if whole and (len(times) != 2 or words(text) - FILLING - TO - {"from", "between"}):
@@ -166,7 +166,7 @@ def text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
 
 def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
-    """How clearly two neighbouring times are a span, `clear` or `vague`; None if they are none."""
+    """Rate how clearly two neighbouring times form a span, `clear` or `vague`; None if they do not."""
     gap = text[first.end : second.start]
     before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
@@ -192,11 +192,11 @@ def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None
 
 
 def spoken(text: str) -> Sequence[str]:
-    """The words and signs that mean something."""
+    """Return the words and signs that carry meaning."""
     return [word for word in WORD.findall(text) if word not in FILLING and word != "/"]
 
 
 def keyword(word: str) -> str:
-    """`start_time` → `start`, `t_end` → `end`."""
+    """Reduce a word to its keyword: `start_time` → `start`, `t_end` → `end`."""
     bare = TIME_WORDS.sub("", key_name(word)) or word
     return bare.removeprefix("t") if bare in ("tstart", "tend") else bare

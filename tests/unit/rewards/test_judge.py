@@ -139,7 +139,7 @@ def test_a_request_has_one_deadline_and_the_key_is_not_shown(server: StandIn, mo
     [
         ({}, "the reward judge needs its url: set the option judge.url, or JUDGE_URL"),
         ({"url": "http://j/v1"}, "the reward judge needs its model"),
-        ({"url": "ftp://j", "model": "m"}, "address must be http"),
+        ({"url": "ftp://j", "model": "m"}, "URL must be http"),
         ({"url": "http://j", "model": "m", "lowest": 5.0, "highest": 5.0}, r"judge.lowest \(5\) must be below"),
         ({"url": "http://j", "model": "m", "api_key_variable": "HOME"}, "must end in _KEY or _TOKEN"),
     ],

@@ -272,7 +272,7 @@ def test_both_families_of_environment_names_are_read(prefix, address, monkeypatc
     [
         ({}, "set REMOTE_REWARD_URL"),
         ({"REMOTE_REWARD_URL": "ftp://x"}, "http://"),
-        ({"REMOTE_REWARD_URL": f"http://me:{TOKEN}@host/x"}, "no user and password"),
+        ({"REMOTE_REWARD_URL": f"http://me:{TOKEN}@host/x"}, "must not contain user and password"),
         ({"REMOTE_REWARD_URL": "http://a", "WFM_REWARD_URL": "http://b"}, "are set and differ"),
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_ENQUEUE_TIMEOUT_S": "soon"}, "number of seconds"),
         ({"REMOTE_REWARD_URL": "http://a", "REMOTE_REWARD_TOKEN": f"{TOKEN}\n{TOKEN}"}, "line break"),

@@ -212,8 +212,8 @@ def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
         ("(1.0, {'a': float('nan')})", "metric 'a'"),
         ("(1.0, 2.0)", "metrics are a dict"),
         ("1j", "complex"),
-        ("1e300", "a reward is from -1e+12 to 1e+12, scale it"),
-        ("(-1e13, {})", "a reward is from -1e+12 to 1e+12, scale it"),
+        ("1e300", "a reward must be from -1e+12 to 1e+12; scale it"),
+        ("(-1e13, {})", "a reward must be from -1e+12 to 1e+12; scale it"),
     ],
 )
 def test_what_is_no_finite_number_is_an_error(file, value, text):
@@ -281,7 +281,7 @@ def test_time_over_may_be_a_score(file, caplog):
     scores = score(functions, completions=COMPLETIONS * 4, samples=samples, time_limit=1.0, workers=1)
     assert scores.by_function["stubborn"].tolist() == [1, 1, -1] + [1] * 13
     assert scores.by_function["exact_match"].tolist() == [1, 0, 0, 0] * 4
-    assert 'sample "2": no result within the time limit of 1 s; it counts as -1' in caplog.text
+    assert 'sample "2": no result within the time limit of 1 s; its score is -1' in caplog.text
 
 
 def test_the_time_limit_is_for_a_call_not_for_all_of_them(file):
