@@ -45,7 +45,7 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
 
 
 def find_videos(folder: Path, pattern: str | None) -> list[Path]:
-    """Return the videos that match the pattern, or all videos without one. DataError if the folder has videos and none matches."""
+    """Return the videos that match the pattern, or all videos without one. DataError if there are videos but none matches."""
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos

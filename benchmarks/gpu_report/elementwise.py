@@ -1,4 +1,4 @@
-"""Elementwise work of a decoder layer as each library computes it: what `model.fused_kernels` was chosen from."""
+"""Elementwise work of a decoder layer in each library, from which `model.fused_kernels` was chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Forward and backward of a row, and how far results and gradients are from transformers' in float32."""
+    """Time forward and backward of a row, and compare results and gradients with transformers' in float32."""
     has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (
@@ -31,7 +31,7 @@ def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
 def compare(
     operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setting: Setting
 ) -> Iterator[tuple[str, Value]]:
-    """The first function is transformers'; the others also run compiled or fused."""
+    """Measure each function; the reference is transformers' in float32. On a GPU, torch.compile joins."""
     import torch
 
     plain = functions["transformers"]
