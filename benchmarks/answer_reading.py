@@ -140,34 +140,34 @@ def lmms_eval_rules() -> dict[str, Rule]:
     extract = import_module("lmms_eval.tasks._task_utils.mcq_extract").extract_mcq_answer
     filters = import_module("lmms_eval.filters.extraction").MultiChoiceRegexFilter
 
-    def letters(options: dict[str, str] | None) -> list[str]:
+    def list_letters(options: dict[str, str] | None) -> list[str]:
         return list(options or NO_TEXTS)
 
-    def mmmu_rule(response: str, options: dict[str, str] | None) -> str:
-        return str(mmmu.parse_mmmu_multi_choice_response(response, letters(options), dict(options or {})))
+    def apply_mmmu(response: str, options: dict[str, str] | None) -> str:
+        return str(mmmu.parse_mmmu_multi_choice_response(response, list_letters(options), dict(options or {})))
 
-    def videomme_rule(response: str, options: dict[str, str] | None) -> str:
-        return str(extract(response, letters(options)))
+    def apply_videomme(response: str, options: dict[str, str] | None) -> str:
+        return str(extract(response, list_letters(options)))
 
-    def filter_rule(response: str, options: dict[str, str] | None) -> str:
+    def apply_filter(response: str, options: dict[str, str] | None) -> str:
         settings: dict[str, Any] = {"regex_pattern": r"(\([A-Z]\))", "ignore_case": True, "ignore_punctuation": True}
         choices = list((options or dict.fromkeys(NO_TEXTS, "\0")).values())
         [[match]] = filters(**settings).apply([[response]], [{"choices": choices}])
         return str(match).strip("()")
 
     return {
-        "parse_multi_choice_response (MMMU)": mmmu_rule,
-        "extract_mcq_answer (Video-MME)": videomme_rule,
-        "MultiChoiceRegexFilter": filter_rule,
+        "parse_multi_choice_response (MMMU)": apply_mmmu,
+        "extract_mcq_answer (Video-MME)": apply_videomme,
+        "MultiChoiceRegexFilter": apply_filter,
     }
 
 
 def read_by(rule: Rule, rows: Sequence[Row]) -> str:
-    def letter(row: Row) -> str:
+    def read_letter(row: Row) -> str:
         reading = rule(split_response(row.response).answer, row.options)
         return reading if reading in (row.options or NO_TEXTS) and len(reading) == 1 else UNREAD
 
-    return "".join(map(letter, rows))
+    return "".join(map(read_letter, rows))
 
 
 def main() -> None:

@@ -50,14 +50,14 @@ class Clock:
         self.ended = moment()
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def call_timed(*args: Any, **kwargs: Any) -> Any:
             started = moment()
             try:
                 return call(*args, **kwargs)
             finally:
                 self.now[phase] += moment() - started
 
-        return wrapper
+        return call_timed
 
     def wrap(self, owner: Any, **phases: str) -> None:
         """Put a clock around each named attribute of `owner`."""
@@ -65,7 +65,7 @@ class Clock:
             setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
     def ends_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def call_and_end_step(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             ended = moment()
             self.steps.append({**self.now, "total": ended - self.ended})
@@ -73,7 +73,7 @@ class Clock:
             self.now.clear()
             return result
 
-        return wrapper
+        return call_and_end_step
 
 
 def moment() -> Seconds:

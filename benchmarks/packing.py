@@ -52,11 +52,11 @@ def prompts(arguments: argparse.Namespace, folder: Path) -> None:
     task = {"model": str(model), "data": str(data), "prompts": 1, "generations": GENERATIONS, "length": COMPLETION}
     task |= {"micro_batch": GENERATIONS, "steps": arguments.steps, "ds_config": arguments.ds_config}
 
-    def mean_update(result: dict[str, Any]) -> Pair:
+    def compute_mean_update(result: dict[str, Any]) -> Pair:
         wall, cpu = (statistics.mean(times) for times in zip(*result["updates"][arguments.warmup :], strict=True))
         return wall, cpu
 
-    compare("GRPO updates/s", ("each its own", "shared"), task, mean_update, folder, arguments, goal=3.0)
+    compare("GRPO updates/s", ("each its own", "shared"), task, compute_mean_update, folder, arguments, goal=3.0)
 
 
 def rows(arguments: argparse.Namespace, folder: Path) -> None:
@@ -147,7 +147,7 @@ def memory_side(task: dict[str, Any]) -> None:
 
     accumulate, results = loop.accumulate_gradients, {"tower": 0, "added": 0, "tokens": 0}
 
-    def measured(engine: Any, batches: Any, *arguments: Any) -> float:
+    def measure_gradients(engine: Any, batches: Any, *arguments: Any) -> float:
         tower = engine.module.model.model.visual
         before: list[int] = []
         hooks = [
@@ -161,7 +161,7 @@ def memory_side(task: dict[str, Any]) -> None:
         results.update(added=peak.added, tokens=batches.num_input_tokens)
         return loss
 
-    loop.accumulate_gradients = measured
+    loop.accumulate_gradients = measure_gradients
     config = {
         "deepspeed": task["ds_config"],
         "model": {

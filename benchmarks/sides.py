@@ -124,13 +124,13 @@ def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
     times: list[tuple[float, float]] = []
     call = getattr(owner, name)
 
-    def timed(*args: Any, **options: Any) -> Any:
+    def call_timed(*args: Any, **options: Any) -> Any:
         started = time.time(), time.process_time()
         result = call(*args, **options)
         times.append((time.time() - started[0], time.process_time() - started[1]))
         return result
 
-    setattr(owner, name, timed)
+    setattr(owner, name, call_timed)
     return times
 
 

@@ -121,12 +121,12 @@ class Theirs:
     def __init__(self) -> None:
         import qwen_vl_utils.vision_process as utils
 
-        def failed(*_: Any) -> None:
+        def raise_reader_error(*_: Any) -> None:
             raise RuntimeError(f"the reader {utils.FORCE_QWENVL_VIDEO_READER} does not work here")
 
         utils.VIDEO_READER_BACKENDS = {**utils.VIDEO_READER_BACKENDS}
         if utils.FORCE_QWENVL_VIDEO_READER != "torchvision":  # qwen-vl-utils falls back to torchvision without an error
-            utils.VIDEO_READER_BACKENDS["torchvision"] = failed
+            utils.VIDEO_READER_BACKENDS["torchvision"] = raise_reader_error
         self.process_vision_info = utils.process_vision_info
         self.processor, _ = load_processor()
 

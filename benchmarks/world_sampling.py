@@ -124,7 +124,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     negative = maker.inputs.negative(arguments.batch)
     plan = plan_steps(maker.config, maker.sigmas, 1)
 
-    def rollout() -> torch.Tensor:
+    def run_rollout() -> torch.Tensor:
         pending: list[PendingBatch] = []
         return sample_batch(maker, batch, plan, 1, pending).latents
 
@@ -132,7 +132,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
         sides: dict[str, Callable[[], Any]] = {
             "pipeline": lambda: by_pipeline(pipeline, batch, negative, arguments),
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
-            "rollout": rollout,
+            "rollout": run_rollout,
         }
         pixels = {name: side() for name, side in sides.items()}  # also warms up
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()

@@ -156,12 +156,12 @@ class Runner:
         if cards and cards < part.cards:
             return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, found {cards}")
 
-        def tick(seconds: float) -> bool:
+        def show_progress(seconds: float) -> bool:
             minutes = (limit - seconds + later) / 60
             self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
             return not self.stopped.is_set()
 
-        return run_part(part, self.setting, self.logs, tick, limit)
+        return run_part(part, self.setting, self.logs, show_progress, limit)
 
 
 def tell(part: Part, record: dict[str, object]) -> None:

@@ -111,7 +111,7 @@ def rotaries(has_liger: bool) -> dict[str, Function]:
     import torch
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-    def angles(like: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_angles(like: Tensor) -> tuple[Tensor, Tensor]:
         tokens, size = like.shape[1], like.shape[3]
         frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device) / size)
         turns = torch.arange(tokens, device=like.device)[:, None] * frequencies
@@ -120,17 +120,17 @@ def rotaries(has_liger: bool) -> dict[str, Function]:
 
     cache: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
-    def turned(rotate: Function) -> Function:
-        def function(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    def add_angles(rotate: Function) -> Function:
+        def rotate_heads(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
             if query.dtype not in cache:
-                cache[query.dtype] = angles(query)
+                cache[query.dtype] = compute_angles(query)
             return rotate(query.transpose(1, 2), key.transpose(1, 2), *cache[query.dtype])
 
-        return function
+        return rotate_heads
 
-    functions = {"transformers": turned(apply_rotary_pos_emb)}
+    functions = {"transformers": add_angles(apply_rotary_pos_emb)}
     if has_liger:
         from liger_kernel.ops.rope import LigerRopeFunction
 
-        functions["Liger"] = turned(LigerRopeFunction.apply)
+        functions["Liger"] = add_angles(LigerRopeFunction.apply)
     return functions

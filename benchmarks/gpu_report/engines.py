@@ -224,13 +224,13 @@ def spoiling(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
     """Fill a pool's memory with garbage as soon as vLLM has mapped it again, before anything is written back."""
     wake_up = llm.wake_up
 
-    def spoilt(tags: list[str]) -> None:
+    def wake_with_garbage(tags: list[str]) -> None:
         wake_up(tags=tags)
         for tag in tags:
             for part in state.memory.get(tag, []):
                 part.fill_(byte)
 
-    with mock.patch.object(llm, "wake_up", spoilt):
+    with mock.patch.object(llm, "wake_up", wake_with_garbage):
         yield
 
 
@@ -282,22 +282,22 @@ def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
     text = "<|vision_start|><|video_pad|><|vision_end|>What moves?"
     prompt = {"prompt": text, "multi_modal_data": {"video": [(clip, metadata)]}}
 
-    def forget() -> None:
+    def clear_caches() -> None:
         llm.reset_mm_cache()
         llm.reset_prefix_cache()
 
-    def ask(times: int, length: int = 1) -> float:
+    def time_completions(times: int, length: int = 1) -> float:
         started = time.perf_counter()
         llm.generate([prompt] * times, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
         return time.perf_counter() - started
 
-    ask(1)
+    time_completions(1)
     for times in (1, 2) if setting.tiny else (1, 8, 64):
-        forget()
-        yield f"{times} completions of a prompt that is new, s", ask(times)
-        yield f"{times} completions of a prompt that is known, s", ask(times)
+        clear_caches()
+        yield f"{times} completions of a prompt that is new, s", time_completions(times)
+        yield f"{times} completions of a prompt that is known, s", time_completions(times)
     times, length = (2, 8) if setting.tiny else (64, 128)
-    yield f"{times} completions of {length} tokens: tokens/s", times * length / ask(times, length)
+    yield f"{times} completions of {length} tokens: tokens/s", times * length / time_completions(times, length)
 
 
 def start_llm(setting: Setting) -> LLM:

@@ -79,20 +79,22 @@ def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
         shapes = [(1, heads, segments[-1].end, 128) for heads in (16, 8, 8)]
         inputs = [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
 
-        def ours(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
+        def run_packed(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
             attended = partial(text_attention, torch.nn.Identity(), attention_mask=None, layout=layout)
             return forward_and_backward(lambda *tensors: attended(*tensors)[:1], inputs)
 
-        def by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
+        def run_by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
             return forward_and_backward(lambda *tensors: (by_segment(*tensors, segments, None),), inputs)
 
-        pairs = [(packed.float(), separate.float()) for packed, separate in zip(ours(), by_parts(), strict=True)]
+        pairs = [
+            (packed.float(), separate.float()) for packed, separate in zip(run_packed(), run_by_parts(), strict=True)
+        ]
         yield (
             f"packed {name}: difference",
             max(float((packed - separate).norm() / separate.norm()) for packed, separate in pairs),
         )
-        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(ours)
-        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(by_parts)
+        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(run_packed)
+        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(run_by_parts)
 
 
 def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
