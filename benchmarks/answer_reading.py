@@ -1,12 +1,12 @@
-"""Answers read, left unread and misread: our reader beside VLMEvalKit's and lmms-eval's rules, on the same responses.
+"""Answers read, left unread and misread by our reader and by VLMEvalKit's and lmms-eval's rules, on the same responses.
 
     python benchmarks/answer_reading.py [--show tuned|held-out|new] [--write]
 
-The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null where it
-names none. Their rules run here where their packages are (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
-`--write` keeps what they gave in `others_readings.json` beside the responses; without the packages that is read. Neither
-judge models nor draws by chance are used: a rule that would draw has read nothing. All get the response without its
-thoughts. Where the options have no texts, theirs get the letters A to E.
+The responses are in `tests/unit/answers/responses.jsonl`, each with the option that a person would read, or null if it names
+no option. The others' rules run if their packages are installed (`pip install --no-deps ms-vlmeval lmms-eval` is enough), and
+`--write` saves their readings to `others_readings.json` next to the responses; without the packages, that file is read.
+Neither judge models nor random draws are used: a rule that would draw counts as unread. All rules get the response without
+its thoughts. If the options have no texts, the others' rules get the letters A to E.
 """
 
 from __future__ import annotations
@@ -33,20 +33,23 @@ NO_TEXTS = "ABCDE"
 UNREAD = "-"
 
 Rule = Callable[[str, "dict[str, str] | None"], str]
-"""(response, options) → letter, or anything else where it reads none."""
+"""(response, options) → letter, or anything else if the rule reads no letter."""
 
 
 class Row(NamedTuple):
     part: str
-    """`tuned`: the rules were written with these in view; `held-out`: not; `new`: written after the last change of a rule."""
+    """`tuned`: seen while the rules were written; `held-out`: not seen; `new`: written after the last change of a rule."""
     options: dict[str, str] | None
     response: str
     reading: str | None
 
 
 class Counts(NamedTuple):
-    """`read`: as a person would; `unread`: nothing where a person reads an option; `misread`: another option, or one where
-    there is none."""
+    """Numbers of responses by outcome.
+
+    `read`: the option that a person reads; `unread`: nothing, although a person reads an option; `misread`: another option, or
+    an option although a person reads none.
+    """
 
     read: int
     unread: int
@@ -58,63 +61,63 @@ def load_rows(file: Path = RESPONSES) -> list[Row]:
 
 
 def ours(rows: Sequence[Row]) -> str:
-    """What our reader gives, one character a row."""
+    """Return the readings of our reader, one character per row."""
     return "".join(parse(row.response, "letter", options=row.options).answer or UNREAD for row in rows)
 
 
 def load_others(file: Path = OTHERS) -> dict[str, str]:
-    """What the others' rules gave when their packages were here: rule → one character a row."""
+    """Return the saved readings of the others' rules: rule → one character per row."""
     readings: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     return readings
 
 
 def count(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
-    """Example: of a row that means B, `B` is read, `-` unread and `A` misread; of one that means nothing, `B` is misread."""
-    found: Counter[str] = Counter()
+    """Count the outcomes. If a row means B, `B` is read, `-` unread and `A` misread; if it means nothing, `B` is misread."""
+    outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
         if part is not None and row.part != part:
             continue
         if reading == UNREAD:
-            found["unread" if row.reading else "none"] += 1
+            outcomes["unread" if row.reading else "none"] += 1
         else:
-            found["read" if reading == row.reading else "misread"] += 1
-    return Counts(found["read"], found["unread"], found["misread"])
+            outcomes["read" if reading == row.reading else "misread"] += 1
+    return Counts(outcomes["read"], outcomes["unread"], outcomes["misread"])
 
 
 def table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
-    """Markdown: read, unread and misread of each part and of all."""
+    """Format a Markdown table of the read, unread and misread counts of each part and of all rows."""
     parts = [*dict.fromkeys(row.part for row in rows), None]
     sizes = {part: sum(part in (row.part, None) for row in rows) for part in parts}
     heads = [f"{part or 'all'} ({sizes[part]})" for part in parts]
     lines = [f"| read / unread / misread | {' | '.join(heads)} |", f"|---|{'--:|' * len(parts)}"]
-    for name, given in readings.items():
-        cells = [" / ".join(map(str, count(rows, given, part))) for part in parts]
+    for name, row_readings in readings.items():
+        cells = [" / ".join(map(str, count(rows, row_readings, part))) for part in parts]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- their rules
+# ---------------------------------------------------------------- the others' rules
 
 
 def their_rules() -> dict[str, Rule]:
-    """Those of the packages that are installed."""
-    found: dict[str, Rule] = {}
+    """Return the rules of the installed packages by name."""
+    rules: dict[str, Rule] = {}
     if importlib.util.find_spec("vlmeval"):
         version = importlib.metadata.version("ms-vlmeval")
-        found[f"VLMEvalKit (ms-vlmeval {version}) can_infer"] = vlmeval_rule()
+        rules[f"VLMEvalKit (ms-vlmeval {version}) can_infer"] = vlmeval_rule()
     if importlib.util.find_spec("lmms_eval"):
         version = importlib.metadata.version("lmms-eval")
-        found |= {f"lmms-eval {version} {name}": rule for name, rule in lmms_eval_rules().items()}
-    return found
+        rules |= {f"lmms-eval {version} {name}": rule for name, rule in lmms_eval_rules().items()}
+    return rules
 
 
 def without_init(package: str, *below: str) -> None:
-    """Let modules of a package be imported without what the package itself imports first, which they do not need."""
+    """Make modules of a package importable without running its `__init__`, whose imports they do not need."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     for name in ("", *below):
         module = ModuleType(f"{package}.{name}".rstrip("."))
-        module.__path__ = [str(Path(place, name)) for place in spec.submodule_search_locations or ()]
+        module.__path__ = [str(Path(folder, name)) for folder in spec.submodule_search_locations or ()]
         sys.modules[module.__name__] = module
 
 
@@ -125,7 +128,7 @@ def vlmeval_rule() -> Rule:
     def can_infer(response: str, options: dict[str, str] | None) -> str:
         if options is None:
             return rules.can_infer_option(response, dict.fromkeys(NO_TEXTS, "")) or UNREAD
-        return rules.can_infer(response, dict(options)) or UNREAD  # it changes what it gets
+        return rules.can_infer(response, dict(options)) or UNREAD  # the rule modifies its argument
 
     return can_infer
 
@@ -137,52 +140,54 @@ def lmms_eval_rules() -> dict[str, Rule]:
     extract = import_module("lmms_eval.tasks._task_utils.mcq_extract").extract_mcq_answer
     filters = import_module("lmms_eval.filters.extraction").MultiChoiceRegexFilter
 
-    def letters(options: dict[str, str] | None) -> list[str]:
+    def list_letters(options: dict[str, str] | None) -> list[str]:
         return list(options or NO_TEXTS)
 
-    def mmmu_rule(response: str, options: dict[str, str] | None) -> str:
-        return str(mmmu.parse_mmmu_multi_choice_response(response, letters(options), dict(options or {})))
+    def apply_mmmu(response: str, options: dict[str, str] | None) -> str:
+        return str(mmmu.parse_mmmu_multi_choice_response(response, list_letters(options), dict(options or {})))
 
-    def videomme_rule(response: str, options: dict[str, str] | None) -> str:
-        return str(extract(response, letters(options)))
+    def apply_videomme(response: str, options: dict[str, str] | None) -> str:
+        return str(extract(response, list_letters(options)))
 
-    def filter_rule(response: str, options: dict[str, str] | None) -> str:
+    def apply_filter(response: str, options: dict[str, str] | None) -> str:
         settings: dict[str, Any] = {"regex_pattern": r"(\([A-Z]\))", "ignore_case": True, "ignore_punctuation": True}
         choices = list((options or dict.fromkeys(NO_TEXTS, "\0")).values())
-        [[found]] = filters(**settings).apply([[response]], [{"choices": choices}])
-        return str(found).strip("()")
+        [[match]] = filters(**settings).apply([[response]], [{"choices": choices}])
+        return str(match).strip("()")
 
     return {
-        "parse_multi_choice_response (MMMU)": mmmu_rule,
-        "extract_mcq_answer (Video-MME)": videomme_rule,
-        "MultiChoiceRegexFilter": filter_rule,
+        "parse_multi_choice_response (MMMU)": apply_mmmu,
+        "extract_mcq_answer (Video-MME)": apply_videomme,
+        "MultiChoiceRegexFilter": apply_filter,
     }
 
 
 def read_by(rule: Rule, rows: Sequence[Row]) -> str:
-    def letter(row: Row) -> str:
-        found = rule(split_response(row.response).answer, row.options)
-        return found if found in (row.options or NO_TEXTS) and len(found) == 1 else UNREAD
+    def read_letter(row: Row) -> str:
+        reading = rule(split_response(row.response).answer, row.options)
+        return reading if reading in (row.options or NO_TEXTS) and len(reading) == 1 else UNREAD
 
-    return "".join(map(letter, rows))
+    return "".join(map(read_letter, rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--show", choices=["tuned", "held-out", "new"], help="print the rows of a part that we do not read right"
+        "--show", choices=["tuned", "held-out", "new"], help="print the rows of a part that our reader gets wrong"
     )
-    parser.add_argument("--write", action="store_true", help="keep what the others' rules give")
+    parser.add_argument("--write", action="store_true", help="save the readings of the others' rules")
     arguments = parser.parse_args()
     rows = load_rows()
-    others = {name: read_by(rule, rows) for name, rule in their_rules().items()}
+    their_readings = {name: read_by(rule, rows) for name, rule in their_rules().items()}
     if arguments.write:
-        if not others:
-            parser.error("neither ms-vlmeval nor lmms-eval is installed; there is nothing to write")
-        OTHERS.write_text(json.dumps(others, indent=1) + "\n", encoding="utf-8")
-    own = ours(rows)
-    print(table(rows, {OURS: own} | (others or load_others())))
-    for row, reading in zip(rows, own, strict=True):
+        if not their_readings:
+            parser.error(
+                "neither ms-vlmeval nor lmms-eval is installed, so there is nothing to write; install one of them"
+            )
+        OTHERS.write_text(json.dumps(their_readings, indent=1) + "\n", encoding="utf-8")
+    our_readings = ours(rows)
+    print(table(rows, {OURS: our_readings} | (their_readings or load_others())))
+    for row, reading in zip(rows, our_readings, strict=True):
         if row.part == arguments.show and reading != (row.reading or UNREAD):
             print(f"\nread {reading}, means {row.reading or UNREAD}: {row.response!r}  {row.options}")
 

@@ -1,10 +1,11 @@
-"""How long training waits for a checkpoint that is written beside it, against one that it waits for; and steps meanwhile.
+"""Time that training waits for a checkpoint written in the background, relative to one that it waits for.
 
     python benchmarks/checkpoint_stall.py [--gib 1.0] [--rounds 5] [--nproc 1]
 
-A plain stack of linear layers under ZeRO-3 whose checkpoint has at least `--gib` GiB. In turn: a save that training waits for,
-files flushed to disk; a save beside training, whose stall is the time until `start` returns; steps while it is being written,
-and steps without. The first save beside training, which has to get memory for its copy, is told apart.
+A plain stack of linear layers under ZeRO-3 whose checkpoint has at least `--gib` GiB. Measured in
+turn: a save that training waits for, with files flushed to disk; a background save, whose stall is the time until `start`
+returns; steps while it is being written, and steps without a save. The first background save, which has to allocate memory for
+its copy, is reported separately.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GOAL = 0.10
 
 
 def build(gib: float):
-    """An engine whose checkpoint has about `gib` GiB: 12 bytes a parameter (fp32 weights and two moments)."""
+    """Build an engine whose checkpoint has about `gib` GiB: 12 bytes per parameter (fp32 weights and two moments)."""
     import torch
     from torch import nn
 
@@ -53,58 +54,58 @@ def step(engine, width: int) -> float:
     loss = engine(torch.ones(16, width, device=engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
-    loss.item()  # on a GPU the above is only queued
+    loss.item()  # on a GPU the work above is only queued
     return time.perf_counter() - started
 
 
 def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[str, list[float]], int]:
-    """Seconds by what was waited for, the first round apart from the others, and the bytes of a checkpoint. Collective."""
+    """Return the seconds of each measurement, by round (the first one warms up), and a checkpoint's bytes. Collective."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
     engine, width = build(gib)
     waiting = CheckpointWriter(engine, folder / "waiting", world, background=False)
-    beside = CheckpointWriter(engine, folder / "beside", world)
-    found: dict[str, list[float]] = {
+    background = CheckpointWriter(engine, folder / "beside", world)
+    seconds: dict[str, list[float]] = {
         name: [] for name in ("waited", "stall", "written", "step alone", "step meanwhile")
     }
     for number in range(rounds + 1):
-        found["step alone"] += [step(engine, width) for _ in range(3)]
+        seconds["step alone"] += [step(engine, width) for _ in range(3)]
         started = time.perf_counter()
         waiting.start(number, TrainerState(step=number))
         path = waiting.wait()
-        found["waited"].append(time.perf_counter() - started)
+        seconds["waited"].append(time.perf_counter() - started)
         size = sum(file.stat().st_size for file in path.iterdir())
         started = time.perf_counter()
-        beside.start(number, TrainerState(step=number))
-        found["stall"].append(time.perf_counter() - started)
-        while beside.poll() is None:
-            found["step meanwhile"].append(step(engine, width))
-        found["written"].append(time.perf_counter() - started)
+        background.start(number, TrainerState(step=number))
+        seconds["stall"].append(time.perf_counter() - started)
+        while background.poll() is None:
+            seconds["step meanwhile"].append(step(engine, width))
+        seconds["written"].append(time.perf_counter() - started)
         if world.is_main:
-            for folder_of in (folder / "waiting", folder / "beside"):
-                shutil.rmtree(folder_of / f"step_{number}")
-    return found, size
+            for saves in (folder / "waiting", folder / "beside"):
+                shutil.rmtree(saves / f"step_{number}")
+    return seconds, size
 
 
-def medians(found: dict[str, list[float]]) -> dict[str, float]:
-    """Without the first round, which has to get memory for the copy."""
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return the medians without the first round, which has to allocate memory for the copy."""
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def rank(arguments: argparse.Namespace) -> None:
     from dsreason.job.ranks import init_world
 
     world = init_world()
-    found, size = measure(Path(arguments.folder), arguments.gib, arguments.rounds, world)
+    seconds_by_name, size = measure(Path(arguments.folder), arguments.gib, arguments.rounds, world)
     if world.is_main:
-        print(f"{size / 2**30:.2f} GiB a checkpoint, {world.size} ranks, load {os.getloadavg()[0]:.1f}")
-        print(f"first save beside training, memory for the copy included: {found['stall'][0]:.3f} s")
-        middle = medians(found)
-        for name, seconds in middle.items():
+        print(f"{size / 2**30:.2f} GiB per checkpoint, {world.size} ranks, load {os.getloadavg()[0]:.1f}")
+        print(f"first background save, memory for the copy included: {seconds_by_name['stall'][0]:.3f} s")
+        typical = medians(seconds_by_name)
+        for name, seconds in typical.items():
             print(f"{name:16}{seconds:8.3f} s")
-        print(f"step while a checkpoint is written / alone: {middle['step meanwhile'] / middle['step alone']:.2f}")
-        print(f"stall / save that training waits for: {middle['stall'] / middle['waited']:.3f} (goal {GOAL})")
+        print(f"step while a checkpoint is written / alone: {typical['step meanwhile'] / typical['step alone']:.2f}")
+        print(f"stall / save that training waits for: {typical['stall'] / typical['waited']:.3f} (goal {GOAL})")
 
 
 def main() -> None:
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--folder", help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", help="folder to write to; default: a temporary folder")
     arguments = parser.parse_args()
     from dsreason.job import launch
 
@@ -122,8 +123,8 @@ def main() -> None:
         return
     launch.prepare_environment()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        given = [__file__, f"--gib={arguments.gib}", f"--rounds={arguments.rounds}", f"--folder={folder}"]
-        launch.start_ranks(lambda attempt: given, ranks=arguments.nproc, log_dir=Path(folder) / "logs")
+        command = [__file__, f"--gib={arguments.gib}", f"--rounds={arguments.rounds}", f"--folder={folder}"]
+        launch.start_ranks(lambda attempt: command, ranks=arguments.nproc, log_dir=Path(folder) / "logs")
 
 
 if __name__ == "__main__":

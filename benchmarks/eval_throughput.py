@@ -1,10 +1,10 @@
-"""Questions per second of `dsreason eval` against asking the same engine one question at a time.
+"""Questions per second of `dsreason eval`, relative to querying the same engine with one question at a time.
 
     python benchmarks/eval_throughput.py [--engine vllm] [--questions 128] [--rounds 3]
 
-The same built-in questions, greedy in float32, on the same tiny random model and engine, in turn; what the evaluation
-itself counts, the start of the engine and the report left out. Retries are off, so both sides draw as many tokens. An
-answer that differs between the sides ends it with code 1. `--length` sets how many tokens an answer has.
+Both sides answer the same built-in questions, greedily in float32, on the same tiny random model and engine, in turn. The rate
+is the evaluation's own, without the start of the engine and the report. Retries are off, so both sides draw the same number of
+tokens. If an answer differs between the sides, the exit code is 1. `--length` sets the number of tokens per answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIDES = {"batches of 64": 64, "one at a time": 1}
 
 
 def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Namespace) -> float:
-    """Questions per second."""
+    """Run an evaluation and return its questions per second."""
     changes = {
         "model.engine": arguments.engine,
         "model.dtype": "float32",
@@ -46,14 +46,14 @@ def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Names
     ]
     command += ["--limit", str(arguments.questions), "--results-dir", str(folder / name), "--overwrite"]
     command += [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        sys.exit(ended.stderr)
-    return float(re.search(r"([\d.]+) questions/s", ended.stderr)[1])
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        sys.exit(completed.stderr)
+    return float(re.search(r"([\d.]+) questions/s", completed.stderr)[1])
 
 
 def answers(folder: Path) -> dict[str, str]:
-    """The whole responses by question."""
+    """Return the full responses by question id."""
     items = [item for file in folder.glob("*/*/builtin/*.json") for item in json.loads(file.read_text())]
     return {item["id"]: item["full_response"] for item in items}
 
@@ -73,19 +73,23 @@ def main() -> None:
             for name, size in SIDES.items():
                 rates[name].append(evaluate(folder, f"{size}", size, arguments))
                 print(f"round {number + 1}: {name:14} {rates[name][-1]:8.2f} questions/s", flush=True)
-        found = [answers(folder / str(size)) for size in SIDES.values()]
-    batched, alone = (statistics.median(rates[name]) for name in SIDES)
-    print(f"questions per second, batches / one at a time: {batched / alone:.2f} (goal {GOAL}; {arguments.engine})")
-    compare(*found)
+        responses = [answers(folder / str(size)) for size in SIDES.values()]
+    batched, single = (statistics.median(rates[name]) for name in SIDES)
+    print(f"questions per second, batches / one at a time: {batched / single:.2f} (goal {GOAL}; {arguments.engine})")
+    compare(*responses)
 
 
-def compare(batched: dict[str, str], alone: dict[str, str]) -> None:
-    """End with what differs, if anything does: other answers are other work, and the ratio means nothing."""
-    differing = sorted(id for id in batched.keys() | alone.keys() if batched.get(id) != alone.get(id))
+def compare(batched: dict[str, str], single: dict[str, str]) -> None:
+    """Exit with the differences, if any: with different answers the work differs, and the ratio means nothing."""
+    differing = sorted(id for id in batched.keys() | single.keys() if batched.get(id) != single.get(id))
     if differing or not batched:
-        shown = "".join(f"\n  {id}: {batched.get(id)!r} in batches, {alone.get(id)!r} alone" for id in differing[:5])
-        sys.exit(f"{len(differing)} of {len(batched)} questions have another answer in batches than alone:{shown}")
-    print(f"the same answer to all {len(batched)} questions")
+        examples = "".join(
+            f"\n  {id}: {batched.get(id)!r} in batches, {single.get(id)!r} one at a time" for id in differing[:5]
+        )
+        sys.exit(
+            f"{len(differing)} of {len(batched)} questions have a different answer in batches than one at a time:{examples}"
+        )
+    print(f"the sides agree on all {len(batched)} questions")
 
 
 if __name__ == "__main__":

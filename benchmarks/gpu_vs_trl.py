@@ -1,9 +1,9 @@
-"""dsreason beside TRL on one GPU, each side in its own process: SFT, or GRPO with colocated vLLM in sleep mode.
+"""Speed of dsreason and TRL on one GPU, each in its own process: SFT, or GRPO with colocated vLLM in sleep mode.
 
     python benchmarks/gpu_vs_trl.py sft|grpo [--size 2B] [--sides dsreason trl] [--seconds 150]
 
-SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, as its
-users have them; dsreason keeps float32 master weights. GRPO draws 8 completions of 256 tokens for each of 16 prompts, and
+SFT trains on image rows of 50 to 1,500 tokens, 64 per step, in bf16 with gradient checkpointing. TRL's weights are bf16, as is
+usual for it; dsreason keeps float32 master weights. GRPO draws 8 completions of 256 tokens for each of 16 prompts, and
 both sides let vLLM sleep while the policy trains. The model is random, and its end token is never drawn, so every
 completion has all of its tokens.
 
@@ -49,9 +49,9 @@ def on_gpu() -> bool:
 
 
 def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
-    """Write the model, rows and reward of a comparison; return what both sides need to know.
+    """Write the model, rows and reward of a comparison; return the facts that both sides need.
 
-    `media_ids` must not be drawn: TRL's forward takes them for media that are missing, dsreason's sampling bans them.
+    `media_ids` must not be drawn: TRL's forward would treat them as missing media, dsreason's sampling bans them.
     """
     import torch
     from transformers import AutoTokenizer, GenerationConfig
@@ -236,7 +236,7 @@ SIDES: dict[str, Callable[[str, dict[str, Any], Path], None]] = {"dsreason": run
 
 
 def measure(side: str, arguments: argparse.Namespace, facts: dict[str, Any], folder: Path) -> float | None:
-    """Run one side in its own process; return its seconds per step, None if it finished too few."""
+    """Run one side in its own process; return its seconds per step, or None if it finished too few."""
     command = [sys.executable, __file__, arguments.task, "--side", side, "--facts", json.dumps(facts)]
     command += ["--output", str(folder / side)]
     variables = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TOKENIZERS_PARALLELISM": "false"}
@@ -252,7 +252,7 @@ def measure(side: str, arguments: argparse.Namespace, facts: dict[str, Any], fol
     reports = [line for line in lines if line.startswith("ENDS ")]
     ends = {int(step): end for step, end in json.loads(reports[-1][5:]).items()} if reports else {}
     if len(ends) <= WARMUP:
-        print(f"{side}: {len(ends)} steps within {arguments.seconds} s, too few; its last lines:")
+        print(f"{side}: only {len(ends)} steps within {arguments.seconds} s; raise --seconds. Its last lines:")
         print("\n".join(lines[-25:]))
         return None
     last = max(ends)
@@ -267,7 +267,7 @@ def measure(side: str, arguments: argparse.Namespace, facts: dict[str, Any], fol
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=STEPS)
-    parser.add_argument("--size", choices=SIZES, help="default: 2B, without a GPU tiny")
+    parser.add_argument("--size", choices=SIZES, help="default: 2B, or tiny without a GPU")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--seconds", type=float, default=150.0, help="time limit of each side")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)

@@ -1,12 +1,12 @@
-"""Where the time of a GRPO step goes: generate, forward, backward, and everything else.
+"""The time of a GRPO step by phase: generate, forward, backward, and everything else.
 
     python benchmarks/grpo_overhead.py [--nproc 2] [--engine vllm] [--ds-config zero3.json] [--steps 6] [--profile 25]
 
-`dsreason grpo`'s own loop on a random model that is large enough for generate, forward and backward to take seconds, on
-image rows, with clocks around the calls it makes; `--profile` runs it under cProfile too, and prints the functions that
-took most. A step lasts from the end of the one before to its own end, so what no clock has is in `other`. Printed are
-means of rank 0 over the steps after the warm-up: `work` is generate, forward and backward, `apart` the optimizer step and
-the weight sync, and waiting for another rank is where it happens. No completion ends early; nothing is saved or validated.
+The loop of `dsreason grpo` trains a random model that is large enough for generate, forward and backward to take seconds, on
+image rows, with clocks around its calls; `--profile` also runs it under cProfile and prints the functions that took most. A
+step lasts from the end of the previous one to its own end; the time that no clock covers is `other`. The output has means of
+rank 0 over the steps after the warm-up: `work` is generate, forward and backward, `apart` the optimizer step and the weight
+sync; waiting for another rank counts in the phase that waits. No completion ends early; nothing is saved or validated.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WORK = ("generate", "forward", "backward")
 APART = ("optimizer step", "sync")
 
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
-"""By the wall clock, and of CPU time."""
+"""Seconds of wall-clock time and of CPU time."""
 
 
 class Clock:
-    """Seconds by phase of each step, by the wall clock and of this process's CPU time; phases do not nest."""
+    """Seconds by phase of each step, of wall-clock time and of this process's CPU time; phases do not nest."""
 
     def __init__(self) -> None:
         self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))
@@ -50,14 +50,14 @@ class Clock:
         self.ended = moment()
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def call_timed(*args: Any, **kwargs: Any) -> Any:
             started = moment()
             try:
                 return call(*args, **kwargs)
             finally:
                 self.now[phase] += moment() - started
 
-        return wrapper
+        return call_timed
 
     def wrap(self, owner: Any, **phases: str) -> None:
         """Put a clock around each named attribute of `owner`."""
@@ -65,7 +65,7 @@ class Clock:
             setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
     def ends_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def call_and_end_step(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
             ended = moment()
             self.steps.append({**self.now, "total": ended - self.ended})
@@ -73,7 +73,7 @@ class Clock:
             self.now.clear()
             return result
 
-        return wrapper
+        return call_and_end_step
 
 
 def moment() -> Seconds:
@@ -81,7 +81,7 @@ def moment() -> Seconds:
 
 
 def watch(trainer: GRPOTrainer) -> Clock:
-    """Clocks around what the loop calls."""
+    """Put clocks around the calls of the loop."""
     from dsreason.train.grpo import loop as grpo
 
     clock = Clock()
@@ -131,10 +131,10 @@ def report(steps: list[dict[str, Seconds]], num_ranks: int) -> None:
     mean = {phase: sum(step.get(phase, 0.0) for step in steps) / len(steps) for phase in set().union(*steps)}
     total = mean.pop("total")
     mean["other"] = total - sum(mean.values())
-    rest = [phase for phase in sorted(mean, key=lambda phase: -mean[phase][0]) if phase not in WORK + APART]
+    remaining = [phase for phase in sorted(mean, key=lambda phase: -mean[phase][0]) if phase not in WORK + APART]
     print(f"{num_ranks} ranks, {len(steps)} steps; load {os.getloadavg()[0]:.1f}")
-    rows = [(phase, mean[phase]) for phase in (*WORK, *APART, *rest)]
-    for name, phases in (("work", WORK), ("apart", APART), ("the rest", rest)):
+    rows = [(phase, mean[phase]) for phase in (*WORK, *APART, *remaining)]
+    for name, phases in (("work", WORK), ("apart", APART), ("the rest", remaining)):
         rows.append((name, sum(mean[phase] for phase in phases)))
     print(f"{'':16}{'wall s':>9}{'':9}{'CPU s':>9}")
     for phase, (wall, cpu) in (*rows, ("step", total)):
@@ -170,10 +170,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step, over all ranks")
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=64, help="of the completions, in tokens")
+    parser.add_argument("--length", type=int, default=64, help="tokens per completion")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--profile", type=int, default=0, metavar="LINES")

@@ -1,15 +1,15 @@
-"""Samples per second of `dsreason grpo` against TRL's GRPOTrainer: same model, image prompts, lengths, and fp32.
+"""Samples per second of `dsreason grpo`, relative to TRL's GRPOTrainer: same model, image prompts, lengths, and fp32.
 
     python benchmarks/grpo_vs_trl.py [--engines transformers vllm] [--rounds 1] [--threads 1]
 
-Each side is the whole trainer, in one process of its own, in turn, pinned to as many cores as it has threads. dsreason
-samples with transformers, or with the engines that are named; TRL with transformers' `generate`, as its vLLM does not run on
-a CPU. All take the same prompts, completions and samples of a forward a step, one optimizer step a rollout, AdamW, no KL, and
-random rewards. No completion ends early: what the folder calls its end token may not be drawn on either side. TRL is told to
-take the logits of completions alone, as it does on a GPU; on a CPU it would take those of all tokens (`TRL as it comes`).
+Each side is the whole trainer in a separate process; the sides take turns, each pinned to one core per thread. dsreason
+samples with transformers, or with the engines of `--engines`; TRL samples with transformers' `generate`, as its vLLM does not
+run on a CPU. All sides use the same prompts and completions per step, samples per forward, one optimizer step per rollout,
+AdamW, no KL, and random rewards. No completion ends early: neither side may draw the model's end token. TRL is patched to
+compute the logits of completions only, as it does on a GPU; on a CPU it would compute those of all tokens (`TRL as it comes`).
 
-By the clock from the end of the warm-up to the last step, and by the process's CPU time, which on one core is the same where
-nothing else runs, and tells more where something does.
+Times run from the end of the warm-up to the last step, by the clock and in CPU time of the process. On an otherwise idle core
+the two agree; if other work runs, CPU time is more reliable.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ SETTINGS = ("steps", "prompts", "generations", "micro_batch", "length", "ds_conf
 REWARD = "import random\n\ndef chance(completion, sample):\n    return random.random()\n"
 NEVER_DRAWN = "<|image_pad|>"
 AROUND = 44
-"""Tokens of a prompt beside its question, on average: picture and chat format."""
+"""Mean tokens of a prompt in addition to its question: picture and chat format."""
 
 
 def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
-    """A model whose end token is one that neither side ever draws."""
+    """Build a model whose end token neither side ever draws."""
     from transformers import AutoTokenizer, GenerationConfig
 
     build_model(arguments, folder)
@@ -59,7 +59,7 @@ def build_endless(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def dsreason_side(task: dict[str, Any]) -> None:
-    """`dsreason grpo` as a job of one process; prints when each step ended."""
+    """Run `dsreason grpo` as a job of one process; print when each step ended."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.launch import prepare_environment
 
@@ -83,7 +83,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
         "rollout": {
             "engine": task["side"].removeprefix(f"{OURS}, "),
             "max_completion_length": task["length"],
-            "batch_size": task["prompts"] * task["generations"],  # all together, as TRL does
+            "batch_size": task["prompts"] * task["generations"],  # all at once, as TRL does
         },
         "reward": {"functions": {f"{Path(task['data']).parent / 'rewards.py'}:chance": 1.0}},
         "validation": {"before_training": False, "generate": False},
@@ -97,7 +97,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
 
 
 def trl_side(task: dict[str, Any]) -> None:
-    """TRL's own way of GRPO on image rows; prints when each step ended."""
+    """Run TRL's GRPO on image rows; print when each step ended."""
     import random
 
     import torch
@@ -173,13 +173,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_size(parser)
     parser.add_argument("--engines", nargs="+", choices=("vllm", "transformers"), default=("transformers",))
-    parser.add_argument("--as-it-comes", action="store_true", help="also TRL that takes the logits of all tokens")
+    parser.add_argument(
+        "--as-it-comes", action="store_true", help="also run TRL unpatched, with the logits of all tokens"
+    )
     parser.add_argument("--ds-config", default="zero2.json")
-    parser.add_argument("--prompts", type=int, default=2, help="a step")
-    parser.add_argument("--prompt-length", type=int, default=512, help="in tokens, picture and chat format included")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
+    parser.add_argument(
+        "--prompt-length", type=int, default=512, help="tokens per prompt, picture and chat format included"
+    )
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128, help="of the completions, in tokens")
+    parser.add_argument("--length", type=int, default=128, help="tokens per completion")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -203,23 +207,23 @@ def main() -> None:
         (folder / "rewards.py").write_text(REWARD)
         task |= {name: vars(arguments)[name] for name in SETTINGS}
         print(
-            f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; a step of {arguments.prompts} prompts of "
+            f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; per step {arguments.prompts} prompts of "
             f"{arguments.prompt_length} tokens, {num_samples} completions of {arguments.length}, "
-            f"{arguments.micro_batch} a forward",
+            f"{arguments.micro_batch} per forward",
             flush=True,
         )
         seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(arguments.rounds):
             for side in sides:
-                own = task | {"side": side, "output": str(folder / f"{side.replace(', ', '_')}_{number}")}
-                result = run_side(__file__, own, arguments.threads)
+                side_task = task | {"side": side, "output": str(folder / f"{side.replace(', ', '_')}_{number}")}
+                result = run_side(__file__, side_task, arguments.threads)
                 if set(result["lengths"]) != {arguments.length}:
                     sys.exit(f"{side}: completions of {set(result['lengths'])} tokens instead of {arguments.length}")
                 wall, cpu = seconds_per_step(result, arguments.warmup)
                 seconds[side].append((wall, cpu))
                 sampling = statistics.mean(cpu for _, cpu in result["sampling"][arguments.warmup :])
                 print(
-                    f"{side:24}{wall:8.2f} s a step, {cpu:.2f} of CPU, of it {sampling:.2f} sampling and {cpu - sampling:.2f} "
+                    f"{side:24}{wall:8.2f} s per step, {cpu:.2f} of CPU: {sampling:.2f} sampling and {cpu - sampling:.2f} "
                     f"the rest (load {os.getloadavg()[0]:.1f})",
                     flush=True,
                 )

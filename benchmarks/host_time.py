@@ -2,14 +2,14 @@
 
     python benchmarks/host_time.py [--task sft|grpo|dpo|world] [--family qwen3_vl] [--steps 24] [--one-kind]
 
-The model has as many modules as one of 2e9 parameters (28 layers, 24 vision blocks) and a width of 64, so that its CPU
+The model has the number of modules of one of 2e9 parameters (28 layers, 24 vision blocks) and a width of 64, so that its CPU
 seconds are those of Python, DeepSpeed's hooks and kernel launches. On a GPU they are idle time of the card if they exceed
 the time of the kernels. Rows of text, images and clips take turns, so that micro-batches differ as real ones do. `grpo` measures
 updates with old and reference log-probabilities on made-up completions, `dpo` with a reference, `world` SFT of a video
 transformer with 28 blocks.
 
-Both DeepSpeed files train in their own processes and take turns, step by step, so that a machine that is faster now than
-later changes both alike. Prints CPU seconds per micro-batch for both, the mean after four warm-up steps, and, last, their
+Both DeepSpeed files train in their own processes and take turns, step by step, so that changes in the machine's speed affect
+both alike. Prints CPU seconds per micro-batch for both, the mean after four warm-up steps, and, last, their
 ratio and the slowest ZeRO-3 step relative to its median.
 """
 
@@ -38,7 +38,7 @@ WARMUP = 4
 MAX_RATIO = {"sft": 1.15, "grpo": 1.3, "dpo": 1.3, "world": 1.3}
 MAX_SPIKE = 2.5
 SECONDS = "SECONDS "
-"""Begins the line of a measured step."""
+"""Prefix of the line that reports a measured step."""
 FILES = ("zero2.json", "zero3.json")
 Step = Callable[[], int]
 """Run one step and return the number of its micro-batches."""
@@ -116,7 +116,7 @@ def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
 
 
 def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
-    """Two optimizer steps over the completions of a rollout, with the log-probabilities that they need before."""
+    """Yield two optimizer steps over a rollout's completions, including the log-probabilities that they need."""
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -156,7 +156,7 @@ def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]
 
 
 def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
-    """Four completions of made-up tokens for each prompt."""
+    """Make four completions of made-up tokens for each prompt."""
     import numpy as np
 
     from dsreason.rollout.protocol import single_turn
@@ -253,13 +253,13 @@ def run_step(side: subprocess.Popen[str], log: Path) -> float:
     for line in side.stdout:
         if line.startswith(SECONDS):
             return float(line.removeprefix(SECONDS))
-    sys.exit(f"a side failed:\n{log.read_text()[-3000:]}")
+    sys.exit(f"a side failed; its log ends with:\n{log.read_text()[-3000:]}")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="sft")
-    parser.add_argument("--family", help="default: qwen3_vl, of world models wan")
+    parser.add_argument("--family", help="default: qwen3_vl, or wan for world models")
     parser.add_argument("--steps", type=int, default=24, help="the first four are not counted")
     parser.add_argument("--one-kind", action="store_true", help="rows of images only")
     parser.add_argument("--file", help=argparse.SUPPRESS)

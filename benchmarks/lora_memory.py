@@ -1,11 +1,11 @@
-"""Memory of a rank that trains adapters against one that trains all weights: parameters, gradients and optimizer.
+"""Memory of a rank that trains adapters, relative to one that trains all weights: parameters, gradients and optimizer.
 
     python benchmarks/lora_memory.py [--gb 1.0] [--rank 16] [--quantize] [--ds-config zero3.json]
 
-Each side trains the same random model in bf16 for two steps, in a fresh process, and reports what it holds before the
-second optimizer step beyond what it held before the model was loaded: anonymous memory on a CPU (that of the mapped weight
-files is the page cache's), allocated memory on a GPU. `--quantize` measures adapters beside a base in 4 bits, too. One text
-of a few words is trained, so activations are next to nothing.
+Each side trains the same random model in bf16 for two steps, in a fresh process, and reports the memory that it holds before
+the second optimizer step, minus that before the model was loaded: anonymous memory on a CPU (mapped weight files belong to the
+page cache), allocated memory on a GPU. `--quantize` also measures adapters on a base in 4 bits. The training text is a few
+words, so activations are negligible.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 GOAL = 0.15
 HIDDEN, INTERMEDIATE = 1024, 4096
 LAYER = HIDDEN * (2 * HIDDEN + 2 * 64 + 3 * INTERMEDIATE)
-"""Parameters, but for the norms."""
+"""Parameters of a layer, without the norms."""
 
 
 def held_bytes(device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated()
-    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon:"))
+    line = next(entry for entry in Path("/proc/self/status").read_text().splitlines() if entry.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
@@ -71,7 +71,9 @@ def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -
         if step == 0:
             engine.step()
     policy = engine.module
-    sizes = [(num_values(policy, name, one), one.requires_grad) for name, one in policy.named_parameters()]
+    sizes = [
+        (num_values(policy, name, parameter), parameter.requires_grad) for name, parameter in policy.named_parameters()
+    ]
     return {
         "bytes": held,
         "parameters": sum(size for size, _ in sizes),
@@ -81,7 +83,7 @@ def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0, help="of weights, 10^9 bytes")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the weights, in 10^9 bytes")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--quantize", action="store_true", help="also with model.quantize = nf4")
     parser.add_argument("--ds-config", default="zero3.json")
@@ -106,23 +108,23 @@ def main() -> None:
             only = ["--only", str(rank), "--model", f"{folder}/model", *more]
             command = [sys.executable, __file__, *sys.argv[1:], *only]
             output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment()).stdout
-            found = json.loads(output.splitlines()[-1])
-            held[name] = found["bytes"]
+            result = json.loads(output.splitlines()[-1])
+            held[name] = result["bytes"]
             print(
-                f"{name:12} {found['bytes'] / 1e9:7.3f} GB, {found['bytes'] / found['parameters']:5.2f} bytes a parameter; "
-                f"{found['trained'] / 1e6:.1f} of {found['parameters'] / 1e6:.1f} million are trained",
+                f"{name:12} {result['bytes'] / 1e9:7.3f} GB, {result['bytes'] / result['parameters']:5.2f} bytes per parameter; "
+                f"{result['trained'] / 1e6:.1f} of {result['parameters'] / 1e6:.1f} million are trained",
                 flush=True,
             )
     print(f"adapters / all weights: {held['adapters'] / held['all weights']:.3f} (goal {GOAL})")
     if arguments.quantize:
-        print(f"adapters beside 4 bits / all weights: {held['4 bits'] / held['all weights']:.3f}")
+        print(f"adapters on 4 bits / all weights: {held['4 bits'] / held['all weights']:.3f}")
 
 
 def environment() -> dict[str, str]:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
     accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    # The allocator gives back what is freed, or it would count.
+    # Otherwise the allocator keeps freed memory, and it would count.
     return os.environ | accelerator | {"PATH": path, "PYTHONPATH": root, "MALLOC_TRIM_THRESHOLD_": "0"}
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of the chunked loss against full float32 logits, forward and backward, as a ratio.
+"""Peak memory of the chunked loss relative to full float32 logits, forward and backward.
 
     python benchmarks/loss_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 1024] [--device cpu|cuda]
 
@@ -27,7 +27,7 @@ GOAL = 0.25
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """What transformers' causal language models do: logits of all tokens, raised to float32, cross entropy."""
+    """Compute the loss as transformers' causal language models do: logits of all tokens in float32, cross entropy."""
     logits = (hidden @ weight.t()).float()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
@@ -40,7 +40,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain,
 
 
 class PeakMemory:
-    """Bytes that the enclosed block added at its peak to what was there before."""
+    """Bytes that the enclosed block added at its peak to the memory in use before."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.added = device, 0
@@ -50,7 +50,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present size
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the current size
             self.before = status_bytes("VmRSS")
         return self
 
@@ -70,7 +70,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(arguments.tokens, arguments.hidden, device=device, dtype=dtype).requires_grad_()
     weight = (torch.randn(arguments.vocabulary, arguments.hidden, device=device, dtype=dtype) * 0.02).requires_grad_()
     targets = torch.randint(arguments.vocabulary, (arguments.tokens,), device=device)
-    # A small call first, so that what the libraries allocate once is not counted.
+    # A small call comes first, so that one-time allocations of the libraries do not count.
     small = weight.detach()[:64].clone().requires_grad_()
     LOSSES[name](hidden.detach()[:8].clone().requires_grad_(), small, targets[:8] % 64).backward()
     start = time.perf_counter()

@@ -1,15 +1,15 @@
-"""What rows of segments save: prompts that completions share, padding, and memory where ranks share a row.
+"""Savings by rows of segments: shared prompts, no padding, and less memory per rank when ranks share a row.
 
     python benchmarks/packing.py [prompts] [rows] [memory] [--rounds 3] [--threads 1]
 
-Each side runs in a process of its own, in turn, pinned to as many cores as it has threads, in fp32 without recomputation.
+Each side runs in a separate process, in turn, pinned to one core per thread, in fp32 without recomputation.
 
-`prompts`: seconds of a GRPO update (forward, backward, optimizer) of 8 completions of 128 tokens with a prompt of 1,024,
-where each row has the prompt itself / where they share it; 8 samples a forward, packed on both sides.
-`rows`: seconds of an SFT step of rows of 50 to 1,500 tokens, padded / packed, with as many tokens a forward.
+`prompts`: seconds of a GRPO update (forward, backward, optimizer) of 8 completions of 128 tokens with a prompt of 1,024
+tokens: with the prompt in each row / with a shared prompt; 8 samples per forward, packed on both sides.
+`rows`: seconds of an SFT step of rows of 50 to 1,500 tokens, padded / packed, with the same number of tokens per forward.
 `memory`: what forward and backward of a row add to a rank's memory at their peak (high-water mark of the resident memory;
-the larger of the ranks, in the second step): a row of twice as many tokens on 2 ranks that share it / one of `--tokens` on one
-rank. Then the same of rows that are mostly a video, beside what the output of the vision tower's forward alone holds.
+the larger of the ranks, in the second step): a row of twice `--tokens` on 2 ranks that share it / one of `--tokens` on one
+rank. Then the same for rows that are mostly a video, together with what the vision tower's forward adds.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def prompts(arguments: argparse.Namespace, folder: Path) -> None:
     task = {"model": str(model), "data": str(data), "prompts": 1, "generations": GENERATIONS, "length": COMPLETION}
     task |= {"micro_batch": GENERATIONS, "steps": arguments.steps, "ds_config": arguments.ds_config}
 
-    def mean_update(result: dict[str, Any]) -> Pair:
+    def compute_mean_update(result: dict[str, Any]) -> Pair:
         wall, cpu = (statistics.mean(times) for times in zip(*result["updates"][arguments.warmup :], strict=True))
         return wall, cpu
 
-    compare("GRPO updates/s", ("each its own", "shared"), task, mean_update, folder, arguments, goal=3.0)
+    compare("GRPO updates/s", ("each its own", "shared"), task, compute_mean_update, folder, arguments, goal=3.0)
 
 
 def rows(arguments: argparse.Namespace, folder: Path) -> None:
@@ -81,25 +81,29 @@ def memory(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     launch.prepare_environment()
-    # Else the allocator keeps what is freed, and the next step's peak does not show.
+    # Otherwise the allocator keeps freed memory, and the next step's peak does not show.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     model = build_model(arguments, folder / "model")
     for kind, write in (("text", write_text), ("video", write_video)):
         added = {}
         for size in (1, 2):
-            own = folder / f"{kind}_{size}"
-            own.mkdir()
-            task = {"model": str(model), "data": str(write(own, size * arguments.tokens)), "output": str(own / "run")}
+            side_folder = folder / f"{kind}_{size}"
+            side_folder.mkdir()
+            task = {
+                "model": str(model),
+                "data": str(write(side_folder, size * arguments.tokens)),
+                "output": str(side_folder / "run"),
+            }
             task |= {"side": "memory", "ranks": size, "tokens": size * arguments.tokens}
             task |= {"ds_config": arguments.ds_config, "recompute": arguments.recompute}
             command = [__file__, "--side", json.dumps(task)]
-            launch.start_ranks(lambda attempt, command=command: command, ranks=size, log_dir=own / "logs")
-            found = [json.loads((own / f"rank_{rank}.json").read_text()) for rank in range(size)]
-            added[size] = max(one["added"] for one in found)
-            tower = max(one["tower"] for one in found)
+            launch.start_ranks(lambda attempt, command=command: command, ranks=size, log_dir=side_folder / "logs")
+            results = [json.loads((side_folder / f"rank_{rank}.json").read_text()) for rank in range(size)]
+            added[size] = max(result["added"] for result in results)
+            tower = max(result["tower"] for result in results)
             print(
-                f"{kind}, {found[0]['tokens']} tokens on {size}: {added[size] / 2**20:.0f} MiB a rank, of it {tower / 2**20:.0f} "
-                "held by the vision tower",
+                f"{kind}, {results[0]['tokens']} tokens on {size}: {added[size] / 2**20:.0f} MiB per rank, "
+                f"{tower / 2**20:.0f} of them held by the vision tower",
                 flush=True,
             )
         ratio = added[2] / added[1]
@@ -111,7 +115,7 @@ def write_text(folder: Path, tokens: int) -> Path:
 
 
 def write_video(folder: Path, tokens: int) -> Path:
-    """A row of `tokens`, of which a video takes half: 256 tokens for two frames."""
+    """Write a row of `tokens` tokens, half of them a video's: 256 tokens for two frames."""
     import av
     import numpy as np
 
@@ -131,7 +135,7 @@ def write_video(folder: Path, tokens: int) -> Path:
 
 
 def memory_side(task: dict[str, Any]) -> None:
-    """One rank; writes what its second step added to its memory beside the rows."""
+    """Run one rank; write what its second step added to its memory next to the rows."""
     from dsreason.job import launch
 
     launch.enter_rank()
@@ -141,23 +145,23 @@ def memory_side(task: dict[str, Any]) -> None:
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft import loop
 
-    accumulate, found = loop.accumulate_gradients, {"tower": 0, "added": 0, "tokens": 0}
+    accumulate, results = loop.accumulate_gradients, {"tower": 0, "added": 0, "tokens": 0}
 
-    def measured(engine: Any, batches: Any, *rest: Any) -> float:
+    def measure_gradients(engine: Any, batches: Any, *arguments: Any) -> float:
         tower = engine.module.model.model.visual
         before: list[int] = []
         hooks = [
             tower.register_forward_pre_hook(lambda *_: before.append(status_bytes("VmRSS"))),
-            tower.register_forward_hook(lambda *_: found.update(tower=status_bytes("VmRSS") - before[-1])),
+            tower.register_forward_hook(lambda *_: results.update(tower=status_bytes("VmRSS") - before[-1])),
         ]
         with PeakMemory(torch.device("cpu")) as peak:
-            loss = accumulate(engine, batches, *rest)
+            loss = accumulate(engine, batches, *arguments)
         for hook in hooks:
             hook.remove()
-        found.update(added=peak.added, tokens=batches.num_input_tokens)
+        results.update(added=peak.added, tokens=batches.num_input_tokens)
         return loss
 
-    loop.accumulate_gradients = measured
+    loop.accumulate_gradients = measure_gradients
     config = {
         "deepspeed": task["ds_config"],
         "model": {
@@ -176,7 +180,7 @@ def memory_side(task: dict[str, Any]) -> None:
         "checkpoint": {"every": 0, "export": "none"},
     }
     loop.run(SFTConfig.model_validate(config), output_dir=Path(task["output"]))
-    (Path(task["output"]).parent / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    (Path(task["output"]).parent / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
 def compare(
@@ -191,8 +195,8 @@ def compare(
     seconds: dict[str, list[Pair]] = {side: [] for side in sides}
     for number in range(arguments.rounds):
         for side in sides:
-            own = task | {"side": side, "output": str(folder / f"{side.replace(' ', '_')}_{number}")}
-            seconds[side].append(seconds_of(run_side(__file__, own, arguments.threads)))
+            side_task = task | {"side": side, "output": str(folder / f"{side.replace(' ', '_')}_{number}")}
+            seconds[side].append(seconds_of(run_side(__file__, side_task, arguments.threads)))
             wall, cpu = seconds[side][-1]
             print(f"{side:20}{wall:8.3f} s, {cpu:.3f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
     wall, cpu = report(seconds, 1, unit, sides[0])[sides[1]]
@@ -211,14 +215,16 @@ PARTS = {"prompts": prompts, "rows": rows, "memory": memory}
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="all, unless named")
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="default: all")
     add_size(parser)
     parser.set_defaults(hidden=256, layers=6, vocabulary=512)
     parser.add_argument("--ds-config", default="zero2.json")
-    parser.add_argument("--rows", type=int, default=32, help="of an SFT step")
+    parser.add_argument("--rows", type=int, default=32, help="rows per SFT step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the row of one rank whose memory is measured")
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of the row whose memory is measured on one rank"
+    )
     parser.add_argument("--recompute", action="store_true", help="measure memory with recomputation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)

@@ -1,14 +1,13 @@
-"""Frame numbers, sizes and tokens of clips: this package against qwen-vl-utils, as cosmos-rl calls it. No GPU, seconds.
+"""Frame numbers, sizes and tokens of clips: this package compared with qwen-vl-utils, as cosmos-rl calls it. No GPU, seconds.
 
     python benchmarks/pixels.py [--all]
 
 Both families, with the processors' files of published checkpoints (`tests/published/`), clips from 1 s to 5 min and from
-240p to 4K, and settings from none to those of cosmos-reason1's and the cookbook's recipes. The clips exist as headers
-only: the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that returns
-tensors without data, so everything but decoding is its own.
+240p to 4K, and settings from none to those of cosmos-reason1's and the cookbook's recipes. The clips exist only as headers:
+the frames of 5 min in 4K would take 15 GB. The real `fetch_video` of qwen-vl-utils runs on a reader that returns tensors without
+data, so everything except decoding is its own code.
 
-Prints the combinations that differ, with `--all` every one, then how many there are. What differs on purpose is in
-`docs/data.md`.
+Prints the combinations that differ (with `--all` every one), then their number. `docs/data.md` lists the intended differences.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ SETTINGS: list[dict[str, float]] = [
     {"fps": 0.3},
     {"nframes": 8},
     {"nframes": 16, "max_pixels": 360_000},  # cookbook, driving captions
-    {"fps": 1, "max_pixels": 81_920, "min_pixels": 3136},  # cosmos-reason1, with room for it in 0.0.14
+    {"fps": 1, "max_pixels": 81_920, "min_pixels": 3136},  # cosmos-reason1, with a `min_pixels` that 0.0.14 accepts
     {"fps": 2, "max_pixels": 16 * 9 * 28 * 28 + 1},  # cookbook, AV captions
     {"max_pixels": 200_000},
     {"total_pixels": 6_422_528, "fps": 4},  # cosmos-reason1's inference
@@ -73,22 +72,22 @@ SETTINGS: list[dict[str, float]] = [
     {"min_frames": 12, "max_frames": 40},
 ]
 LIMITED: list[dict[str, float]] = [{"fps": 1, "max_pixels": 81_920}, {"fps": 1, "max_pixels": 40_960}]
-"""qwen-vl-utils 0.0.14 refuses a `max_pixels` below its smallest frame, 128 tokens, unless `min_pixels` is lower, too."""
+"""Settings that qwen-vl-utils 0.0.14 refuses: `max_pixels` below its smallest frame, 128 tokens, without a `min_pixels`."""
 
 
 class Shown(NamedTuple):
-    """What a model is shown of a clip."""
+    """Frames, size and tokens in which a model sees a clip."""
 
     indices: list[int]
     size: tuple[int, int]
     tokens: int
 
 
-# ---------------------------------------------------------------- theirs
+# ---------------------------------------------------------------- qwen-vl-utils
 
 
 class HeaderOnly:
-    """Stands for torchcodec's `VideoDecoder`."""
+    """Stand-in for torchcodec's `VideoDecoder`."""
 
     def __init__(self, path: str, num_ffmpeg_threads: int) -> None:
         self.clip = next(clip for clip in CLIPS if clip.path == path)
@@ -103,14 +102,14 @@ class HeaderOnly:
 
 @contextmanager
 def without_decoding() -> Iterator[Any]:
-    """qwen-vl-utils, which reads all of `CLIPS` from their headers and says what is wrong with one."""
+    """Patch qwen-vl-utils so that it reads all of `CLIPS` from their headers and reports its own errors."""
     from qwen_vl_utils import vision_process
 
     decoders = ModuleType("torchcodec.decoders")
     vars(decoders)["VideoDecoder"] = HeaderOnly
     modules = {"torchcodec": ModuleType("torchcodec"), "torchcodec.decoders": decoders}
     read = vision_process._read_video_torchcodec
-    readers = {"torchcodec": read, "torchvision": read}  # the latter would be tried after an error, and hide it
+    readers = {"torchcodec": read, "torchvision": read}  # torchvision would be tried after an error, and hide it
     with (
         patch.dict(sys.modules, modules),
         patch.object(vision_process, "get_video_reader_backend", return_value="torchcodec"),
@@ -120,7 +119,7 @@ def without_decoding() -> Iterator[Any]:
 
 
 def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | str:
-    """By qwen-vl-utils; why not, where it refuses."""
+    """Return what qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
     part = {"type": "video", "video": clip.path, **settings}
     try:
         frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
@@ -132,11 +131,11 @@ def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) 
     )
 
 
-# ---------------------------------------------------------------- ours
+# ---------------------------------------------------------------- dsreason
 
 
 def published_model(tiny: Path, model_type: str, folder: Path) -> Path:
-    """A copy of the tiny model with the processors' files of the published ones."""
+    """Copy the tiny model, with the processors' files of the published models."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
     for file in (PUBLISHED / model_type).iterdir():
         shutil.copy(file, folder)
@@ -144,7 +143,7 @@ def published_model(tiny: Path, model_type: str, folder: Path) -> Path:
 
 
 def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
-    """The encoder of that model."""
+    """Open the encoder of the tiny model with published processors' files."""
     import torch
 
     from dsreason.models.processors.loading import open_encoder
@@ -165,7 +164,7 @@ def ours(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
     return Shown(list(planned.indices), planned.size, planned.grid[0] * planned.grid[1] * planned.grid[2] // 4)
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- the comparison
 
 
 def described(shown: Shown | str) -> str:
@@ -181,13 +180,17 @@ class Comparison(NamedTuple):
 
 
 def compare(encoder: Any, utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Comparison:
-    """Where qwen-vl-utils refuses the clip, it is asked again with `min_pixels` = 1."""
-    one, other = ours(encoder, clip, settings), theirs(utils, clip, settings, patch_size)
-    if refused := isinstance(other, str):
-        other = theirs(utils, clip, {"min_pixels": 1, **settings}, patch_size)
-    given = ", ".join(f"{key} {value:g}" for key, value in settings.items())
+    """Compare both sides; if qwen-vl-utils refuses the clip, try it again with `min_pixels` = 1."""
+    planned, reference = ours(encoder, clip, settings), theirs(utils, clip, settings, patch_size)
+    if refused := isinstance(reference, str):
+        reference = theirs(utils, clip, {"min_pixels": 1, **settings}, patch_size)
+    setting_text = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     note = "  (with min_pixels 1; refused without)" if refused else ""
-    return Comparison(f"{clip.path:31} {given:46} {described(one):28} {described(other)}{note}", one == other, refused)
+    return Comparison(
+        f"{clip.path:31} {setting_text:46} {described(planned):28} {described(reference)}{note}",
+        planned == reference,
+        refused,
+    )
 
 
 def main() -> None:
@@ -203,14 +206,17 @@ def main() -> None:
     for model_type, patch_size in PATCH_SIZES.items():
         with without_decoding() as utils, tempfile.TemporaryDirectory() as folder:
             encoder = open_published(tiny_model(model_type, cache_dir() / "models"), model_type, Path(folder, "model"))
-            found = [compare(encoder, utils, *one, patch_size) for one in product(CLIPS, SETTINGS + LIMITED)]
-        for one in found:
-            if arguments.all or not one.same:
-                print(f"{model_type:11} {one.text}")
-        same, refused = sum(one.same for one in found), sum(one.refused for one in found)
+            comparisons = [compare(encoder, utils, *case, patch_size) for case in product(CLIPS, SETTINGS + LIMITED)]
+        for comparison in comparisons:
+            if arguments.all or not comparison.same:
+                print(f"{model_type:11} {comparison.text}")
+        same, refused = (
+            sum(comparison.same for comparison in comparisons),
+            sum(comparison.refused for comparison in comparisons),
+        )
         print(
-            f"{model_type}: {len(found)} combinations, {same} the same, {len(found) - same} others; of the same, "
-            f"{refused} are refused by qwen-vl-utils without min_pixels"
+            f"{model_type}: {len(comparisons)} combinations, {same} the same, {len(comparisons) - same} different; qwen-vl-utils "
+            f"refuses {refused} of them without min_pixels"
         )
 
 

@@ -1,13 +1,13 @@
-"""How far the estimates of `dsreason plan` are from what training takes, part by part.
+"""Errors of the estimates of `dsreason plan`, part by part.
 
     python benchmarks/plan_error.py [training] [vllm] [--cases full lora nf4 video fp32 …] [--threads 1]
 
-`training`: random models of some hundred million parameters, on 1 and 2 ranks of ZeRO-3, in rows of several lengths. Each case
-is trained for two steps by ranks of its own. In the second one it is measured what a rank holds before it (weights,
-gradients, optimizer), what forward and backward add at their peak, and what the optimizer adds: resident memory on a CPU
-(anonymous memory, and its high-water mark), allocated memory on a GPU. The buckets of the DeepSpeed JSON are as much smaller
-than those of `zero3.json` as the models are.
-`vllm` (GPUs only): the blocks that vLLM finds room for in its KV cache, for the model of `--vllm-model`.
+`training`: random models of several hundred million parameters, on 1 and 2 ranks of ZeRO-3, with rows of several lengths. Each
+case trains for two steps in its own processes. The second step is measured: what a rank holds before it (weights, gradients,
+optimizer), what forward and backward add at their peak, and what the optimizer adds. On a CPU this is resident memory
+(anonymous memory and its high-water mark), on a GPU allocated memory. The buckets of the DeepSpeed JSON are smaller than those
+of `zero3.json` in proportion to the models.
+`vllm` (GPUs only): the number of blocks in vLLM's KV cache, for the model of `--vllm-model`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sides import words
 
 GOAL = 0.15
 MATTERS = 40 * 2**20
-"""Bytes: what is smaller is shown, and not judged."""
+"""Bytes below which an error is printed but does not count."""
 BUCKETS = {
     "reduce_bucket_size": 4e6,
     "stage3_prefetch_bucket_size": 2e6,
@@ -47,7 +47,7 @@ class Case:
     ranks: int = 1
     tokens: int = 2048
     images: int = 0
-    """Of 256 tokens each, of the row's tokens."""
+    """Images of 256 tokens each, which count as tokens of the row."""
     lora: int = 0
     quantize: str | None = None
     precision: str = "bf16"
@@ -62,7 +62,7 @@ class Case:
 
 FULL = Case("full")
 FROZEN: dict[str, Any] = {"layers": 8, "vocabulary": 196608, "tokens": 1024}
-"""Of models whose weights are not trained: more of them, as they take little."""
+"""Sizes of models with frozen weights: larger, as these take little memory."""
 CASES = [
     replace(FULL, tokens=512),
     FULL,
@@ -82,7 +82,7 @@ CASES = [
     replace(FULL, name="video, frozen tower", tokens=2048, images=7, hidden=512, freeze=("visual",)),
 ]
 VISION = {"hidden": 768, "depth": 6}
-"""Of models that are shown images; the others have a tiny tower."""
+"""Vision tower of the models that get images; the others have a tiny one."""
 
 
 def build_model(case: Case, folder: Path) -> Path:
@@ -122,7 +122,7 @@ def run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> Any:
 
 
 def conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
-    """About as many tokens as the case says: pictures of `side` pixels, and an answer that fills the row."""
+    """Build a conversation of about `case.tokens` tokens: pictures of `side` pixels, and an answer that fills the row."""
     random = np.random.default_rng(0)
     parts: list[dict[str, Any]] = []
     for number in range(case.images):
@@ -137,8 +137,8 @@ def conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
 
 
 def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str, float]:
-    """On one rank: bytes held, and what the two halves of the second step add."""
-    import peft  # noqa: F401 (what the libraries take is no part of a plan's phases)
+    """Return the bytes that a rank holds, and what the two halves of the second step add."""
+    import peft  # noqa: F401 (imported first, as a plan's phases exclude the memory of libraries)
 
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.micro_batches import align_micro_batches
@@ -157,33 +157,33 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
     before = held_bytes(world.device)
     engine = build_policy_engine(config, deepspeed, model)
-    found: dict[str, float] = {"tokens": len(sample), "trained": int(sample.loss_mask.sum())}
+    results: dict[str, float] = {"tokens": len(sample), "trained": int(sample.loss_mask.sum())}
     for _ in range(2):
         (batch,) = align_micro_batches([[sample]], encoder, gather_objects, packing=True)
         engine.set_gradient_accumulation_boundary(True)
-        found["held"] = held_bytes(world.device) - before
+        results["held"] = held_bytes(world.device) - before
         with PeakMemory(world.device) as peak:
             loss = sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets))
             engine.backward(loss, scale_wrt_gas=False)
             del loss
-        found["forward and backward"] = peak.added
+        results["forward and backward"] = peak.added
         gc.collect()
         with PeakMemory(world.device) as peak:
             engine.step()
-        found["optimizer"] = peak.added
-    return found
+        results["optimizer"] = peak.added
+    return results
 
 
-def estimate(case: Case, model: Path, ds_config: Path, found: dict[str, float], device: str) -> dict[str, Any]:
+def estimate(case: Case, model: Path, ds_config: Path, results: dict[str, float], device: str) -> dict[str, Any]:
     from dsreason.tools.planning.request import Machine, Request
     from dsreason.tools.planning.states import states_of
     from dsreason.tools.planning.training import forward_backward, optimizer_step
 
     machine = Machine(case.ranks, device=device)
-    media = 256 * case.images or 4  # a row without any is given a small one
-    config = run_config(case, model, int(found["tokens"]), ds_config)
-    shown = {"media_tokens": media, "trained_tokens": int(found["trained"])}
-    request = Request("sft", config, machine, str(ds_config), **shown)
+    media = 256 * case.images or 4  # a row without media gets a small dummy image
+    config = run_config(case, model, int(results["tokens"]), ds_config)
+    tokens = {"media_tokens": media, "trained_tokens": int(results["trained"])}
+    request = Request("sft", config, machine, str(ds_config), **tokens)
     states = states_of(request)
     held = states.weights + states.persistent + states.gradients + states.optimizer
     held += states.host if device == "cpu" else 0
@@ -200,26 +200,28 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     launch.prepare_environment()
-    # Else the allocator keeps what is freed, and the next peak does not show.
+    # Otherwise the allocator keeps freed memory, and the next peak does not show.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     os.environ |= {"OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    away = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
-    for name, more in (("on_device", {}), ("offload", away)):
+    offload_sections = {f"offload_{states}": {"device": "cpu"} for states in ("optimizer", "param")}
+    for name, more in (("on_device", {}), ("offload", offload_sections)):
         section = {"stage": 3, "contiguous_gradients": True, **BUCKETS, **more}
         (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": section}))
-    print(f"{'case':26}{'ranks':>6}{'tokens':>7}  {'part':22}{'estimate':>9}{'measured':>9}  MiB a rank, error")
+    print(f"{'case':26}{'ranks':>6}{'tokens':>7}  {'part':22}{'estimate':>9}{'measured':>9}  MiB per rank, error")
     worst = 0.0
     for number, case in enumerate(CASES):
         if arguments.cases and not any(case.name.startswith(name) for name in arguments.cases):
             continue
-        own = folder / str(number)
-        own.mkdir()
-        model = build_model(case, own / "model")
+        case_folder = folder / str(number)
+        case_folder.mkdir()
+        model = build_model(case, case_folder / "model")
         ds_config = folder / ("offload.json" if case.offload else "on_device.json")
-        task = json.dumps({"case": asdict(case), "model": str(model), "ds_config": str(ds_config), "folder": str(own)})
+        task = json.dumps(
+            {"case": asdict(case), "model": str(model), "ds_config": str(ds_config), "folder": str(case_folder)}
+        )
         command = [__file__, "--side", task]
-        launch.start_ranks(lambda attempt, command=command: command, ranks=case.ranks, log_dir=own / "logs")
-        ranks = [json.loads((own / f"rank_{rank}.json").read_text()) for rank in range(case.ranks)]
+        launch.start_ranks(lambda attempt, command=command: command, ranks=case.ranks, log_dir=case_folder / "logs")
+        ranks = [json.loads((case_folder / f"rank_{rank}.json").read_text()) for rank in range(case.ranks)]
         planned = estimate(case, model, ds_config, ranks[0], arguments.device)
         for part in ("held", "forward and backward", "optimizer"):
             measured = max(rank[part] for rank in ranks)
@@ -228,7 +230,7 @@ def training(arguments: argparse.Namespace, folder: Path) -> None:
             worst = max(worst, abs(error)) if judged else worst
             print(
                 f"{case.name:26}{case.ranks:6}{int(ranks[0]['tokens']):7}  {part:22}{planned[part] / 2**20:9.0f}"
-                f"{measured / 2**20:9.0f}  {error:+.1%}{'' if judged else ' (too small to be judged)'}",
+                f"{measured / 2**20:9.0f}  {error:+.1%}{'' if judged else ' (too small to count)'}",
                 flush=True,
             )
         if arguments.verbose:
@@ -240,18 +242,18 @@ def vllm(arguments: argparse.Namespace, folder: Path) -> None:
     from dsreason.job import launch
 
     if not torch.cuda.is_available():
-        print("vllm: needs a GPU, and there is none")
+        print("vllm: needs a GPU and found none; skipped")
         return
     launch.prepare_environment()
     task = json.dumps({"model": arguments.vllm_model, "folder": str(folder)})
     launch.start_ranks(lambda attempt: [__file__, "--side", task], ranks=1, log_dir=folder / "logs")
-    found = json.loads((folder / "vllm.json").read_text())
-    error = found["estimate"] / found["measured"] - 1
-    print(f"KV cache of vLLM: {found['estimate']:,} tokens estimated, {found['measured']:,} measured, {error:+.1%}")
+    tokens = json.loads((folder / "vllm.json").read_text())
+    error = tokens["estimate"] / tokens["measured"] - 1
+    print(f"KV cache of vLLM: {tokens['estimate']:,} tokens estimated, {tokens['measured']:,} measured, {error:+.1%}")
 
 
 def vllm_side(task: dict[str, Any]) -> None:
-    """Starts the engine of a GRPO run, beside no policy, and asks how many tokens its cache holds."""
+    """Start the engine of a GRPO run, without a policy, and write the number of tokens that its cache holds."""
     from dsreason.cli.plan import find_machine
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.files.cache import cache_dir
@@ -282,8 +284,8 @@ def rank_side(task: dict[str, Any]) -> None:
         vllm_side(task)
         return
     case = Case(**task["case"] | {"freeze": tuple(task["case"]["freeze"])})
-    found = measure(case, Path(task["model"]), Path(task["ds_config"]), Path(task["folder"]))
-    (Path(task["folder"]) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    results = measure(case, Path(task["model"]), Path(task["ds_config"]), Path(task["folder"]))
+    (Path(task["folder"]) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
 PARTS = {"training": training, "vllm": vllm}
@@ -291,11 +293,13 @@ PARTS = {"training": training, "vllm": vllm}
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="all, unless named")
-    parser.add_argument("--cases", nargs="*", help="names, or how they begin; all, unless given")
+    parser.add_argument("parts", nargs="*", choices=(*PARTS, []), help="default: all")
+    parser.add_argument("--cases", nargs="*", help="names of cases or prefixes of them; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--verbose", action="store_true", help="also what forward and backward are estimated from")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the items of the forward and backward estimate"
+    )
     parser.add_argument("--vllm-model", default="tiny:qwen2_5_vl", help="folder or name on the Hub")
     parser.add_argument("--side", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,10 +1,10 @@
-"""CPU seconds that a command takes to start, now and at an earlier commit.
+"""CPU seconds of starting a command, now and at an earlier commit.
 
     python benchmarks/process_start.py [--against COMMIT] [--rounds 3]
 
-`--version`, `--help`, a misspelt key, a missing file, `sft --dry-run` of the built-in task, and `sft --nproc 2` of it up
-to the first step that metrics.jsonl has. User and system time of the command and of all processes it started, the lowest
-of the rounds, in turn. The earlier commit runs from a git worktree of its own, with this environment's packages.
+Measures `--version`, `--help`, a misspelt key, a missing file, `sft --dry-run` of the built-in task, and `sft --nproc 2` of it
+up to the first step in metrics.jsonl: user and system time of the command and of all processes it started, the lowest of the
+rounds. The commits take turns; the earlier one runs from a separate git worktree, with this environment's packages.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 GOALS = {"--version": 0.5, "--help": 0.5, "a misspelt key": 0.5, "a missing file": 0.5, "sft --dry-run": 8.0}
-"""CPU seconds."""
+"""Largest CPU seconds."""
 FIRST_STEP = "sft --nproc 2, to the first step"
 FIRST_STEP_GOAL = 0.5
-"""Of the earlier commit's."""
+"""Largest share of the earlier commit's CPU seconds."""
 TIME_LIMIT_S = 900.0
 
 
@@ -43,14 +43,14 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def start(tree: Path, arguments: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    """`dsreason ARGUMENTS` of the working tree `tree`."""
+    """Start `dsreason ARGUMENTS` of the working tree `tree`."""
     command = [sys.executable, "-P", "-m", "dsreason", *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, **quiet)
 
 
 def whole(tree: Path, arguments: list[str], folder: Path) -> float:
-    """CPU seconds of a command that ends by itself."""
+    """Return the CPU seconds of a command that ends by itself."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start(tree, arguments, folder).wait(TIME_LIMIT_S)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -58,7 +58,7 @@ def whole(tree: Path, arguments: list[str], folder: Path) -> float:
 
 
 def to_first_step(tree: Path, folder: Path) -> float:
-    """CPU seconds of the command and its ranks until the first step is done."""
+    """Return the CPU seconds of the command and its ranks until the first step is done."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
         process = start(tree, ["sft", "--nproc=2", f"--output-dir={output}/run"], folder)
         metrics = Path(output) / "run" / "metrics.jsonl"
@@ -66,16 +66,16 @@ def to_first_step(tree: Path, folder: Path) -> float:
         try:
             while not (metrics.exists() and "train/loss" in metrics.read_text()):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"{tree}: no step was done; run dsreason sft --nproc 2 there to see why")
+                    sys.exit(f"{tree}: dsreason sft --nproc 2 finished no step; run it there to see why")
                 time.sleep(0.05)
             return used(psutil.Process(process.pid))
         finally:
-            process.kill()  # its ranks end with it
+            process.kill()  # the ranks end with the command
             process.wait()
 
 
 def used(process: psutil.Process) -> float:
-    """CPU seconds of a process and all below it, those that have ended included."""
+    """Return the CPU seconds of a process and its descendants, those that have ended included."""
     seconds = 0.0
     for member in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,26 +84,26 @@ def used(process: psutil.Process) -> float:
 
 
 def compile_bytecode(tree: Path) -> None:
-    """So that no side compiles its own sources while it is measured."""
+    """Compile the sources of a tree, so that this does not happen while it is measured."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", tree / "dsreason", tree / "data_adapters"], check=True)
 
 
 def measure(trees: list[Path], folder: Path, rounds: int) -> dict[str, list[float]]:
-    """By name: the lowest CPU seconds of each tree."""
-    found: dict[str, list[list[float]]] = {}
+    """Return the lowest CPU seconds of each tree by name of the command."""
+    rounds_by_name: dict[str, list[list[float]]] = {}
     for number in range(rounds):
         for side, tree in enumerate(trees):
-            taken = {name: whole(tree, arguments, folder) for name, arguments in commands(folder).items()}
-            taken[FIRST_STEP] = to_first_step(tree, folder)
-            for name, seconds in taken.items():
-                found.setdefault(name, [[] for _ in trees])[side].append(seconds)
-            print(f"round {number + 1}, {tree}: {taken}", file=sys.stderr, flush=True)
-    return {name: [min(values) for values in sides] for name, sides in found.items()}
+            seconds_by_name = {name: whole(tree, arguments, folder) for name, arguments in commands(folder).items()}
+            seconds_by_name[FIRST_STEP] = to_first_step(tree, folder)
+            for name, seconds in seconds_by_name.items():
+                rounds_by_name.setdefault(name, [[] for _ in trees])[side].append(seconds)
+            print(f"round {number + 1}, {tree}: {seconds_by_name}", file=sys.stderr, flush=True)
+    return {name: [min(values) for values in sides] for name, sides in rounds_by_name.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="COMMIT", help="also the CPU seconds of this commit, and the ratio")
+    parser.add_argument("--against", metavar="COMMIT", help="also measure this commit, and print the ratio")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:

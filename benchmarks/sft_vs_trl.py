@@ -1,19 +1,19 @@
-"""Tokens per second of `dsreason sft` against TRL's SFTTrainer: same model, image rows, global batch, and fp32.
+"""Tokens per second of `dsreason sft`, relative to TRL's SFTTrainer: same model, image rows, global batch, and fp32.
 
     python benchmarks/sft_vs_trl.py [--lengths spread|even] [--trained 0.1] [--rounds 1] [--threads 1]
 
-Each side runs in one process of its own, in turn, pinned to as many cores as it has threads; both decode the images in that
-process. Neither saves, validates or recomputes activations. Every step has all rows, so each measured step of both has the
-same tokens: of `--lengths spread` from 50 to 1,500 with equal distances of their logarithms, of `even` all of the mean of
-those. Tokens are the rows' own, without padding.
+Each side runs in a separate process, in turn, pinned to one core per thread; both decode the images in that process. Neither
+side saves, validates or recomputes activations. Every step has all rows, so all measured steps have the same tokens: with
+`--lengths spread`, rows of 50 to 1,500 tokens with evenly spaced logarithms; with `even`, all rows have the mean length of
+those. Padding does not count as tokens.
 
-What is fair: dsreason fills rows up to `--budget` tokens. TRL's batch is the largest with no more padded tokens than that, if
-all its rows were as long as the longest: what somebody sets whose memory holds as much. TRL cuts its rows at random, which is
-its default, and refuses packing and padding-free for vision-language models (1.16). Both train the answers alone, `--trained`
-of each row's tokens. On a CPU TRL would take the logits of all tokens: `TRL` is here told to take those of trained ones, as it
-does on a GPU, and `TRL as it comes` is not.
+For a fair comparison, dsreason fills rows up to `--budget` tokens, and TRL's batch is the largest that has at most that many
+padded tokens if all its rows are as long as the longest, which is what its users would choose for the same memory. TRL draws
+its batches at random, its default, and does not support packing and padding-free for vision-language models (1.16). Both sides
+train only the answers, `--trained` of each row's tokens. On a CPU TRL would compute the logits of all tokens: `TRL` is patched
+to compute those of trained tokens, as on a GPU, and `TRL as it comes` is not patched.
 
-`--video` tries a video row with TRL instead, and prints what became of its pixels.
+`--video` instead tries a video row with TRL and prints whether the model got its pixels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sides import (
 GOALS = {"spread": 1.8, "even": 1.1}
 SHORTEST, LONGEST = 50, 1500
 AROUND = 50
-"""Tokens of a prompt beside its question, on average: picture and chat format."""
+"""Mean tokens of a prompt in addition to its question: picture and chat format."""
 TRL, AS_IT_COMES, OURS = "TRL", "TRL as it comes", "dsreason"
 
 
@@ -61,7 +61,7 @@ def make_rows(folder: Path, arguments: argparse.Namespace) -> Path:
 
 
 def measure(model: Path, rows: Path) -> tuple[list[int], int]:
-    """Tokens of each row, vision tokens included, and how many of all are trained."""
+    """Return the tokens of each row, vision tokens included, and the number of trained tokens in all rows."""
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
     from dsreason.train.common.preflight import build_encoder
@@ -69,16 +69,16 @@ def measure(model: Path, rows: Path) -> tuple[list[int], int]:
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows)}})
     encoder, (samples, _) = build_encoder(config, model), open_datasets(config.data)
     encoded = [encoder.encode(samples[i]) for i in range(len(samples))]
-    return [len(one) for one in encoded], sum(int(one.loss_mask.sum()) for one in encoded)
+    return [len(sample) for sample in encoded], sum(int(sample.loss_mask.sum()) for sample in encoded)
 
 
 def largest_batch(longest: int, num_rows: int, budget: int) -> int:
-    """Rows of TRL's batches: as many as fit, and as divide the step."""
+    """Return the number of rows per batch for TRL: the largest that fits and divides the step."""
     return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and size * longest <= budget)
 
 
 def dsreason_side(task: dict[str, Any]) -> None:
-    """`dsreason sft` as a job of one process; prints when each step ended."""
+    """Run `dsreason sft` as a job of one process; print when each step ended."""
     from dsreason.config.schema import SFTConfig
     from dsreason.job.launch import prepare_environment
 
@@ -106,7 +106,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
 
 
 def trl_side(task: dict[str, Any]) -> None:
-    """TRL's own way of training on image rows; prints when each step ended."""
+    """Run TRL's SFT on image rows; print when each step ended."""
     import torch
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -163,7 +163,7 @@ def trl_side(task: dict[str, Any]) -> None:
 
 
 def try_trl_video(task: dict[str, Any]) -> None:
-    """One step of SFTTrainer on a video row; prints what became of the video."""
+    """Run one step of SFTTrainer on a video row; print whether the model got the video."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -177,9 +177,9 @@ def try_trl_video(task: dict[str, Any]) -> None:
         output_dir=task["output"], max_steps=1, per_device_train_batch_size=1, bf16=False, use_cpu=True,
         save_strategy="no", report_to="none", max_length=None, disable_tqdm=True,
     )  # fmt: skip
-    shown: list[str] = []
+    arguments: list[str] = []
     forward = model.model.forward
-    model.model.forward = lambda *args, **kwargs: (shown.extend(kwargs), forward(*args, **kwargs))[1]
+    model.model.forward = lambda *args, **kwargs: (arguments.extend(kwargs), forward(*args, **kwargs))[1]
     trainer = SFTTrainer(
         model=model,
         args=settings,
@@ -187,22 +187,22 @@ def try_trl_video(task: dict[str, Any]) -> None:
         processing_class=AutoProcessor.from_pretrained(task["model"]),
     )
     trainer.train()
-    pixels = "pixel_values_videos" in shown
-    print(f"it trains, and the model {'got' if pixels else 'did not get'} the video's pixels")
+    pixels = "pixel_values_videos" in arguments
+    print(f"training runs, and the model {'got' if pixels else 'did not get'} the video's pixels")
 
 
 def describe_video_trial(model: Path, folder: Path) -> str:
-    """What TRL makes of a video row; the video is given as frames, so that no decoder is in the way."""
+    """Return what TRL does with a video row; the video is given as frames, so that no decoder is involved."""
     frames = [folder / f"frame_{i}.png" for i in range(8)]
     for i, path in enumerate(frames):
         Image.new("RGB", (64, 64), (30 * i, 0, 0)).save(path)
     task = {"model": str(model), "video": [str(path) for path in frames], "output": str(folder / "video")}
     command = [sys.executable, __file__, "--side", json.dumps(task | {"side": "video"})]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True)
-    if found.returncode:
-        return f"refused: {found.stderr.strip().splitlines()[-1]}"
-    return found.stdout.strip().splitlines()[-1]
+    completed = subprocess.run(command, check=False, env=environment, text=True, capture_output=True)
+    if completed.returncode:
+        return f"refused: {completed.stderr.strip().splitlines()[-1]}"
+    return completed.stdout.strip().splitlines()[-1]
 
 
 SIDES = {TRL: trl_side, AS_IT_COMES: trl_side, OURS: dsreason_side, "video": try_trl_video}
@@ -213,10 +213,10 @@ def parse() -> argparse.Namespace:
     add_size(parser)
     parser.add_argument("--ds-config", default="zero2.json")
     parser.add_argument("--sides", nargs="+", choices=(TRL, AS_IT_COMES, OURS), default=(TRL, OURS))
-    parser.add_argument("--lengths", choices=tuple(GOALS), default="spread", help="of the rows")
+    parser.add_argument("--lengths", choices=tuple(GOALS), default="spread", help="lengths of the rows")
     parser.add_argument("--trained", type=float, default=0.1, help="share of a row's tokens that are its answer")
-    parser.add_argument("--rows", type=int, default=16, help="a step")
-    parser.add_argument("--budget", type=int, default=6144, help="tokens of a forward")
+    parser.add_argument("--rows", type=int, default=16, help="rows per step")
+    parser.add_argument("--budget", type=int, default=6144, help="tokens per forward")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
@@ -242,7 +242,7 @@ def main() -> None:
         batch = largest_batch(max(lengths), arguments.rows, arguments.budget)
         print(
             f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; {len(lengths)} rows of {min(lengths)} "
-            f"to {max(lengths)} tokens, {sum(lengths)} a step, {num_trained} of them trained; dsreason fills rows of "
+            f"to {max(lengths)} tokens, {sum(lengths)} per step, {num_trained} of them trained; dsreason fills rows of "
             f"{arguments.budget}, TRL has batches of {batch}",
             flush=True,
         )
@@ -251,10 +251,12 @@ def main() -> None:
         seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in arguments.sides}
         for number in range(arguments.rounds):
             for side in arguments.sides:
-                own = task | {"side": side, "output": str(folder / f"{side}_{number}")}
-                seconds[side].append(seconds_per_step(run_side(__file__, own, arguments.threads), arguments.warmup))
+                side_task = task | {"side": side, "output": str(folder / f"{side}_{number}")}
+                seconds[side].append(
+                    seconds_per_step(run_side(__file__, side_task, arguments.threads), arguments.warmup)
+                )
                 wall, cpu = seconds[side][-1]
-                print(f"{side:20}{wall:8.2f} s a step, {cpu:.2f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
+                print(f"{side:20}{wall:8.2f} s per step, {cpu:.2f} of CPU (load {os.getloadavg()[0]:.1f})", flush=True)
         ratios = report(seconds, sum(lengths), "tokens/s", arguments.sides[0])
         if OURS in ratios:
             wall, cpu = ratios[OURS]

@@ -1,4 +1,4 @@
-"""What the comparisons with TRL share: their rows, their model, and a process for each side with a clock in it."""
+"""Shared parts of the comparisons with TRL: rows, model, and a timed process for each side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 JUDGED = {"hidden": 1024, "layers": 8, "vocabulary": 151_936}
-"""The size at which goals are set: matrix products dominate, and the vocabulary is a real one."""
+"""Size for which the goals hold: matrix products dominate, and the vocabulary is that of a real model."""
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "yellow": (220, 220, 30)}
 WORDS = (
     "yes",
@@ -37,9 +37,9 @@ WORDS = (
     "five",
     "six",
 )
-"""One token each."""
+"""Words that are one token each."""
 Ends = dict[int, tuple[float, float]]
-"""When each step ended: by the clock, and in CPU time of the process."""
+"""Time at which each step ended: by the clock, and in CPU time of the process."""
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def build_model(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def log_uniform(count: int, shortest: int, longest: int) -> list[int]:
-    """Lengths at equal distances of their logarithms, in an order drawn once."""
+    """Return lengths whose logarithms are evenly spaced, in a fixed random order."""
     lengths = np.geomspace(shortest, longest, count).round().astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
@@ -67,9 +67,9 @@ def words(count: int, first: int = 0) -> str:
 
 
 def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> Path:
-    """Rows of a picture of 56 to 168 pixels a side, a question, and an answer of as many words, which are tokens, as given.
+    """Write rows of a picture (56 to 168 pixels per side), a question and an answer with the given numbers of tokens.
 
-    A prompt is also its picture of 4 to 36 tokens, and what the chat format puts around both.
+    A prompt also has 4 to 36 tokens of its picture, and those of the chat format.
     """
     random = np.random.default_rng(0)
     rows = []
@@ -85,7 +85,7 @@ def write_rows(folder: Path, prompts: Sequence[int], answers: Sequence[int]) -> 
 
 
 def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """What `program --side task` prints on its last line, from a process of its own with as many cores as threads."""
+    """Run `program --side task` in a process pinned to one core per thread; return what its last line of output says."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "CUDA_VISIBLE_DEVICES": "",
@@ -93,13 +93,13 @@ def run_side(program: str, task: Mapping[str, Any], threads: int) -> dict[str, A
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    cores = sorted(os.sched_getaffinity(0))[-threads:]  # no side may use more, whatever its launcher sets
+    cores = sorted(os.sched_getaffinity(0))[-threads:]  # no side may use more cores, whatever its launcher sets
     command = [sys.executable, program, "--side", json.dumps(task)]
     pin = partial(os.sched_setaffinity, 0, cores)
-    found = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
-    if found.returncode:
-        sys.exit(f"{task}\nfailed with {found.returncode}:\n{found.stdout[-3000:]}\n{found.stderr[-6000:]}")
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    completed = subprocess.run(command, check=False, env=environment, text=True, capture_output=True, preexec_fn=pin)
+    if completed.returncode:
+        sys.exit(f"{task}\nfailed with {completed.returncode}:\n{completed.stdout[-3000:]}\n{completed.stderr[-6000:]}")
+    result: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return result
 
 
@@ -120,22 +120,22 @@ def time_steps(report: Callable[[Ends], None] = lambda ends: None) -> Ends:
 
 
 def time_calls(owner: Any, name: str) -> list[tuple[float, float]]:
-    """What calls of an attribute of `owner` take: seconds by the clock, and of CPU time; filled while they are made."""
+    """Return the seconds of calls of an attribute of `owner`, by the clock and of CPU time; filled as the calls are made."""
     times: list[tuple[float, float]] = []
     call = getattr(owner, name)
 
-    def timed(*args: Any, **options: Any) -> Any:
+    def call_timed(*args: Any, **options: Any) -> Any:
         started = time.time(), time.process_time()
         result = call(*args, **options)
         times.append((time.time() - started[0], time.process_time() - started[1]))
         return result
 
-    setattr(owner, name, timed)
+    setattr(owner, name, call_timed)
     return times
 
 
 def trl_clock(ends: Ends) -> Any:
-    """A callback of TRL's trainers that fills `ends`."""
+    """Return a callback for TRL's trainers that fills `ends`."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # untyped
@@ -146,14 +146,14 @@ def trl_clock(ends: Ends) -> Any:
 
 
 def score_trained_tokens_only() -> None:
-    """Let TRL take the logits of trained tokens alone on a CPU too, as it does on a GPU: else it takes those of all tokens."""
+    """Make TRL compute only the logits of trained tokens on a CPU, as on a GPU, instead of those of all tokens."""
     from trl.trainer import utils
 
-    utils._use_triton = lambda device: True  # decides nothing else in that module
+    utils._use_triton = lambda device: True  # has no other effect in that module
 
 
 def seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, float]:
-    """Means of the steps after the warm-up: by the clock, and of CPU time."""
+    """Return the mean seconds of the steps after the warm-up: by the clock, and of CPU time."""
     ends = {int(step): end for step, end in result["ends"].items()}
     last = max(ends)
     wall, cpu = ((ends[last][i] - ends[warmup][i]) / (last - warmup) for i in range(2))
@@ -163,7 +163,7 @@ def seconds_per_step(result: Mapping[str, Any], warmup: int) -> tuple[float, flo
 def report(
     seconds: Mapping[str, Sequence[tuple[float, float]]], amount: float, unit: str, base: str
 ) -> dict[str, tuple[float, float]]:
-    """Prints each side's speed, median of its rounds, and returns the ratios to `base`: by the clock, and of CPU time."""
+    """Print each side's speed, the median of its rounds, and return its ratios to `base`: by the clock, and of CPU time."""
     print(f"{unit:32}{'wall':>9}{f'/ {base}':>18}{'CPU':>9}{f'/ {base}':>18}")
     speeds = {
         side: [amount / statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -1,17 +1,16 @@
-"""A video file to the model's pixels: this package against qwen-vl-utils and the Hugging Face processor, clips a second.
+"""Clips per second from a video file to the model's pixels: this package, and qwen-vl-utils with the Hugging Face processor.
 
     python benchmarks/video_decode.py [--media F]... [--seconds 30 120] [--fps 2 4] [--max-pixels 81920 default]
                                       [--readers decord torchcodec] [--rounds 5] [--threads 1]
 
-Both sides turn the same conversation into token ids and pixels: ours by `Encoder.encode_prompt`, theirs by
-`process_vision_info` and the processor of Qwen2.5-VL (resizing off, as its authors advise). Each runs in a process of its
-own on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. CPU
-time, of all threads, says the same where other work on the machine disturbs the clock. What we remember of a file's header
-is forgotten before every round. Videos of `--seconds` at 1280x720 and 30 frames a second
-are made first: H.264, a texture that moves.
+All sides turn the same conversation into token ids and pixels: dsreason by `Encoder.encode_prompt`, the others by
+`process_vision_info` and the processor of Qwen2.5-VL (resizing off, as its authors advise). Each side runs in a separate
+process on the same `--threads` cores, like a data worker; they take turns, A B C, A B C, …, and the median round counts. CPU
+time, of all threads, is the better measure if other work on the machine disturbs the clock. Our cache of file headers is
+cleared before every round. Videos of `--seconds` at 1280x720 and 30 frames per second are made first: H.264, a moving texture.
 
-`frames` says whether frames and size are those that we chose. The pixels are normalised; one step of an 8-bit pixel is 0.0145
-to 0.0153, as the colours' deviations differ.
+The column `frames` shows whether frames and size equal those of dsreason. The pixels are normalised; one step of an 8-bit pixel
+is 0.0145 to 0.0153, as the standard deviations of the colours differ.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ OURS = "dsreason"
 HEIGHT, WIDTH, RATE = 720, 1280, 30
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 FRAME_LIMITS = {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2}
-"""Of Qwen2.5-VL's frames, in qwen-vl-utils and as its video processor has them by default."""
+"""Limits of Qwen2.5-VL's frames in qwen-vl-utils, which its video processor gets as well."""
 
 
 class Encoded(NamedTuple):
-    """What one side makes of a clip."""
+    """Result of encoding a clip by one side."""
 
     indices: list[int]
     grid: list[int]
@@ -47,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 def make_video(path: Path, seconds: float) -> Path:
-    """A texture on which the window of the camera wanders."""
+    """Write a video of a camera that moves over a texture."""
     import av
     from PIL import Image
 
@@ -70,7 +69,7 @@ side: Any = None
 
 
 def start(name: str, threads: int) -> None:
-    """Settings that libraries read at their import, then the side itself."""
+    """Set what libraries read at their import, then build the side."""
     global side
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     os.environ |= {"FORCE_QWENVL_VIDEO_READER": name, "TORCHCODEC_NUM_THREADS": str(threads)}
@@ -81,7 +80,7 @@ def start(name: str, threads: int) -> None:
 
 
 def load_processor() -> tuple[Any, Path]:
-    """Qwen2.5-VL's, with its limits, and the folder of the tiny model that it comes from."""
+    """Load Qwen2.5-VL's processor, with its limits; return it and the folder of its tiny model."""
     from dsreason.files.cache import cache_dir
     from dsreason.models.load import tiny_model
     from dsreason.models.processors import loading
@@ -122,12 +121,12 @@ class Theirs:
     def __init__(self) -> None:
         import qwen_vl_utils.vision_process as utils
 
-        def failed(*_: Any) -> None:
-            raise RuntimeError(f"the reader {utils.FORCE_QWENVL_VIDEO_READER} does not run here")
+        def raise_reader_error(*_: Any) -> None:
+            raise RuntimeError(f"the reader {utils.FORCE_QWENVL_VIDEO_READER} does not work here")
 
         utils.VIDEO_READER_BACKENDS = {**utils.VIDEO_READER_BACKENDS}
-        if utils.FORCE_QWENVL_VIDEO_READER != "torchvision":  # which it falls back to without an error
-            utils.VIDEO_READER_BACKENDS["torchvision"] = failed
+        if utils.FORCE_QWENVL_VIDEO_READER != "torchvision":  # qwen-vl-utils falls back to torchvision without an error
+            utils.VIDEO_READER_BACKENDS["torchvision"] = raise_reader_error
         self.process_vision_info = utils.process_vision_info
         self.processor, _ = load_processor()
 
@@ -151,14 +150,14 @@ class Theirs:
 
 
 def measure(messages: list[dict[str, Any]]) -> tuple[float, float]:
-    """Seconds on the clock, and of CPU time in all threads."""
-    started, used = time.perf_counter(), time.process_time()
+    """Return the wall-clock seconds, and the CPU seconds of all threads."""
+    started, cpu_started = time.perf_counter(), time.process_time()
     side.encode(messages)
-    return time.perf_counter() - started, time.process_time() - used
+    return time.perf_counter() - started, time.process_time() - cpu_started
 
 
 def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
-    """Frames and grid; the pixels go to `file`."""
+    """Return frames and grid; save the pixels to `file`."""
     encoded = side.encode(messages)
     np.save(file, encoded.pixels)
     return encoded.indices, encoded.grid
@@ -168,7 +167,7 @@ def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[in
 
 
 def differences(ours: Path, theirs: Path) -> tuple[float, float]:
-    """Mean and largest absolute difference of the normalised pixels, read piece by piece."""
+    """Return the mean and the largest absolute difference of the normalised pixels, read piece by piece."""
     a, b = np.load(ours, mmap_mode="r"), np.load(theirs, mmap_mode="r")
     total, largest = 0.0, 0.0
     for first in range(0, len(a), 4096):
@@ -185,7 +184,7 @@ def conversation(file: Path, fps: float, max_pixels: int | None) -> list[dict[st
 
 
 class Found(NamedTuple):
-    """Of one side: medians, and what sets its result apart from ours."""
+    """Medians of one side, and how its result differs from that of dsreason."""
 
     seconds: float
     cpu_seconds: float
@@ -195,34 +194,36 @@ class Found(NamedTuple):
 def compare(
     sides: dict[str, ProcessPoolExecutor], messages: list[dict[str, Any]], rounds: int, scratch: Path
 ) -> dict[str, Found]:
-    """The first call of each side, which also warms up, is for the comparison of what they make."""
-    taken: dict[str, list[tuple[float, float]]] = {}
+    """Measure all sides; the first call of each, which also warms up, is used to compare their results."""
+    times: dict[str, list[tuple[float, float]]] = {}
     apart: dict[str, str] = {}
     for name, process in sides.items():
         try:
-            kept = process.submit(keep, messages, scratch / f"{name}.npy").result()
+            encoding = process.submit(keep, messages, scratch / f"{name}.npy").result()
         except (RuntimeError, AttributeError, ImportError) as error:
-            print(f"  {name} left out: {str(error).splitlines()[0]}")
+            print(f"  {name} skipped: {str(error).splitlines()[0]}")
             continue
-        taken[name] = []
+        times[name] = []
         if name == OURS:
-            ours, apart[name] = kept, ""
-        elif kept != ours:
-            apart[name] = "others"
+            expected, apart[name] = encoding, ""
+        elif encoding != expected:
+            apart[name] = "different"
         else:
             mean, largest = differences(scratch / f"{OURS}.npy", scratch / f"{name}.npy")
             apart[name] = f"same    {mean:9.5f} {largest:9.4f}"
     for _ in range(rounds):
-        for name, found in taken.items():
-            found.append(sides[name].submit(measure, messages).result())
-    return {name: Found(*map(statistics.median, zip(*taken[name], strict=True)), apart[name]) for name in taken}
+        for name, side_times in times.items():
+            side_times.append(sides[name].submit(measure, messages).result())
+    return {name: Found(*map(statistics.median, zip(*times[name], strict=True)), apart[name]) for name in times}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     real = [SHARED / name for name in ("sample.mp4", "packer.mp4") if (SHARED / name).is_file()]
-    parser.add_argument("--media", type=Path, nargs="*", default=real, help="video files of your own")
-    parser.add_argument("--seconds", type=float, nargs="*", default=[30, 120], help="lengths of the videos to make")
+    parser.add_argument("--media", type=Path, nargs="*", default=real, help="video files to measure")
+    parser.add_argument(
+        "--seconds", type=float, nargs="*", default=[30, 120], help="lengths of the videos that are made"
+    )
     parser.add_argument("--fps", type=float, nargs="+", default=[2, 4])
     parser.add_argument("--max-pixels", nargs="+", default=["81920", "default"])
     parser.add_argument(
@@ -244,7 +245,7 @@ def main() -> None:
     columns = f"{'file':14}{'fps':>4} {'max_pixels':>10}  {'side':11}{'clips/s':>8}{'ratio':>7}{'CPU s':>8}{'ratio':>7}"
     print(f"{columns}  frames  mean diff  max diff")
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in arguments.readers}
-    spawn = multiprocessing.get_context("spawn")  # a fork would share what the libraries have read
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the state of the libraries
     sides = {
         name: ProcessPoolExecutor(1, mp_context=spawn, initializer=start, initargs=(name, arguments.threads))
         for name in (OURS, *arguments.readers)
@@ -254,18 +255,18 @@ def main() -> None:
         files = arguments.media + [make_video(scratch / f"{s:g} s.mp4", s) for s in arguments.seconds]
         for file, fps, pixels in ((f, s, p) for f in files for s in arguments.fps for p in arguments.max_pixels):
             limit = None if pixels == "default" else int(pixels)
-            found = compare(sides, conversation(file, fps, limit), arguments.rounds, scratch)
-            ours = found[OURS]
-            for name, one in found.items():
-                ratio = one.seconds / ours.seconds, one.cpu_seconds / ours.cpu_seconds
-                row = f"{file.name:14}{fps:4g} {pixels:>10}  {name:11}{1 / one.seconds:8.2f}{ratio[0]:7.2f}"
-                print(f"{row}{one.cpu_seconds:8.3f}{ratio[1]:7.2f}  {one.apart}", flush=True)
+            results = compare(sides, conversation(file, fps, limit), arguments.rounds, scratch)
+            dsreason = results[OURS]
+            for name, result in results.items():
+                ratio = result.seconds / dsreason.seconds, result.cpu_seconds / dsreason.cpu_seconds
+                row = f"{file.name:14}{fps:4g} {pixels:>10}  {name:11}{1 / result.seconds:8.2f}{ratio[0]:7.2f}"
+                print(f"{row}{result.cpu_seconds:8.3f}{ratio[1]:7.2f}  {result.apart}", flush=True)
                 if name != OURS:
                     ratios[name].append(ratio)
     for process in sides.values():
         process.shutdown()
-    for name, found in ratios.items():
-        for title, values in zip(("on the clock", "in CPU time"), zip(*found, strict=True), strict=False):
+    for name, results in ratios.items():
+        for title, values in zip(("on the clock", "in CPU time"), zip(*results, strict=True), strict=False):
             spread = f"{min(values):.2f} to {max(values):.2f}, median {statistics.median(values):.2f}"
             print(f"clips/s, ours / {name}, {title}: {spread} (goal {GOAL})")
 

@@ -1,12 +1,12 @@
-"""The policy's weights made whole for the rollout engine: in buckets, against one `GatheredParameters` per parameter.
+"""Time to gather the policy's weights for the rollout engine: in buckets, and with one `GatheredParameters` per parameter.
 
     python benchmarks/weight_sync.py [--layers 26] [--hidden 256] [--buckets 1 4 16 512] [--rounds 15] [--threshold 0]
 
-Two real ranks over gloo hold a tiny Qwen3-VL under ZeRO-3, and the ways take turns in them: A B C … A B C …. `gather` only
-walks through the parameters; `sync` is what a training run does: the walk goes into the transformers engine's copy of
-the model, which takes fingerprints of what arrived. Seconds are from barrier to barrier: the median of the rounds, and
-the fastest, which other work on the machine disturbs least. `peak` is the most bytes of partitioned parameters that were
-whole at a time; `collectives` are those that gloo counted.
+Two real ranks over gloo hold a tiny Qwen3-VL under ZeRO-3, and the ways of gathering take turns: A B C … A B C …. `gather`
+only iterates over the parameters; `sync` does what a training run does: it copies them into the transformers engine's model,
+which computes fingerprints of the received weights. Seconds are from barrier to barrier: the median of the rounds, and the
+fastest round, which other work on the machine disturbs least. `peak` is the largest number of bytes of partitioned parameters
+that were gathered at a time; `collectives` is gloo's count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Weights = Iterator[tuple[str, "Tensor"]]
 
 
 def one_by_one(engine: DeepSpeedEngine) -> Weights:
-    """The plain way: what `full_parameters` does, with a context for each parameter."""
+    """Yield the weights as `full_parameters` does, but with a context for each parameter."""
     import deepspeed
 
     from dsreason.engine.engine import hf_name, is_partitioned
@@ -72,14 +72,14 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine,
 
 
 def inspect(engine: DeepSpeedEngine, weights: Weights) -> tuple[int, int]:
-    """Collectives of one walk on this rank, and the most bytes of partitioned parameters whole at a time."""
+    """Return the number of collectives of one walk on this rank, and the peak bytes of gathered partitioned parameters."""
     import torch.distributed as dist
 
-    cut = [p for p in engine.module.parameters() if p.numel() == 0]
+    partitioned = [p for p in engine.module.parameters() if p.numel() == 0]
     group = dist.distributed_c10d._get_default_group()
     before, peak = group._get_sequence_number_for_group(), 0
     for _ in weights:
-        peak = max(peak, sum(p.numel() * p.element_size() for p in cut))
+        peak = max(peak, sum(p.numel() * p.element_size() for p in partitioned))
     return group._get_sequence_number_for_group() - before, peak
 
 
@@ -116,7 +116,9 @@ def rank(arguments: argparse.Namespace) -> None:
     if world.is_main:
         count = sum(p.numel() == 0 for p in engine.module.parameters())
         size = sum(p.ds_numel * p.element_size() for p in engine.module.parameters()) / 2**20
-        print(f"{count} partitioned tensors, {size:.1f} MiB in all, {world.size} ranks; load {os.getloadavg()[0]:.1f}")
+        print(
+            f"{count} partitioned tensors, {size:.1f} MiB in total, {world.size} ranks; load {os.getloadavg()[0]:.1f}"
+        )
         report(facts, gather, sync)
     shutdown()
 
@@ -134,15 +136,15 @@ def report(facts: dict[str, tuple[int, int]], gather: dict[str, list[float]], sy
                 f"{synced:9.4f}{plain[1] / synced:7.2f}"
             )
     name = max(facts, key=lambda name: ratios["medians", name])
-    print(f"seconds of the plain way / of buckets of {name}: {ratios['medians', name]:.2f} (goal {GOAL})")
+    print(f"seconds one by one / in buckets of {name}: {ratios['medians', name]:.2f} (goal {GOAL})")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=26, help="11 tensors each")
+    parser.add_argument("--layers", type=int, default=26, help="layers, of 11 tensors each")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--buckets", type=float, nargs="+", default=[1, 4, 16, 512], metavar="MIB")
-    parser.add_argument("--threshold", type=int, default=0, help="parameters of fewer values are whole all the time")
+    parser.add_argument("--threshold", type=int, default=0, help="parameters with fewer values are not partitioned")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,13 +1,13 @@
-"""Sampling of clips by a run's engine, against the call of diffusers' own pipeline.
+"""Time of sampling clips by a run's engine, relative to diffusers' own pipeline.
 
     python benchmarks/world_sampling.py [--ds-config zero3.json] [--steps 10] [--batch 2] [--scale 3] [--rounds 5]
 
 A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
 one thread. The sides take turns on the same prompts and noise, from embeddings to pixels: the pipeline's call, the solver
-that validations use, whose pixels must be the pipeline's, and a rollout's noisy steps with their log-probabilities.
-Printed are medians of seconds per clip, by the wall clock and of CPU time, and ratios of the CPU time to the pipeline's.
-ZeRO-3's hooks cost a fixed time a module and forward, which shows with `--side 64`; and of several clips (`--batch`) ours are
-decoded one by one, so that pixels do not depend on the batch, which the tiny autoencoder is slower at on a CPU.
+that validations use, whose pixels must equal the pipeline's, and a rollout's noisy steps with their log-probabilities.
+The output has medians of seconds per clip, of wall-clock and CPU time, and ratios of the CPU time to the pipeline's.
+ZeRO-3's hooks cost a fixed time per module and forward, which `--side 64` makes visible. With several clips (`--batch`) the
+engine decodes them one by one, so that pixels do not depend on the batch; with the tiny autoencoder on a CPU this is slower.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FRAMES, TEXT = 17, 64
 
 
 def build_small(folder: Path, layers: int, heads: int) -> Path:
-    """A tiny model's folder with a larger transformer; 96 features a head are few, and quick to build."""
+    """Write a tiny model with a larger transformer; it has only 96 features per head, so it is quick to build."""
     import torch
     from diffusers import CosmosTransformer3DModel
 
@@ -67,7 +67,7 @@ def run_config(folder: Path, ds_config: str, side: int, **sections: dict[str, An
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, float, Any]:
-    """By the wall clock, of CPU time, and what the call returns."""
+    """Return the wall-clock seconds, the CPU seconds and the result of a call."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
     return time.perf_counter() - wall, time.process_time() - cpu, result
@@ -94,8 +94,8 @@ def open_pipeline(folder: Path) -> Any:
 def by_pipeline(
     pipeline: Any, batch: MicroBatch, negative: torch.Tensor, arguments: argparse.Namespace
 ) -> torch.Tensor:
-    """Pixels `[B, 3, T, H, W]`, 0 to 1."""
-    found = pipeline(
+    """Sample with the pipeline; return pixels `[B, 3, T, H, W]`, 0 to 1."""
+    output = pipeline(
         prompt_embeds=batch.text,
         negative_prompt_embeds=negative,
         latents=batch.start,
@@ -103,10 +103,10 @@ def by_pipeline(
         width=arguments.side,
         num_frames=FRAMES,
         num_inference_steps=arguments.steps,
-        guidance_scale=arguments.scale - 1 if arguments.scale > 1 else 1.0,  # the pipeline's own adds 1
+        guidance_scale=arguments.scale - 1 if arguments.scale > 1 else 1.0,  # the pipeline adds 1 to its scale
         output_type="pt",
     )
-    return found.frames.transpose(1, 2)
+    return output.frames.transpose(1, 2)
 
 
 def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     negative = maker.inputs.negative(arguments.batch)
     plan = plan_steps(maker.config, maker.sigmas, 1)
 
-    def rollout() -> torch.Tensor:
+    def run_rollout() -> torch.Tensor:
         pending: list[PendingBatch] = []
         return sample_batch(maker, batch, plan, 1, pending).latents
 
@@ -132,22 +132,24 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
         sides: dict[str, Callable[[], Any]] = {
             "pipeline": lambda: by_pipeline(pipeline, batch, negative, arguments),
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
-            "rollout": rollout,
+            "rollout": run_rollout,
         }
-        pixels = {name: side() for name, side in sides.items()}  # warms up, too
+        pixels = {name: side() for name, side in sides.items()}  # also warms up
         difference = (pixels["pipeline"] - pixels["solver"]).abs().max().item()
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):
             for name, side in sides.items():
                 wall, cpu, _ = seconds_of(side)
-                found[name].append((wall / arguments.batch, cpu / arguments.batch))
+                seconds[name].append((wall / arguments.batch, cpu / arguments.batch))
     parameters = sum(p.numel() for p in pipeline.transformer.parameters())
     print(f"{parameters / 1e6:.1f} M parameters, {arguments.batch} clips at a time, guidance {arguments.scale:g}")
     print(f"load {os.getloadavg()[0]:.1f}; largest difference of pixels, solver to pipeline: {difference:.1e}")
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in seconds.items()
+    }
     for name, (wall, cpu) in medians.items():
         ratio = cpu / medians["pipeline"][1]
-        print(f"{name:10}{wall:8.3f} s a clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
+        print(f"{name:10}{wall:8.3f} s per clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
 
 
 def rank(arguments: argparse.Namespace, measure: Callable[[WorldTrainer, argparse.Namespace], None]) -> None:
@@ -168,7 +170,7 @@ def on_one_rank(
     measure: Callable[[WorldTrainer, argparse.Namespace], None],
     **sections: dict[str, Any],
 ) -> None:
-    """Start `file` again as the only rank of a run whose configuration has these sections, and measure there."""
+    """Start `file` again as the only rank of a run whose configuration has these sections, and call `measure` in it."""
     if launch.is_rank():
         launch.enter_rank()
         rank(arguments, measure)
@@ -189,9 +191,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--side", type=int, default=128, help="of a clip, in pixels")
+    parser.add_argument("--side", type=int, default=128, help="height and width of a clip, in pixels")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--scale", type=float, default=1.0, help="guidance; 1 is without")
+    parser.add_argument("--scale", type=float, default=1.0, help="guidance scale; 1 means no guidance")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

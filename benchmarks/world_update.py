@@ -1,11 +1,11 @@
-"""Flow-GRPO's update with a window of trained steps, against all steps of the rollout.
+"""Time of Flow-GRPO's update with a window of trained steps, relative to training all steps of the rollout.
 
     python benchmarks/world_update.py [--ds-config zero3.json] [--steps 10] [--window 2] [--rounds 3] [--checkpointing]
 
 A random Cosmos-Predict2.5 transformer that is large enough for its matrix products to take most of the time, one rank and
 one thread; every weight is trained. The sides take turns in one run: a rollout with rewards, then its update (forward and
-backward of the trained steps, optimizer step). Printed are medians of seconds, by the wall clock and of CPU time, and
-ratios of CPU times: of the update alone, and of the whole step.
+backward of the trained steps, optimizer step). The output has medians of seconds, of wall-clock and CPU time, and ratios of
+CPU times for the update and for the whole step.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
 
     maker, step = trainer.clip_maker, trainer.run.state.step + 1
     windowed = maker.config
-    every = windowed.model_copy(update={"world": windowed.world.model_copy(update={"window": 0})})
+    all_steps = windowed.model_copy(update={"world": windowed.world.model_copy(update={"window": 0})})
     rounds: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in SIDES}
     trained = dict(zip(SIDES, (arguments.window, arguments.steps), strict=True))
     for number in range(arguments.rounds + 1):
-        for side, config in zip(SIDES, (windowed, every), strict=True):
+        for side, config in zip(SIDES, (windowed, all_steps), strict=True):
             trainer.clip_maker = replace(maker, config=config)
             wall, cpu, ((part,), _) = seconds_of(lambda: prepare_parts(trainer))
             assert {len(sample.trajectory) for sample in part} == {trained[side]}
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ds-config", default="zero3.json")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--side", type=int, default=96, help="of a clip, in pixels")
+    parser.add_argument("--side", type=int, default=96, help="height and width of a clip, in pixels")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--window", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=2)

@@ -1,9 +1,10 @@
 """The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder of `dsreason.builtin_task.clips.write_builtin`; empty: one in the cache, drawn on first use.
-`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong,
-see there: who learned them is right on about half of the held-out rows. With `data.subset = "preferences"` each row has a wrong
-answer beside the right one.
+`data.path` is a folder written by `dsreason.builtin_task.clips.write_builtin`; if empty, a folder in the cache is used and
+drawn on first use.
+`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong
+(see `mislabelled`): a model that learned them is right on about half of the held-out rows. With `data.subset = "preferences"`
+each row has a wrong answer beside the right one.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ def rows(data: Any) -> list[Row]:
     folder = (Path(data.path).expanduser().absolute() if data.path else builtin_folder()) / data.split
     if Path(data.path).is_file():
         raise DataError(
-            f"{data.path}: data.adapter is builtin, which reads folders of its own; for rows of yours set data.adapter, such as "
-            '"jsonl"'
+            f"{data.path}: data.adapter is builtin, which reads only folders of the built-in task; to read your own rows, set "
+            'data.adapter, such as "jsonl"'
         )
     if not (folder / "conversations.json").is_file():
-        raise DataError(f"{folder}: no split of the built-in task; data.split is train or validation")
-    found = json.loads((folder / "conversations.json").read_text())
+        raise DataError(f"{folder}: not a split of the built-in task; set data.split to train or validation")
+    rows_of_split = json.loads((folder / "conversations.json").read_text())
     for name in ("questions.jsonl", "choices.jsonl"):
-        found += [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    for row in found:
+        rows_of_split += [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    for row in rows_of_split:
         for kind in {"image", "video"} & row.keys():
             row[kind] = str(folder / row[kind])
-    found.sort(key=lambda row: row["id"])
+    rows_of_split.sort(key=lambda row: row["id"])
     if data.subset and data.subset not in SUBSETS:
         raise DataError(f"data.subset ({data.subset!r}): the built-in task has only {' and '.join(map(repr, SUBSETS))}")
-    return SUBSETS[data.subset](found) if data.subset else found
+    return SUBSETS[data.subset](rows_of_split) if data.subset else rows_of_split
 
 
 def to_sample(row: Row) -> Sample:
@@ -57,7 +58,7 @@ def plain_sample(row: Row) -> Sample:
         return llava.to_sample(row)
     if "qa_pairs" in row:
         choice = row["qa_pairs"]
-        known = {key: row[key] for key in ("id", "kind", "video")}
-        asked = {"question": choice["question"], "options": choice["index2ans"], "answer": choice["answer"]}
-        return jsonl.to_sample(known | asked)
+        common = {key: row[key] for key in ("id", "kind", "video")}
+        question = {"question": choice["question"], "options": choice["index2ans"], "answer": choice["answer"]}
+        return jsonl.to_sample(common | question)
     return jsonl.to_sample(row)

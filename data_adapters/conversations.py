@@ -5,7 +5,7 @@
         {"role": "assistant", "content": "left"}]}
 
 Media are paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part may also leave its
-medium out, `{"type": "image"}`: it is then the next one of the row's column `image` or `images` (`video`, `videos`).
+media item out, `{"type": "image"}`; it then shows the next item of the row's column `image` or `images` (`video`, `videos`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def to_sample(row: dict[str, Any]) -> Sample:
     column = "conversations" if "conversations" in row else "messages"
     waiting = {kind: media_in_columns(row, kind) for kind in ("image", "video")}
     messages = [with_media(message, waiting) for message in parse(row[column], column)]
-    for kind, left in waiting.items():
-        shown = any(part.get("type") == kind for message in messages for part in dict_parts(message))
-        if left and (not shown or len(left) < len(media_in_columns(row, kind))):
+    for kind, unused in waiting.items():
+        has_part = any(part.get("type") == kind for message in messages for part in dict_parts(message))
+        if unused and (not has_part or len(unused) < len(media_in_columns(row, kind))):
             raise DataError(
-                f"field {column!r}: {len(left)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
+                f"field {column!r}: {len(unused)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
             )
     return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or last_reply(messages))
 
@@ -44,7 +44,7 @@ def parse(value: Any, column: str) -> list[Message]:
 
 
 def media_in_columns(row: dict[str, Any], kind: str) -> list[Any]:
-    """The media in the columns `image` and `images` (`video`, `videos`), each one medium or a list."""
+    """Return the media in the columns `image` and `images` (`video`, `videos`); each column holds one item or a list."""
     return [*as_list(row.get(kind)), *as_list(row.get(f"{kind}s"))]
 
 
@@ -54,7 +54,7 @@ def dict_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def with_media(message: Message, waiting: dict[str, list[Any]]) -> Message:
-    """With the media of the row's columns in the parts that name none."""
+    """Fill the parts that name no media item with the next ones of `waiting`, which are removed from it."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -67,12 +67,14 @@ def fill(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
     if kind not in waiting or kind in part:
         return part
     if not waiting[kind]:
-        raise DataError(f"a part of type {kind!r} names no {kind}, and the row's columns have no further one")
+        raise DataError(
+            f"a part of type {kind!r} has no {kind}, and the row's columns have no further {kind}; add one or remove the part"
+        )
     return {**part, kind: waiting[kind].pop(0)}
 
 
 def last_reply(messages: list[Message]) -> str | None:
-    """Return what the conversation ends with, where that is the assistant's: the reference answer to what comes before."""
+    """Return the text of the last message, the reference answer, if it is the assistant's; None otherwise."""
     last: Message = messages[-1] if messages else {}
     return text_of(last["content"]) if last.get("role") == "assistant" else None
 

@@ -6,8 +6,8 @@
 `data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset`, a folder of the same layout, or an annotation file; `data.subset` is
 robovqa, av, agibot, bridgev2 or holoassist, `data.split` understanding or reasoning. Clips lie below `<subset>/` and
 `data.media_path`, in folders or in archives (.tar.gz, .tgz, .tar, .zip). A clip is the file at the row's path there, else the
-only one of that name; in `av` the name's first part counts, up to the first dot.
-The video is shown in the first user turn only. Rows with `qa_pairs` are `cosmos_reason1_rl`'s.
+only file of that name; in `av` only the part of the name before the first dot is compared.
+The video is shown in the first user turn only. Rows with `qa_pairs` need the adapter `cosmos_reason1_rl`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg"
 
 def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if "qa_pairs" in row and "conversations" not in row:
-        raise DataError("field 'qa_pairs': rows with questions are read with data.adapter = \"cosmos_reason1_rl\"")
+        raise DataError("field 'qa_pairs': this row is a question; set data.adapter = \"cosmos_reason1_rl\"")
     clip = find_clip(text_field(row, "video"), data)
     messages: list[Message] = [
         {"role": turn["role"], "content": text_of(turn["content"])}
@@ -43,20 +43,20 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     ]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
-        raise DataError("field 'conversations': no user turn to show the video in")
+        raise DataError("field 'conversations': no user turn to show the video in; add one")
     answer = last_reply(messages)
     first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     return Sample(str(row.get("id", row["video"])), messages, answer=answer)
 
 
 def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
-    """The file at the row's own path, else the one of that name; in folders first, then in archives. Also of an image.
+    """Return the path of a clip or image: the file at the row's path, else the only file of that name.
 
-    Where it should be, if there is none.
+    Folders are searched before archives. If no file matches, return the path at which it is expected.
     """
     subset = data.subset or ""
-    places = index_clips(data.path, subset, data.revision, data.media_path)
-    for clips in places:
+    indexes = index_clips(data.path, subset, data.revision, data.media_path)
+    for clips in indexes:
         for folder in clips.folders:
             if not Path(video).is_absolute() and not is_inside(folder.absolute() / video, folder.absolute()):
                 raise DataError(
@@ -64,14 +64,14 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
                 )
             if (folder / video).is_file():
                 return (folder / video).absolute()
-        found = clips.by_name.get((kind, clip_name(video, subset)), [])
-        if len(found) > 1:
+        matches = clips.by_name.get((kind, clip_name(video, subset)), [])
+        if len(matches) > 1:
             raise DataError(
-                f"field {kind!r}: {video} may be {found[0]} or {found[1]}; give its path below {clips.folders[0]}"
+                f"field {kind!r}: {video} may be {matches[0]} or {matches[1]}; give its path below {clips.folders[0]}"
             )
-        if found:
-            return found[0]
-    return (places[0].folders[0] / video).absolute()
+        if matches:
+            return matches[0]
+    return (indexes[0].folders[0] / video).absolute()
 
 
 def clip_name(video: str, subset: str) -> str:
@@ -80,7 +80,7 @@ def clip_name(video: str, subset: str) -> str:
 
 @dataclass(frozen=True)
 class Clips:
-    """The clips and images in `folders`, by kind and name."""
+    """Clips and images in `folders`, by kind and name."""
 
     folders: list[Path]
     by_name: dict[tuple[str, str], list[Path]]
@@ -88,25 +88,25 @@ class Clips:
 
 @cache
 def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
-    """Return what lies in folders, and what the archives there hold."""
-    given = Path(path).expanduser()
-    folder = given if given.is_dir() else given.parent if given.is_file() else download(path, subset, revision)
-    places = [folder / subset, folder] if subset else [folder]
-    places += [Path(media_path).expanduser()] if media_path else []
-    inside = [place for place in places if place != folder or not subset]  # other subsets have clips of the same name
-    files = sorted({file.absolute() for place in inside for file in place.rglob("*")})
+    """Return the clips in folders and those unpacked from the archives in them."""
+    source = Path(path).expanduser()
+    folder = source if source.is_dir() else source.parent if source.is_file() else download(path, subset, revision)
+    folders = [folder / subset, folder] if subset else [folder]
+    folders += [Path(media_path).expanduser()] if media_path else []
+    searched = [root for root in folders if root != folder or not subset]  # other subsets have clips of the same name
+    files = sorted({file.absolute() for root in searched for file in root.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
-    members = [file for place in unpacked for file in sorted(place.rglob("*"))]
-    return Clips(places, by_name(files, subset)), Clips(unpacked, by_name(members, subset))
+    members = [file for root in unpacked for file in sorted(root.rglob("*"))]
+    return Clips(folders, by_name(files, subset)), Clips(unpacked, by_name(members, subset))
 
 
 def by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], list[Path]]:
-    found: dict[tuple[str, str], list[Path]] = {}
+    paths: dict[tuple[str, str], list[Path]] = {}
     for file in files:
         for kind, suffixes in SUFFIXES.items():
             if file.suffix.lower() in suffixes:
-                found.setdefault((kind, clip_name(file.name, subset)), []).append(file)
-    return found
+                paths.setdefault((kind, clip_name(file.name, subset)), []).append(file)
+    return paths
 
 
 def download(path: str, subset: str, revision: str | None) -> Path:

@@ -6,11 +6,11 @@
 `data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`) or `nvidia/Cosmos-Reason1-Benchmark`
 ("benchmark"), a folder of the same layout (`<subset>/<subset>_rl_qa_pairs.json`) or one such file; `data.subset` is robovqa,
 agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found as by `cosmos_reason1`. A row may have an `image`
-instead, and a list of questions, each of which counts as a row. A question without `answer` can be asked, which is enough for
-rewards that compare with none.
+instead, and `qa_pairs` may be a list of questions, each of which counts as a row. A question without `answer` can be used with
+rewards that need no reference answer.
 
-The user's text is cosmos-rl's, but for its last line, which asks for a format: that is for `data.system_prompt` to do, so
-that it can be changed together with `reward.options.format.pattern`.
+The user's text is that of cosmos-rl without its last line, which requests a format. `data.system_prompt` does that, so that it
+can be changed together with `reward.options.format.pattern`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     if not isinstance(choice, dict):
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
-    given = "correct_answer" if choice.get("correct_answer") else "answer"
-    answer = (optional_text(choice, given) or "").strip() or None
+    answer_field = "correct_answer" if choice.get("correct_answer") else "answer"
+    answer = (optional_text(choice, answer_field) or "").strip() or None
     lines = [text_field(choice, "question"), *option_lines(options)]
     if options is not None:
         if answer is not None:
@@ -62,31 +62,31 @@ def letter_of(answer: str, options: dict[str, str]) -> str:
 
 
 class Questions(Rows):
-    """The questions of other rows: where `qa_pairs` is a list, each of it is a row here."""
+    """Rows with one question each: a row whose `qa_pairs` is a list is split into its questions."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         counts = [num_questions(rows, index) for index in range(len(rows))]
-        places = [(index, number, count) for index, count in enumerate(counts) for number in range(count)]
-        self.places = np.array(places, dtype=np.int64).reshape(-1, 3)  # row, question, questions of the row
+        positions = [(index, number, count) for index, count in enumerate(counts) for number in range(count)]
+        self.positions = np.array(positions, dtype=np.int64).reshape(-1, 3)  # row, question, questions of the row
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def row(self, index: int) -> Any:
-        place, number, _ = self.places[index].tolist()
-        row = self.rows[place]
+        row_index, number, _ = self.positions[index].tolist()
+        row = self.rows[row_index]
         if not isinstance(row, dict) or not isinstance(row.get("qa_pairs"), list):
             return row
         return {**row, "qa_pairs": row["qa_pairs"][number] if row["qa_pairs"] else None}
 
     def location(self, index: int) -> str:
-        place, number, count = self.places[index].tolist()
-        return self.rows.location(place) + (f", question {number + 1}" if count > 1 else "")
+        row_index, number, count = self.positions[index].tolist()
+        return self.rows.location(row_index) + (f", question {number + 1}" if count > 1 else "")
 
 
 def num_questions(rows: Rows, index: int) -> int:
-    """1 also for an unusable row, which is reported when it is read."""
+    """Return the number of questions in a row; 1 for an unusable row, which is reported when it is read."""
     try:
         row = rows[index]
     except DataError:

@@ -4,11 +4,12 @@
      "answer": "A", "system": "Answer with a letter."}
 
 `image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
-be absent, and options may also be a list, which is lettered from A. Without `answer`, or with a blank one, a row can be asked,
-which is enough for GRPO with rewards that compare with none.
+be absent, and options may also be a list, which is lettered from A. A row whose `answer` is missing or blank can be used for
+GRPO with rewards that need no reference answer.
 
 A preference has `chosen` and `rejected`, a better and a worse answer, and may have `ref_chosen_logprob` and
-`ref_rejected_logprob`. Generated answers are compared with its `answer`, which without a `chosen` is the better one, too.
+`ref_rejected_logprob`. Generated answers are compared with its `answer`, which also serves as the better answer if `chosen` is
+missing.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from dsreason.data.types import Message, Sample
 def to_sample(row: dict[str, Any]) -> Sample:
     options = options_field(lettered(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    chosen, rejected = preference(row)
-    answer = optional_text(row, "answer") or chosen
+    preferred, rejected = preference(row)
+    answer = optional_text(row, "answer") or preferred
     media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
     content = [*media, {"type": "text", "text": question}]
     prompt: list[Message] = [{"role": "user", "content": content}]
     if row.get("system"):
         prompt.insert(0, {"role": "system", "content": row["system"]})
-    known = {"id", "image", "video", "question", "options", "answer", "system", "chosen", "rejected"}
+    fields = {"id", "image", "video", "question", "options", "answer", "system", "chosen", "rejected"}
     return Sample(
         id=str(row.get("id", "")),
-        messages=prompt if answer is None else answered(prompt, chosen or answer),
+        messages=prompt if answer is None else answered(prompt, preferred or answer),
         answer=answer,
         options=options,
-        meta={key: value for key, value in row.items() if key not in known},
+        meta={key: value for key, value in row.items() if key not in fields},
         rejected=None if rejected is None else answered(prompt, rejected),
     )
 
 
 def preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """The better and the worse answer, or none of them. KeyError if there is only a worse one."""
+    """Return the better and the worse answer, or None for both. KeyError if the row has only a worse one."""
     if row.get("rejected") is None:
         return None, None
-    chosen = optional_text(row, "chosen") or optional_text(row, "answer") or text_field(row, "chosen")
-    return chosen, text_field(row, "rejected")
+    preferred = optional_text(row, "chosen") or optional_text(row, "answer") or text_field(row, "chosen")
+    return preferred, text_field(row, "rejected")
 
 
 def answered(prompt: list[Message], answer: str) -> list[Message]:

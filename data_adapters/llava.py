@@ -5,7 +5,7 @@
         {"from": "human", "value": "And its colour?"}, {"from": "gpt", "value": "red"}]}
 
 Media keys are `image`, `images`, `video`, `videos` (a path or a list). Each `<image>` or `<video>` tag in a human turn is
-replaced, where it stands, by the next image or video; there must be as many tags as media.
+replaced in place by the next image or video; the number of tags must equal the number of media.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def to_sample(row: dict[str, Any]) -> Sample:
         num_tags = sum(count_tags(turn, kind) for turn in turns)
         if len(paths) != num_tags:
             raise DataError(
-                f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; there must be one tag for each, "
-                "where it is to be shown"
+                f"field 'conversations': {num_tags} <{kind}> tags for {len(paths)} {kind}s; put one tag for each "
+                "into the text where it is to be shown"
             )
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
     meta = {"kind": row["kind"]} if "kind" in row else {}
@@ -54,7 +54,7 @@ def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]])
 
 
 def split_at_tags(text: str, waiting: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """The text in parts, each tag (with a newline directly around it) replaced by the next medium of its kind."""
+    """Split the text into parts; each tag, with the newlines next to it, becomes the next media item of its kind."""
     parts: list[dict[str, Any]] = []
     pieces = TAG.split(text)  # text, kind, text, kind, …, text
     for i, piece in enumerate(pieces):

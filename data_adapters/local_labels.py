@@ -3,9 +3,9 @@
 A label is a JSON object, `{"weather": "Light rain", "driving_difficulty": 3, …}`. The model learns to answer
 `data.question` with that object as JSON text, so that the answer can be parsed again; `sample.meta["label"]` is the object.
 
-An id may have dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` takes the videos of one camera, and the id is what
-`*` stands for. Without it a video belongs to the label whose id is its name without the ending, or also without the part
-between the last two dots, which is the camera.
+An id may have dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects the videos of one camera; the id is the
+part that matches `*`. Without a pattern, a video belongs to the label whose id is its name without the suffix, or else without
+the suffix and the part between the last two dots, which is the camera.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dsreason.errors import DataError
 LABEL = ".label.json"
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 CAMERA = re.compile(r"\.[A-Za-z_][^.]*\.\w+")
-"""`.left.mp4`. The `.4.mp4` of a video `run.4.mp4` is rather a part of an id."""
+"""Camera and suffix, such as `.left.mp4`. Names that start with a digit, as in `run.4.mp4`, are more likely part of an id."""
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """One row for every id that has a video or a label; a missing partner is reported when the row is used."""
+    """Return one row per id that has a video or a label; a missing partner is reported when the row is used."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
@@ -37,38 +37,39 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
                 f"{folder / name}: no such folder; the adapter local_labels needs videos/ and metas/ in data.path"
             )
     labels = {label.name.removesuffix(LABEL): label for label in (folder / "metas").glob(f"*{LABEL}")}
-    found: dict[str, dict[str, Any]] = {name: {"label": str(label.absolute())} for name, label in labels.items()}
+    files_by_id: dict[str, dict[str, Any]] = {name: {"label": str(label.absolute())} for name, label in labels.items()}
     for video in find_videos(folder / "videos", data.video_pattern):
         name = video_id(video.name, labels, data.video_pattern)
-        found.setdefault(name, {}).setdefault("videos", []).append(str(video.absolute()))
-    return [{"id": name, **files} for name, files in sorted(found.items())]
+        files_by_id.setdefault(name, {}).setdefault("videos", []).append(str(video.absolute()))
+    return [{"id": name, **files} for name, files in sorted(files_by_id.items())]
 
 
 def find_videos(folder: Path, pattern: str | None) -> list[Path]:
-    """The videos that the pattern takes, or all. DataError if it takes none of those that are there."""
+    """Return the videos that match the pattern, or all videos without one. DataError if there are videos but none matches."""
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos
-    taken = [video for video in videos if id_by_pattern(video.name, pattern)]
-    if videos and not taken:
+    matches = [video for video in videos if id_by_pattern(video.name, pattern)]
+    if videos and not matches:
         raise DataError(
-            f"{folder}: data.video_pattern ({pattern!r}) takes none of the {len(videos)} videos there, such as "
+            f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos there, such as "
             f"{videos[0].name}; correct it"
         )
-    return taken
+    return matches
 
 
 def id_by_pattern(name: str, pattern: str) -> str:
-    """Return what `*` stands for; "" if the pattern does not take the name."""
+    """Return the part of the name that `*` matches; "" if the pattern does not match."""
     before, after = pattern.split("*")
-    takes = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
-    return name[len(before) : len(name) - len(after)] if takes else ""
+    is_match = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
+    return name[len(before) : len(name) - len(after)] if is_match else ""
 
 
 def video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
-    """`2023.05.01_a` of `2023.05.01_a.camera_front.mp4` and, where there is such a label, of `2023.05.01_a.mp4`.
+    """Return the id of a video: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
 
-    Never a shorter one: `run.4.camera_left.mp4` is no video of `run`, also where the label of `run.4` is missing.
+    It is also the id of `2023.05.01_a.mp4` if a label of that id exists. A shorter id is never returned:
+    `run.4.camera_left.mp4` does not belong to `run`, even if the label of `run.4` is missing.
     """
     if pattern is not None:
         return id_by_pattern(name, pattern)
@@ -92,15 +93,15 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         endings = [name.removeprefix(row["id"]) for name in names]
         example = next((f', such as "*{ending}"' for ending in endings if CAMERA.fullmatch(ending)), "")
         raise DataError(
-            f"{label.name} has {len(videos)} videos ({', '.join(names)}), and one is shown; choose a camera: set "
+            f"{label.name} has {len(videos)} videos ({', '.join(names)}), but only one can be shown; choose a camera: set "
             f"data.video_pattern{example}"
         )
-    content = read_label(label)
-    # Not in Python's notation, so that any program can read what the model answers.
-    answer = json.dumps(content, ensure_ascii=False)
-    shown = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
-    messages: list[Message] = [{"role": "user", "content": shown}, {"role": "assistant", "content": answer}]
-    return Sample(id=row["id"], messages=messages, answer=answer, meta={"label": content})
+    label_object = read_label(label)
+    # JSON rather than Python's notation, so that any program can read the model's answers.
+    answer = json.dumps(label_object, ensure_ascii=False)
+    content = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
+    messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return Sample(id=row["id"], messages=messages, answer=answer, meta={"label": label_object})
 
 
 def read_label(path: Path) -> Any:

@@ -1,1 +1,1 @@
-"""What a GPU shows of dsreason, in parts: `python -m benchmarks.gpu_report`. Nothing is downloaded."""
+"""Report of what dsreason does on a GPU, in parts: `python -m benchmarks.gpu_report`. Nothing is downloaded."""

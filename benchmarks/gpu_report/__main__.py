@@ -2,8 +2,8 @@
 
     make gpu-report SECONDS=300
 
-runs those that answer most within five minutes: first the checks beside each other, then speeds, each alone. If no call may
-take more than ten minutes, three of them fill one report:
+runs the most informative parts within five minutes: first the checks in parallel, then the speed measurements one by one. If no
+call may take more than ten minutes, three of them fill one report:
 
     make gpu-report PARTS="environment zero attention vision fused head parity ledger_05b"
     make gpu-report PARTS="ledger_2b state_poison sft grpo"
@@ -35,61 +35,63 @@ from dsreason.problems import nearest
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)
 SHORTEST = 15
-"""Seconds in which no part measures anything."""
+"""Seconds below which a part is not started, as it could not measure anything."""
 
 
 def chosen(names: str) -> list[Part]:
-    """The parts named, separated by blanks or commas, in the table's order; all where none is.
+    """Return the named parts in the table's order; all parts if `names`, separated by blanks or commas, is empty.
 
-    `ledger` stands for `ledger_05b` and all others that begin so.
+    `ledger` stands for `ledger_05b` and all other parts that begin with `ledger_`.
     """
-    wanted: set[str] = set()
+    selected: set[str] = set()
     for name in names.replace(",", " ").split():
-        found = {part for part in BY_NAME if part == name or part.startswith(f"{name}_")}
-        if not found:
+        matches = {part for part in BY_NAME if part == name or part.startswith(f"{name}_")}
+        if not matches:
             likely = nearest(name, BY_NAME)
-            meant = f"; did you mean {likely!r}?" if likely else ""
-            raise typer.BadParameter(f"{name!r} is no part{meant} (there are {', '.join(BY_NAME)})")
-        wanted |= found
-    return [part for part in PARTS if part.name in wanted or not wanted]
+            hint = f"; did you mean {likely!r}?" if likely else ""
+            raise typer.BadParameter(f"unknown part {name!r}{hint} (parts: {', '.join(BY_NAME)})")
+        selected |= matches
+    return [part for part in PARTS if part.name in selected or not selected]
 
 
-def show_parts(wanted: bool) -> None:
-    if wanted:
+def show_parts(enabled: bool) -> None:
+    if enabled:
         for part in PARTS:
             console.print(f"{part.name:25}{part.seconds:5} s  {part.about}")
         raise typer.Exit
 
 
 def listen() -> threading.Event:
-    """Set by Ctrl-C and SIGTERM. Not an exception, which might come while a part is being started, and leave it behind."""
-    asked = threading.Event()
+    """Return an event that Ctrl-C and SIGTERM set. An exception could come while a part starts, and leave it running."""
+    stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
-    return asked
+        signal.signal(number, lambda *_: stopped.set())
+    return stopped
 
 
 @app.command()
 def main(
-    parts: Annotated[str, typer.Option(help="Which to run, separated by blanks; default: all.")] = "",
-    out: Annotated[Path, typer.Option(help="Where the report is; results of an earlier call stay in it.")] = Path(
+    parts: Annotated[str, typer.Option(help="Parts to run, separated by blanks; default: all.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder of the report; results of earlier calls stay in it.")] = Path(
         "outputs/gpu-report"
     ),
     scratch: Annotated[
-        Path | None, typer.Option(help="Folder for models and runs, up to 40 GB; default: the temporary one.")
+        Path | None,
+        typer.Option(help="Folder for models and runs, up to 40 GB; default: the system's temporary folder."),
     ] = None,
     seconds: Annotated[
-        int, typer.Option(min=0, help="All the time there is; the parts that answer most come first. 0: no limit.")
+        int,
+        typer.Option(min=0, help="Time limit of the whole call; the most informative parts come first. 0: no limit."),
     ] = 0,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny sizes; without a GPU always.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use tiny sizes; always on without a GPU.")] = False,
     show: Annotated[
         bool, typer.Option("--list", callback=show_parts, is_eager=True, help="Show the parts and exit.")
     ] = False,
 ) -> None:
-    """Measure what a GPU shows of dsreason; nothing is downloaded. Exit code 1 where a part is not as it should be."""
-    wanted = chosen(parts)
+    """Measure what dsreason does on a GPU; nothing is downloaded. The exit code is 1 if a part fails or misses a goal."""
+    selected = chosen(parts)
     if seconds:
-        wanted = [BY_NAME[name] for name in SHORT if BY_NAME[name] in wanted]
+        selected = [BY_NAME[name] for name in SHORT if BY_NAME[name] in selected]
     stopped = listen()
     launch.prepare_environment()
     gpus = launch.gpu_count()
@@ -100,20 +102,20 @@ def main(
     with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=scratch) as folder, console.status("") as status:
         setting = Setting(Path(folder), cards, tiny or not cards)
         runner = Runner(setting, logs, stopped, status)
-        for part, ended in runner.run_within(wanted, seconds) if seconds else runner.run_all(wanted):
-            records[part.name] = record_of(part, ended, setting)
+        for part, result in runner.run_within(selected, seconds) if seconds else runner.run_all(selected):
+            records[part.name] = record_of(part, result, setting)
             write_report(out, records)
             tell(part, records[part.name])
     if stopped.is_set():
-        console.print("stopped; what was measured before is in the report")
+        console.print("stopped; the report has the measurements made so far")
         raise typer.Exit(130)
-    console.print(f"\n{out / MARKDOWN_FILE}: send it with the JSON beside it")
-    raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in wanted) else 1)
+    console.print(f"\n{out / MARKDOWN_FILE}: send it together with the JSON next to it")
+    raise typer.Exit(0 if all(records[part.name]["verdict"] in GOOD for part in selected) else 1)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs parts. Once `stopped` is set, those at work end with what they have measured, and no other one starts."""
+    """Runner of parts. Once `stopped` is set, running parts end with their measurements so far, and no further one starts."""
 
     setting: Setting
     logs: Path
@@ -129,7 +131,7 @@ class Runner:
             yield part, self.run(part, limit_of(part, self.setting), later)
 
     def run_within(self, parts: list[Part], seconds: float) -> Iterator[tuple[Part, Ended]]:
-        """Run the checks beside each other, then the timed parts alone until the time is over."""
+        """Run the checks in parallel, then the timed parts one by one until the time is over."""
         deadline = time.monotonic() + seconds
         checks = [part for part in parts if part.beside]
         with ThreadPoolExecutor(max(1, len(checks))) as pool:
@@ -144,22 +146,22 @@ class Runner:
                 return
             remaining = deadline - time.monotonic()
             if remaining < SHORTEST:
-                yield part, Ended("skipped", 0.0, {}, f"no time is left of {seconds:g} s")
+                yield part, Ended("skipped", 0.0, {}, f"no time left of {seconds:g} s")
             else:
                 yield part, self.run(part, min(limit_of(part, self.setting), remaining))
 
     def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
-        """Run a part, with its time and that of the later ones on the screen."""
+        """Run a part; show its time and that of the later parts on the screen."""
         cards = self.setting.cards
         if cards and cards < part.cards:
-            return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, and there is {cards}")
+            return Ended("skipped", 0.0, {}, f"needs {part.cards} cards, found {cards}")
 
-        def tick(seconds: float) -> bool:
+        def show_progress(seconds: float) -> bool:
             minutes = (limit - seconds + later) / 60
             self.status.update(f"{part.name}: {seconds:.0f} of {limit:.0f} s; at most {minutes:.0f} minutes more")
             return not self.stopped.is_set()
 
-        return run_part(part, self.setting, self.logs, tick, limit)
+        return run_part(part, self.setting, self.logs, show_progress, limit)
 
 
 def tell(part: Part, record: dict[str, object]) -> None:

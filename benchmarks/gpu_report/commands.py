@@ -1,4 +1,4 @@
-"""`dsreason` as a person starts it, with what it has measured and written."""
+"""Runs of the `dsreason` command, with their metrics and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_LINES = 25
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; none where it has not begun."""
+    """Return the lines of a run's metrics.jsonl; empty if the run has not begun."""
     file = output / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
@@ -26,9 +26,9 @@ class Run:
     """A run that has ended."""
 
     seconds: float
-    """From its start, or from `send_signal` where it was stopped, to its end."""
+    """Time from the start, or from the signal if one was sent, to the end."""
     output: str
-    """What it wrote to its terminal."""
+    """Terminal output."""
     metrics: list[dict[str, Any]]
     seconds_to_first_step: float
 
@@ -38,7 +38,7 @@ class Run:
 
 
 class Running:
-    """A run in a process of its own; its output folder is `folder/run`."""
+    """A run in a separate process; its output folder is `folder/run`."""
 
     def __init__(self, command: str, settings: dict[str, Any], folder: Path, *, resume: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Running:
         return read_metrics(self.folder / "run")
 
     def wait_for_steps(self, count: int) -> None:
-        """Returns when it has ended, too."""
+        """Wait until `count` steps are done or the run has ended."""
         while self.process.poll() is None and sum("train/loss" in line for line in self.metrics()) < count:
             time.sleep(0.1)
 
@@ -69,7 +69,7 @@ class Running:
         self.started = time.perf_counter()
 
     def finish(self, *, expected: int = 0) -> Run:
-        """Wait for its end. RuntimeError with its last lines where it ends with another exit code than expected."""
+        """Wait for the end. RuntimeError with the last lines if the exit code is not the expected one."""
         started = self.started
         self.wait_for_steps(1)
         first_step = time.perf_counter() - started
@@ -77,5 +77,5 @@ class Running:
         output = self.log.read_text(errors="replace")
         if code != expected:
             last = "\n".join(output.splitlines()[-LAST_LINES:])
-            raise RuntimeError(f"dsreason ended with exit code {code} instead of {expected}:\n{last}")
+            raise RuntimeError(f"dsreason ended with exit code {code} instead of {expected}; its last lines:\n{last}")
         return Run(time.perf_counter() - started, output, self.metrics(), first_step)

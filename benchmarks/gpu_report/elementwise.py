@@ -1,4 +1,4 @@
-"""Elementwise work of a decoder layer as each library computes it: what `model.fused_kernels` was chosen from."""
+"""Elementwise work of a decoder layer in each library, from which `model.fused_kernels` was chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Forward and backward of a row, and how far results and gradients are from transformers' in float32."""
+    """Time forward and backward of a row, and compare results and gradients with transformers' in float32."""
     has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (
@@ -31,7 +31,7 @@ def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
 def compare(
     operation: str, inputs: Sequence[Tensor], functions: dict[str, Function], setting: Setting
 ) -> Iterator[tuple[str, Value]]:
-    """The first function is transformers'; the others also run compiled or fused."""
+    """Measure each function; the reference is transformers' in float32. On a GPU, torch.compile joins."""
     import torch
 
     plain = functions["transformers"]
@@ -111,7 +111,7 @@ def rotaries(has_liger: bool) -> dict[str, Function]:
     import torch
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-    def angles(like: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_angles(like: Tensor) -> tuple[Tensor, Tensor]:
         tokens, size = like.shape[1], like.shape[3]
         frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device=like.device) / size)
         turns = torch.arange(tokens, device=like.device)[:, None] * frequencies
@@ -120,17 +120,17 @@ def rotaries(has_liger: bool) -> dict[str, Function]:
 
     cache: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
-    def turned(rotate: Function) -> Function:
-        def function(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    def add_angles(rotate: Function) -> Function:
+        def rotate_heads(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
             if query.dtype not in cache:
-                cache[query.dtype] = angles(query)
+                cache[query.dtype] = compute_angles(query)
             return rotate(query.transpose(1, 2), key.transpose(1, 2), *cache[query.dtype])
 
-        return function
+        return rotate_heads
 
-    functions = {"transformers": turned(apply_rotary_pos_emb)}
+    functions = {"transformers": add_angles(apply_rotary_pos_emb)}
     if has_liger:
         from liger_kernel.ops.rope import LigerRopeFunction
 
-        functions["Liger"] = turned(LigerRopeFunction.apply)
+        functions["Liger"] = add_angles(LigerRopeFunction.apply)
     return functions

@@ -1,4 +1,4 @@
-"""vLLM beside a policy: memory that changes hands, weights that are sent, what sleep loses, and media that are processed."""
+"""vLLM next to a policy: handing over memory, sending weights, state that sleep loses, and media processing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from dsreason.train.common.sampler import Sampler
 
 HOST_GIB_7B = 100
-"""Of host memory: weights, gradients and master weights of 7 billion parameters, and what pinning rounds up."""
+"""GiB of host memory: weights, gradients and master weights of 7 billion parameters, and the rounding by pinning."""
 ROUNDS = 3
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy and an engine that sleeps, as `dsreason grpo` builds them."""
+    """A policy and a sleeping engine, built as in `dsreason grpo`."""
 
     sampler: Sampler
     encoder: Encoder
     prompts: list[EncodedPrompt]
-    """Text alone, with a picture, with a clip."""
+    """Prompts of text, of text with a picture, and of text with a clip."""
 
     def generate(self, engine: Any, version: int, *, times: int = 1, length: int = 16) -> list[Completion]:
         from dsreason.rollout.protocol import Sampling
@@ -58,7 +58,7 @@ class Opened:
 
 @contextmanager
 def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True) -> Iterator[Opened]:
-    """`train`: with one step behind it, which makes the optimizer's moments."""
+    """Open policy and engine; with `train`, after one step, which creates the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.job.ranks import init_world, shutdown
@@ -99,40 +99,40 @@ def prompts_of(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
 
 
 def ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
-    """Three rollouts' worth of handing memory over; seconds are the best of those after the first, which warms up."""
+    """Hand memory over for three rollouts; seconds are the best of those after the first, which warms up."""
     model = random_model(setting, check_fits(setting, size))
     large = size == "7B"
     started = time.perf_counter()
     with opened(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
         yield "policy and engine built, s", time.perf_counter() - started
         yield "parameters, billions", count_parameters(run.sampler.policy) / 1e9
-        found = []
+        ledgers = []
         for version in range(ROUNDS):
             with run.sampler.awake(version) as engine:
                 run.generate(engine, version, times=1 if setting.tiny else 8)
-            found.append(run.sampler.memory.take())
-        yield "first wake + sync, s", found[0]["memory/wake/seconds"] + found[0]["memory/sync/seconds"]
+            ledgers.append(run.sampler.memory.take())
+        yield "first wake + sync, s", ledgers[0]["memory/wake/seconds"] + ledgers[0]["memory/sync/seconds"]
         for phase in PHASES:
-            yield f"{phase}, s", min(values[f"memory/{phase}/seconds"] for values in found[1:])
-        yield "wake + sync, s", min(v["memory/wake/seconds"] + v["memory/sync/seconds"] for v in found[1:])
+            yield f"{phase}, s", min(values[f"memory/{phase}/seconds"] for values in ledgers[1:])
+        yield "wake + sync, s", min(v["memory/wake/seconds"] + v["memory/sync/seconds"] for v in ledgers[1:])
         if setting.cards:
-            yield from memory_of(found[-1])
+            yield from memory_of(ledgers[-1])
 
 
 def memory_of(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
-    """The driver's count at the end of each phase of one rollout, and what of it comes back."""
+    """Yield the driver's count of memory at the end of each phase of a rollout, and the share that is given back."""
     import torch
 
-    at = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}
-    yield from ((f"device after {phase}, GiB", gib) for phase, gib in at.items())
+    device_gib = {phase: values[f"memory/{phase}/device_gib"] for phase in PHASES}
+    yield from ((f"device after {phase}, GiB", gib) for phase, gib in device_gib.items())
     yield (
         "given back by sleep / taken by wake, sync and generate",
-        ((at["generate"] - at["sleep"]) / (at["generate"] - at["offload"])),
+        ((device_gib["generate"] - device_gib["sleep"]) / (device_gib["generate"] - device_gib["offload"])),
     )
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    beside = total - free - torch.cuda.memory_reserved()
-    yield "device left beside torch's own while asleep, GiB", beside / 2**30
+    outside_torch = total - free - torch.cuda.memory_reserved()
+    yield "device left beside torch's own while asleep, GiB", outside_torch / 2**30
 
 
 ledger_05b = partial(ledger, size="0.5B")
@@ -144,12 +144,12 @@ def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
     available = available_bytes() / 2**30
     if not setting.tiny and available < HOST_GIB_7B:
-        raise SkipPart(f"7B parameters need {HOST_GIB_7B} GiB of host memory, and {available:.0f} can be had")
+        raise SkipPart(f"7B parameters need {HOST_GIB_7B} GiB of host memory; {available:.0f} are available")
     yield from ledger(setting, size="7B")
 
 
 def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """By size of bucket, with what is done without: one copy of as many bytes from the device to itself."""
+    """Time the sync by bucket size, and for reference a copy of the same number of bytes on the device."""
     with opened(setting, random_model(setting, largest_size(setting)), train=False) as run:
         size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
         yield "weights, GB", size / 1e9
@@ -170,7 +170,7 @@ def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def device_copy(size: int, device: str) -> float:
-    """Seconds."""
+    """Return the seconds of a copy of `size` bytes on the device."""
     import torch
 
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -180,11 +180,11 @@ def device_copy(size: int, device: str) -> float:
 # ---------------------------------------------------------------- what sleep loses
 
 GARBAGE = (255, 127)
-"""Of which every byte is: floats that are no numbers and negative integers, then numbers too large for sums and indices."""
+"""Bytes to fill memory with: NaN and negative integers, then numbers too large for sums and indices."""
 
 
 def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
-    """Memory that vLLM gets back when it wakes may hold anything: first what others left there, then garbage."""
+    """Check that answers do not change if the memory that vLLM gets back holds data of others, then garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
     with opened(replace(setting, tiny=True), tiny_model(setting, family), train=False) as run:
@@ -192,13 +192,13 @@ def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]
         before = answers(run, 1)
         fill_free_memory(setting)
         yield "same answers after others have used the memory", answers(run, 2) == before
-        found = look_again(engine)
+        state = look_again(engine)
         for tag in DROPPED:
-            size = sum(part.nbytes for part in found.memory.get(tag, []))
+            size = sum(part.nbytes for part in state.memory.get(tag, []))
             yield f"{tag}: bytes that vLLM does not write back", size
-        yield "tensors that dsreason does not write back either", count_unknown(found, engine.state)
+        yield "tensors that dsreason does not write back either", count_unknown(state, engine.state)
         for version, byte in enumerate(GARBAGE, start=3):
-            with spoiling(engine.llm, found, byte):
+            with spoiling(engine.llm, state, byte):
                 yield f"same answers after memory full of {byte}", answers(run, version) == before
 
 
@@ -207,50 +207,52 @@ state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
 
 
 def look_again(engine: VLLMEngine) -> SleepState:
-    """What vLLM's pools hold now that it has worked. Nothing on a CPU, which has no pools."""
+    """Return the state in vLLM's pools after it has worked; empty on a CPU, which has no pools."""
     from dsreason.rollout.sleep_state import find_sleep_state, vllm_pools
 
     (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
     return find_sleep_state(runner, vllm_pools())
 
 
-def count_unknown(found: SleepState, known: SleepState) -> int:
+def count_unknown(state: SleepState, known: SleepState) -> int:
     places = {part.data_ptr() for memory in known.memory.values() for part in memory}
-    return sum(part.data_ptr() not in places for memory in found.memory.values() for part in memory)
+    return sum(part.data_ptr() not in places for memory in state.memory.values() for part in memory)
 
 
 @contextmanager
-def spoiling(llm: LLM, found: SleepState, byte: int) -> Iterator[None]:
-    """Inside, a pool's memory is full of garbage as soon as vLLM has mapped it again, before anything is written back."""
+def spoiling(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
+    """Fill a pool's memory with garbage as soon as vLLM has mapped it again, before anything is written back."""
     wake_up = llm.wake_up
 
-    def spoilt(tags: list[str]) -> None:
+    def wake_with_garbage(tags: list[str]) -> None:
         wake_up(tags=tags)
         for tag in tags:
-            for part in found.memory.get(tag, []):
+            for part in state.memory.get(tag, []):
                 part.fill_(byte)
 
-    with mock.patch.object(llm, "wake_up", spoilt):
+    with mock.patch.object(llm, "wake_up", wake_with_garbage):
         yield
 
 
 def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
-    """Greedy completions of a round of wake, sync, generate and sleep.
+    """Return greedy completions of a round of wake, sync, generate and sleep.
 
-    Text comes first and alone: what a picture leaves in a batch would hide what lay there.
+    Text comes first, in a separate batch: data of a picture in its batch would hide the garbage.
     """
     from dsreason.engine.engine import full_parameters
 
     engine = run.sampler.rollout
     engine.wake()
     engine.sync(full_parameters(run.sampler.policy), version)
-    completions = [one for prompt in run.prompts for one in replace(run, prompts=[prompt]).generate(engine, version)]
+    completions = [
+        completion for prompt in run.prompts for completion in replace(run, prompts=[prompt]).generate(engine, version)
+    ]
     engine.sleep()
-    return [(one.ids, [round(value, 3) for value in one.logprobs]) for one in completions]
+    return [(completion.ids, [round(value, 3) for value in completion.logprobs]) for completion in completions]
 
 
 def fill_free_memory(setting: Setting) -> None:
-    """Leave NaN in all but one GiB of what the device has free."""
+    """Leave NaN in all but one GiB of the device's free memory."""
     import torch
 
     if not setting.cards:
@@ -267,7 +269,7 @@ def fill_free_memory(setting: Setting) -> None:
 
 
 def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """One prompt with a clip, asked several times, in vLLM alone. Without its cache every completion's clip is processed."""
+    """Time completions of a prompt with a clip, in vLLM without a policy. Without a cache every completion processes the clip."""
     import numpy as np
 
     llm = start_llm(setting)
@@ -280,22 +282,22 @@ def processor(setting: Setting) -> Iterator[tuple[str, Value]]:
     text = "<|vision_start|><|video_pad|><|vision_end|>What moves?"
     prompt = {"prompt": text, "multi_modal_data": {"video": [(clip, metadata)]}}
 
-    def forget() -> None:
+    def clear_caches() -> None:
         llm.reset_mm_cache()
         llm.reset_prefix_cache()
 
-    def ask(times: int, length: int = 1) -> float:
+    def time_completions(times: int, length: int = 1) -> float:
         started = time.perf_counter()
         llm.generate([prompt] * times, SamplingParams(max_tokens=length, ignore_eos=True), use_tqdm=False)
         return time.perf_counter() - started
 
-    ask(1)
+    time_completions(1)
     for times in (1, 2) if setting.tiny else (1, 8, 64):
-        forget()
-        yield f"{times} completions of a prompt that is new, s", ask(times)
-        yield f"{times} completions of a prompt that is known, s", ask(times)
+        clear_caches()
+        yield f"{times} completions of a prompt that is new, s", time_completions(times)
+        yield f"{times} completions of a prompt that is known, s", time_completions(times)
     times, length = (2, 8) if setting.tiny else (64, 128)
-    yield f"{times} completions of {length} tokens: tokens/s", times * length / ask(times, length)
+    yield f"{times} completions of {length} tokens: tokens/s", times * length / time_completions(times, length)
 
 
 def start_llm(setting: Setting) -> LLM:

@@ -1,4 +1,4 @@
-"""The machine: versions, driver, cards, links between them, and what the card does without dsreason."""
+"""The machine: versions, driver, cards, links between them, and the speed of the card without dsreason."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def cards() -> Iterator[tuple[str, Value]]:
         yield f"card {number}: memory, GiB", total / 2**30
         yield f"card {number}: in use before anything ran, GiB", (total - free) / 2**30
         yield f"card {number}: power limit", queried("power.limit", number)
-    for other in range(1, torch.cuda.device_count()):
-        yield f"card 0 reads card {other} directly", torch.cuda.can_device_access_peer(0, other)
+    for peer in range(1, torch.cuda.device_count()):
+        yield f"card 0 reads card {peer} directly", torch.cuda.can_device_access_peer(0, peer)
 
 
 def queried(field: str, number: int = 0) -> str:
-    """A field of nvidia-smi."""
+    """Return a field that nvidia-smi reports."""
     if shutil.which("nvidia-smi") is None:
-        return "unknown: there is no nvidia-smi"
+        return "unknown: nvidia-smi is missing"
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    lines = found.stdout.strip().splitlines()
-    return lines[min(number, len(lines) - 1)] if found.returncode == 0 and lines else "unknown: nvidia-smi failed"
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    lines = completed.stdout.strip().splitlines()
+    return lines[min(number, len(lines) - 1)] if completed.returncode == 0 and lines else "unknown: nvidia-smi failed"
 
 
 def speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """The bounds of what training and syncing can reach here."""
+    """Yield the upper bounds for training and syncing on this machine."""
     import torch
 
     device, side, size = setting.device, *((256, 2**20) if setting.tiny else (8192, 2**31))

@@ -1,4 +1,4 @@
-"""Attention, the vision towers, and the log-probability head, each alone at a real model's sizes."""
+"""Attention, the vision towers, and the log-probability head, measured separately at a real model's sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_SHAPES = 16
 
 
 def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """First as dsreason sets the process, then with torch's own choice of cuDNN allowed and not."""
+    """Measure attention as dsreason configures it, then with cuDNN allowed and not allowed."""
     import torch
 
     from dsreason.job.ranks import init_world, shutdown
@@ -40,7 +40,7 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """The kernel and the time of forward and backward, with and without a mask; what a length not seen before costs."""
+    """Yield the kernel and the time of forward and backward, with and without a mask, and the cost of a new length."""
     import torch
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import scaled_dot_product_attention
@@ -51,8 +51,8 @@ def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
 
         def run(length: int, masked: bool = masked) -> None:
             query, mask = attention_input(setting, rows, heads, length, masked)
-            found = scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=not masked)
-            found.backward(found.detach())
+            output = scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=not masked)
+            output.backward(output.detach())
 
         query, mask = attention_input(setting, rows, heads, length, masked)
         number = torch._fused_sdp_choice(query, query, query, mask, 0.0, not masked)
@@ -60,12 +60,12 @@ def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         yield f"{name}, forward and backward, ms", 1e3 * seconds_of(lambda run=run: run(length))
         lengths = range(length + 1, length + 1 + NEW_SHAPES)
         first = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
-        again = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
-        yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - again) / NEW_SHAPES
+        repeated = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
+        yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - repeated) / NEW_SHAPES
 
 
 def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """A row of samples, and one of a prompt with its completions, as dsreason attends and each part by itself."""
+    """Compare a row of samples, and a prompt with its completions, in dsreason's attention and part by part."""
     import torch
 
     from dsreason.data.types import Segment
@@ -79,21 +79,26 @@ def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
         shapes = [(1, heads, segments[-1].end, 128) for heads in (16, 8, 8)]
         inputs = [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
 
-        def ours(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
+        def run_packed(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
             attended = partial(text_attention, torch.nn.Identity(), attention_mask=None, layout=layout)
             return forward_and_backward(lambda *tensors: attended(*tensors)[:1], inputs)
 
-        def by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
+        def run_by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
             return forward_and_backward(lambda *tensors: (by_segment(*tensors, segments, None),), inputs)
 
-        pairs = [(one.float(), other.float()) for one, other in zip(ours(), by_parts(), strict=True)]
-        yield f"packed {name}: difference", max(float((one - other).norm() / other.norm()) for one, other in pairs)
-        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(ours)
-        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(by_parts)
+        pairs = [
+            (packed.float(), separate.float()) for packed, separate in zip(run_packed(), run_by_parts(), strict=True)
+        ]
+        yield (
+            f"packed {name}: difference",
+            max(float((packed - separate).norm() / separate.norm()) for packed, separate in pairs),
+        )
+        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(run_packed)
+        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(run_by_parts)
 
 
 def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
-    """Random queries `[rows, heads, length, 128]` and, `masked`, a causal mask with padding at the end of the second row."""
+    """Return random queries `[rows, heads, length, 128]` and, if `masked`, a causal mask with padding in the second row."""
     import torch
 
     query = torch.randn(rows, heads, length, 128, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
@@ -105,7 +110,7 @@ def attention_input(setting: Setting, rows: int, heads: int, length: int, masked
 
 
 def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """As `generate` of transformers does it: one query, and one more key at every token."""
+    """Time decoding as in `generate` of transformers: one query, and one more key per token."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -120,8 +125,11 @@ def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Queries and keys that agree in one strong channel, as Qwen2.5's do: with a mask, cuDNN's backward pass gives NaN
-    where a row's scores are far below zero and the length is 64 above a multiple of 128."""
+    """Count non-finite gradients for queries and keys that agree in one strong channel, as Qwen2.5's do.
+
+    With a mask, cuDNN's backward pass gives NaN if a row's scores are far below zero and the length is 64 above a multiple
+    of 128.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -132,8 +140,8 @@ def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value
         query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(128)  # every score is about -120
         leaves = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=setting.device).tril()
-        found = scaled_dot_product_attention(*leaves, attn_mask=mask)
-        found.backward(torch.randn_like(found))
+        output = scaled_dot_product_attention(*leaves, attn_mask=mask)
+        output.backward(torch.randn_like(output))
         count = sum(int((~leaf.grad.isfinite()).sum()) for leaf in leaves)
         yield f"{how}: length {length} non-finite gradients", count
 
@@ -142,10 +150,10 @@ def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value
 
 
 def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Each tower on one clip: as transformers computes it, a call of a kernel for each window, and as dsreason does.
+    """Time each tower on one clip, with transformers' implementation (a kernel call per window) and dsreason's.
 
-    All with the patch embedding as a matrix product: cuDNN's convolution in bf16 took minutes for this clip. It is timed on
-    few patches, last.
+    Both use the patch embedding as a matrix product: cuDNN's convolution in bf16 took minutes for this clip. It is timed last,
+    on few patches.
     """
     import torch
 
@@ -167,7 +175,7 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def towers_of(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
-    """Differences are relative, the larger of output's and gradient's."""
+    """Yield time and relative difference, the larger of output's and gradient's, of each implementation."""
     from dsreason.models.attention import VISION
 
     plain = tower_run(tower, "sdpa", pixels, grid)()
@@ -181,13 +189,13 @@ def towers_of(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> It
 def build_tower(family: str, config_name: str, model_name: str, setting: Setting) -> nn.Module:
     import torch
 
-    place = f"transformers.models.{family}"
-    config_class = getattr(importlib.import_module(f"{place}.configuration_{family}"), config_name)
-    model_class = getattr(importlib.import_module(f"{place}.modeling_{family}"), model_name)
+    package = f"transformers.models.{family}"
+    config_class = getattr(importlib.import_module(f"{package}.configuration_{family}"), config_name)
+    model_class = getattr(importlib.import_module(f"{package}.modeling_{family}"), model_name)
     sizes = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
     real = (
         {"hidden_size": 1280, "intermediate_size": 3420} if family == "qwen2_5_vl" else {}
-    )  # not the class's defaults
+    )  # the class has other defaults
     sizes |= {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"deepstack_visual_indexes": [0]}
     config = config_class(**(sizes if setting.tiny else real))
     torch.manual_seed(0)
@@ -199,10 +207,10 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
 def tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Forward and backward; gives the output and the gradient of the first block's matrix, both float32."""
+    """Return a function that runs forward and backward: output and gradient of the first block's matrix, both float32."""
 
     def run() -> tuple[Tensor, Tensor]:
-        for module in tower.modules():  # `set_attn_implementation` looks for a kernel of that name on the hub
+        for module in tower.modules():  # `set_attn_implementation` would look for a kernel of that name on the hub
             if hasattr(module, "config"):
                 module.config._attn_implementation = implementation
         tower.zero_grad()
@@ -214,7 +222,7 @@ def tower_run(
 
 
 def patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:
-    """Time the first layer as the convolution that it is written as, and as the matrix product that it amounts to."""
+    """Time the first layer as a convolution, as transformers does, and as the equivalent matrix product."""
     cubes, matrix = pixels.view(-1, *convolution.weight.shape[1:]), convolution.weight.flatten(1)
     yield f"{family} 512 patches by matrix product, s", seconds_of(lambda: pixels @ matrix.T)
     yield f"{family} 512 patches by convolution, s", seconds_of(lambda: convolution(cubes), times=1)
@@ -224,7 +232,7 @@ def patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) -> Iter
 
 
 def head(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """Forward and backward of log-probabilities with entropy; `own choice` is what a training run does."""
+    """Time forward and backward of log-probabilities with entropy; `own choice` is the chunk size of a training run."""
     import torch
 
     from dsreason.models.logprobs import token_logprobs

@@ -1,4 +1,4 @@
-"""What the parts work on: random models of real sizes, rows with media, and run configurations."""
+"""Inputs of the parts: random models of real sizes, rows with media, and run configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsreason.files.atomic import build_once, write_file
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"head_size": 64, "num_key_value_heads": 1, "vocabulary_size": 1024},
-    # 0.6e9, 1.9e9, 8.7e9 and 7.4e9 parameters; of the shapes of Qwen3-VL with 2 and 8 billion.
+    # 0.6e9, 1.9e9, 8.7e9 and 7.4e9 parameters; the shapes are those of Qwen3-VL with 2 and 8 billion.
     "0.5B": {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072},
     "2B": {"hidden_size": 2048, "num_layers": 28, "intermediate_size": 6144},
     "8B": {"hidden_size": 4096, "num_layers": 36, "intermediate_size": 12288, "tie_embeddings": False},
@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
 REAL = {"head_size": 128, "num_key_value_heads": 8, "vocabulary_size": 151_936}
 TOWER = {"vision_hidden_size": 1024, "vision_depth": 24}
 DEVICE_GIB = {"0.5B": 20, "2B": 60, "7B": 70, "8B": 75}
-"""Of a card on which policy and engine of a size fit side by side."""
+"""GiB of a card on which policy and engine of a size fit together."""
 
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Describe what you see.")
@@ -31,7 +31,7 @@ ANSWER = "The ball moves to the left, and the square is green."
 
 
 def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """A folder with random weights; made once in a call, on the device that trains."""
+    """Return a folder with random weights; it is built once per call, on the device that trains."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
 
@@ -42,19 +42,19 @@ def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precisio
 
 
 def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
-    """For parts whose question has nothing to do with size."""
+    """Return a tiny model, for parts whose question does not depend on size."""
     return random_model(replace(setting, tiny=True), "tiny", family, precision)
 
 
 def largest_size(setting: Setting) -> str:
-    """Of 2 and 0.5 billion parameters, what fits on the card. SkipPart where neither does."""
+    """Return the larger of 2 and 0.5 billion parameters that fits on the card. SkipPart if neither fits."""
     return "2B" if setting.tiny or card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
 
 
 def check_fits(setting: Setting, size: str) -> str:
-    """The size. SkipPart where it does not fit on the card."""
+    """Return the size. SkipPart if it does not fit on the card."""
     if not setting.tiny and card_gib() < DEVICE_GIB[size]:
-        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB, and this one has {card_gib():.0f}")
+        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB; this one has {card_gib():.0f}")
     return size
 
 
@@ -65,7 +65,7 @@ def card_gib() -> float:
 
 
 def write_rows(setting: Setting, count: int) -> Path:
-    """A JSONL in whose rows text alone, a picture and a clip take turns; answers of 1 to 40 sentences, mostly few."""
+    """Write a JSONL whose rows alternate between text, a picture and a clip; answers have 1 to 40 sentences, mostly few."""
     fill = partial(fill_with_rows, setting, count)
     return build_once(setting.scratch / f"rows-{count}", fill) / "rows.jsonl"
 
@@ -98,9 +98,9 @@ def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
 
 
 def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
-    """What SFT and GRPO runs of the report share: no validation by answers, no checkpoint before the end, no export.
+    """Build the settings that all runs of the report share: no generated validation, intermediate checkpoints or export.
 
-    `train.max_steps` is more than any of them takes.
+    `train.max_steps` is more than any run takes.
     """
     return {
         "deepspeed": "zero3.json",
@@ -116,7 +116,7 @@ def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[st
 def grpo_settings(
     setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
-    """A GRPO run without KL, rewarded for vowels; on a card with room, vLLM has 4 tenths of it."""
+    """Build the settings of a GRPO run without KL that rewards vowels; vLLM gets 0.4 of the card's memory."""
     rows = write_rows(setting, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)

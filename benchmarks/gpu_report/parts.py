@@ -1,4 +1,4 @@
-"""The parts of the report: what each measures, how long it may take, and the goals that its measurements have."""
+"""The parts of the report: measurements, time limits and goals of each."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Value = float | int | str | bool
 
 
 class SkipPart(Exception):
-    """A part raises it where the machine is not made for it, with the reason."""
+    """Error that a part raises, with the reason, if the machine is not suitable for it."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the measurements whose names match `pattern` should be: `Goal("* wake + sync, s", "<=", 2.0)`."""
+    """Goal of the measurements whose names match `pattern`: `Goal("* wake + sync, s", "<=", 2.0)`."""
 
     pattern: str
     relation: Literal["<=", ">=", "==", "!="]
     bound: Value
     on_cpu: bool = False
-    """Whether it counts in a run without a GPU too."""
+    """True if the goal also counts in a run without a GPU."""
 
     def __str__(self) -> str:
         return f"{self.relation} {shown(self.bound)}"
@@ -41,22 +41,22 @@ class Goal:
 
 @dataclass(frozen=True)
 class Part:
-    """One part; its function is `<module>.<name>(setting)` and yields names and values."""
+    """A part; its function is `<module>.<name>(setting)` and yields names and values."""
 
     name: str
     module: str
     seconds: int
-    """How long it may take."""
+    """Time limit on a GPU."""
     about: str
     goals: tuple[Goal, ...] = ()
     cards: int = 1
-    """How many it needs."""
+    """Number of cards that the part needs."""
     beside: bool = False
-    """Whether it checks correctness only, and so may run beside other parts."""
+    """True if the part only checks correctness, so that it may run in parallel with other parts."""
 
 
 def shown(value: Value) -> str:
-    """Four significant digits, `yes` and `no`."""
+    """Format a value: four significant digits, `yes` or `no`."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -73,13 +73,13 @@ ENVIRONMENT, KERNELS, ELEMENTWISE, TRAINING, ENGINES, RUNS = (
     f"{__package__}.{name}" for name in ("environment", "kernels", "elementwise", "training", "engines", "runs")
 )
 
-# In this order; a size that may bring the machine down comes last.
+# The parts run in this order; a size that may bring the machine down comes last.
 PARTS = (
     Part(
         "environment",
         ENVIRONMENT,
         30,
-        "versions, driver, cards, links between them, and what the card does without dsreason",
+        "versions, driver, cards, links between them, and the speed of the card without dsreason",
     ),
     Part(
         "zero",
@@ -93,7 +93,7 @@ PARTS = (
         "attention",
         KERNELS,
         40,
-        "attention kernels that are chosen, their time, gradients that are no number, and packed rows",
+        "chosen attention kernels, their time, NaN gradients, and packed rows",
         (
             Goal("packed *: difference", "<=", 0.02, on_cpu=True),
             Goal("as dsreason sets it: * kernel", "!=", "CUDNN_ATTENTION"),
@@ -146,12 +146,12 @@ PARTS = (
         "the same, 2 billion",
         (*HAND_OVER_GOALS, Goal("wake + sync, s", "<=", 2.0)),
     ),
-    Part("sync", ENGINES, 75, "weights into the engine by bucket size, against a device copy of the same bytes"),
+    Part("sync", ENGINES, 75, "weights into the engine by bucket size, relative to a device copy of the same bytes"),
     Part(
         "state_poison_qwen2_5_vl",
         ENGINES,
         55,
-        "what sleep loses and nobody writes back: vLLM wakes with garbage",
+        "state that sleep loses and nothing writes back: vLLM wakes with garbage",
         POISON_GOALS,
     ),
     Part("state_poison_qwen3_vl", ENGINES, 55, "the same, the other family", POISON_GOALS),
@@ -172,7 +172,7 @@ PARTS = (
         "checkpoint",
         TRAINING,
         85,
-        "how long training waits for a checkpoint; SIGTERM and resume",
+        "time that training waits for a checkpoint; SIGTERM and resume",
         (
             Goal("stall / save that training waits for", "<=", 0.1),
             Goal("resumed after the step it was stopped at", "==", True, on_cpu=True),
@@ -193,12 +193,12 @@ PARTS = (
     Part("processor", ENGINES, 75, "media processing and generation with and without vLLM's processor cache"),
     Part("cards_sft", RUNS, 90, "SFT on all cards", cards=2),
     Part("cards_grpo", RUNS, 140, "GRPO on all cards", cards=2),
-    Part("cards_grpo_tp2", RUNS, 140, "the same, with two cards a copy of vLLM's model", cards=2),
+    Part("cards_grpo_tp2", RUNS, 140, "the same, with two cards per copy of vLLM's model", cards=2),
     Part(
         "ledger_7b",
         ENGINES,
         150,
-        "the ledger with 7 billion parameters, zero3_offload, where it fits",
+        "the ledger with 7 billion parameters, zero3_offload, if it fits",
         HAND_OVER_GOALS,
     ),
 )
@@ -207,21 +207,21 @@ SHORT = (
     ("environment", "zero", "attention", "parity_bf16", "parity_fp32")
     + ("sft", "grpo", "sft_zero2", "sync", "ledger_2b", "fused", "lora_8b", "vision", "leaks", "checkpoint")
 )  # fmt: skip
-"""Parts for a short time on a GPU, those first that answer most."""
+"""Parts for a short time on a GPU, the most informative first."""
 CHECKS_SHARE = 0.3
-"""Share of a short time for the parts that run beside each other."""
+"""Share of a short time for the parts that run in parallel."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is given."""
+    """Folder, devices and sizes that a part uses."""
 
     scratch: Path
-    """A folder that all parts of one call share, for models and runs."""
+    """Folder for models and runs, shared by all parts of a call."""
     cards: int
-    """GPUs; 0: everything runs on the CPU."""
+    """Number of GPUs; 0: everything runs on the CPU."""
     tiny: bool
-    """Sizes with which the script itself is tried; they say nothing about speed."""
+    """True for sizes that only try the script; they say nothing about speed."""
 
     @property
     def device(self) -> str:

@@ -1,4 +1,4 @@
-"""What the parts have found, as one JSON and one Markdown file that can be sent to others."""
+"""Results of the parts, as a JSON and a Markdown file that can be sent to others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GOOD = ("ok", "measured", "skipped")
 PATH = re.compile(r"(?<![\w:/.…-])(?:/[\w.@+~=-]+){2,}")
 
 Record = dict[str, Any]
-"""One part's: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
+"""Record of a part: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
 def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
-    """What is kept of a part; texts without secrets, paths and the machine's name."""
+    """Build the record of a part; secrets, paths and the machine's name are removed from its texts."""
     git = git_state()
     rows = judged(part, ended.measured, on_gpu=bool(setting.cards)) if ended.how == "done" else unjudged(ended.measured)
     return {
@@ -48,7 +48,7 @@ def unjudged(measured: dict[str, Value]) -> list[Record]:
 
 
 def judged(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Record]:
-    """Every measurement with its goal, and every goal that nothing was measured for."""
+    """Return every measurement with its goal, and every goal without a measurement."""
     goals = [goal for goal in part.goals if on_gpu or goal.on_cpu]
     rows = unjudged(measured)
     for row in rows:
@@ -61,21 +61,21 @@ def judged(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Reco
 
 
 def verdict_of(ended: Ended, rows: list[Record]) -> str:
-    """`ok`, `missed` (a goal), `measured` (there is no goal), `skipped`, `timed out` or `failed`."""
+    """Return `ok`, `missed` (a goal), `measured` (without a goal), `skipped`, `timed out` or `failed`."""
     if ended.how != "done":
         return ended.how
-    found = [row["ok"] for row in rows if row["ok"] is not None]
-    return "measured" if not found else "ok" if all(found) else "missed"
+    outcomes = [row["ok"] for row in rows if row["ok"] is not None]
+    return "measured" if not outcomes else "ok" if all(outcomes) else "missed"
 
 
 def hide_machine(text: str) -> str:
-    """Without secrets, the machine's name, and the folders that files lie in."""
+    """Remove secrets, the machine's name, and the folders of files."""
     text = PATH.sub(shortened, hide_secrets(text))
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", text)
 
 
 def shortened(path: re.Match[str]) -> str:
-    """At most the last two parts of a path, and never the first two, which may be a person's folder."""
+    """Return at most the last two parts of a path, never its first two, which may be a person's folder."""
     parts = path.group().split("/")[3:]
     return "/".join(["…", *parts[-2:]])
 
@@ -85,13 +85,13 @@ def cleaned(value: Any) -> Any:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """Of the calls before."""
+    """Read the records of earlier calls."""
     file = folder / JSON_FILE
     return json.loads(file.read_text())["parts"] if file.is_file() else {}
 
 
 def write_report(folder: Path, records: dict[str, Record]) -> None:
-    """Both files, whole at any time."""
+    """Write both files, each atomically."""
     ordered = {part.name: records[part.name] for part in PARTS if part.name in records}
     write_file(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
     write_file(folder / MARKDOWN_FILE, markdown(ordered))
@@ -101,7 +101,7 @@ def markdown(records: dict[str, Record]) -> str:
     lines = ["# dsreason on a GPU", ""]
     if any(record["device"] == "cpu" for record in records.values()):
         lines += [
-            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, and no speed.",
+            "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, not its speed.",
             "",
         ]
     lines += table(("part", "verdict", "seconds", "device", "what"), map(summary, records.items()))
@@ -120,9 +120,9 @@ def markdown(records: dict[str, Record]) -> str:
 def summary(item: tuple[str, Record]) -> tuple[str, ...]:
     name, record = item
     missed = [row["name"] for row in record["measurements"] if row["ok"] is False]
-    what = record["reason"] or ", ".join(missed)
+    remark = record["reason"] or ", ".join(missed)
     device = record["device"] + (", tiny" if record["tiny"] else "")
-    return f"[{name}](#{name})", f"**{record['verdict']}**", f"{record['seconds']} of {record['limit']}", device, what
+    return f"[{name}](#{name})", f"**{record['verdict']}**", f"{record['seconds']} of {record['limit']}", device, remark
 
 
 def details(record: Record) -> list[str]:

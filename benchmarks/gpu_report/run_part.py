@@ -1,4 +1,4 @@
-"""One part in a process of its own: writes each measurement as it is made, so that a killed part loses none of them."""
+"""Process of a single part, which writes each measurement as it is made, so that a killed part loses none of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dsreason.job import launch
 def main(task: str) -> None:
     launch.end_with_parent()
     launch.prepare_environment()
-    given = json.loads(task)
-    setting = Setting(Path(given["scratch"]), given["cards"], given["tiny"])
-    measure = getattr(importlib.import_module(given["module"]), given["part"])
-    with Path(given["results"]).open("a", buffering=1) as file:
+    settings = json.loads(task)
+    setting = Setting(Path(settings["scratch"]), settings["cards"], settings["tiny"])
+    measure = getattr(importlib.import_module(settings["module"]), settings["part"])
+    with Path(settings["results"]).open("a", buffering=1) as file:
         try:
             for name, value in measure(setting):
                 file.write(json.dumps({"name": name, "value": as_json(value)}) + "\n")
@@ -29,7 +29,7 @@ def main(task: str) -> None:
 
 
 def as_json(value: Value) -> Value:
-    """JSON has no infinities and no NaN."""
+    """Convert infinities and NaN, which JSON does not have, to strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""Runs one part in a process of its own, and ends all of it when its time is over."""
+"""Runner of a part in a separate process, which ends all of it when its time is over."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PYTHONUNBUFFERED": "1",
 }
-OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""A shell may have kept these from another job; every part is a job of its own."""
+JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a shell may have kept from another job; every part is a separate job."""
 LAST_LINES = 30
 GONE_WITHIN = 5
 """Seconds that killed processes may take to end."""
 TICK = 0.2
-"""Seconds between two looks at a part."""
+"""Seconds between two checks of a part."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a part ended, and what it has measured until then."""
+    """Result of a part: how it ended, and its measurements until then."""
 
     how: str
     """`done`, `skipped`, `timed out` or `failed`."""
     seconds: float
     measured: dict[str, Value]
     reason: str = ""
-    """Why it was skipped, or how it failed."""
+    """Reason for skipping it, or how it failed."""
     log: str = ""
-    """The last lines that it wrote, where it did not end well."""
+    """Last lines of its output if it failed or timed out."""
 
 
 def run_part(
@@ -55,17 +55,17 @@ def run_part(
     tick: Callable[[float], bool] = lambda seconds: True,
     limit: float | None = None,
 ) -> Ended:
-    """Run it to its end or its time limit; whatever ends this call, no process of the part is left.
+    """Run a part to its end or its time limit; however this call ends, no process of the part remains.
 
     Args:
-        limit: seconds; None: the part's own.
-        logs: gets `<part>.log`, all that the part writes to its terminal.
+        limit: seconds; None: the part's time limit.
+        logs: folder for `<part>.log`, the part's terminal output.
         tick: called several times a second with the seconds so far; returns whether the part may go on.
     """
     results, log = setting.scratch / f"{part.name}.jsonl", logs / f"{part.name}.log"
     results.unlink(missing_ok=True)
-    given = {"module": part.module, "part": part.name, "results": results, **asdict(setting)}
-    task = json.dumps(given, default=str)
+    settings = {"module": part.module, "part": part.name, "results": results, **asdict(setting)}
+    task = json.dumps(settings, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
     started = time.monotonic()
     limit = limit_of(part, setting) if limit is None else limit
@@ -85,39 +85,39 @@ def run_part(
 
 
 def limit_of(part: Part, setting: Setting) -> int:
-    """Seconds; a CPU gets more, for vLLM and DeepSpeed compile there, and its cores may be shared."""
+    """Return the time limit in seconds; a CPU gets more, as vLLM and DeepSpeed compile there, and its cores may be shared."""
     return part.seconds if setting.cards else 10 * part.seconds
 
 
 def environment() -> dict[str, str]:
-    """Offline, outside of any job, with this checkout's packages before others of the same name."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+    """Build an environment that is offline, outside of any job, and has this checkout's packages first on the path."""
+    variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return kept | ENVIRONMENT | {"PYTHONPATH": path}
+    return variables | ENVIRONMENT | {"PYTHONPATH": path}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the part has left: its process group, and ranks, which have sessions of their own."""
-    others: list[psutil.Process] = []
+    """Kill the remaining processes of a part: its process group, and its ranks, which have separate sessions."""
+    children: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        others = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for other in others:
+    for child in children:
         with suppress(psutil.NoSuchProcess):
-            other.kill()
+            child.kill()
     process.wait()
-    psutil.wait_procs(others, timeout=GONE_WITHIN)  # their memory on the card is the next part's
+    psutil.wait_procs(children, timeout=GONE_WITHIN)  # the next part needs their memory on the card
 
 
 def ended(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
-    """`code` is None where the time was over."""
+    """Build the result of a part from its files; `code` is None if its time was over."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     measured = {line["name"]: line["value"] for line in lines if "name" in line}
-    last = lines[-1] if lines else {}
-    if code == 0 and "skipped" in last:
-        return Ended("skipped", seconds, measured, last["skipped"])
-    if code == 0 and "done" in last:
+    last_line = lines[-1] if lines else {}
+    if code == 0 and "skipped" in last_line:
+        return Ended("skipped", seconds, measured, last_line["skipped"])
+    if code == 0 and "done" in last_line:
         return Ended("done", seconds, measured)
     written = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
     if code is None:

@@ -1,4 +1,4 @@
-"""GRPO as it runs: the agreement of trainer and engine, a step by phase, leaks, and several cards."""
+"""GRPO runs: agreement of trainer and engine, the phases of a step, leaks, and several cards."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 
 
 def parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
-    """Two steps of `dsreason grpo` each; its self-test stops it where weights are lost."""
+    """Run two steps of `dsreason grpo` per family; its self-test stops the run if weights are lost."""
     for family in FAMILIES[:1] if setting.tiny else FAMILIES:
         run = tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
         yield f"{family}: from start to the first step, s", run.seconds_to_first_step
         for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
             value = max(step[key] for step in run.steps if key in step)
             yield f"{family}: {key}", value
-            if key.startswith("mismatch/kl"):  # by k3: half of the squared difference, where that is small
+            if key.startswith("mismatch/kl"):  # the k3 estimate is half of the squared difference if that is small
                 yield f"{family}: {key.replace('kl', 'root_mean_square_logprob')}", math.sqrt(2 * value)
 
 
@@ -46,7 +46,7 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     run = tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=count)
     for name in ("allocated", "device"):
         held = [step[f"memory/train/{name}_gib"] for step in run.steps if f"memory/train/{name}_gib" in step]
-        if held:  # a CPU has no count by the driver
+        if held:  # on a CPU no driver counts memory
             grown = max(held[late:]) - max(held[first:last])
             yield f"{name} after step {late} above steps {first} to {last}, MiB", 1024 * grown
     yield "lines with a CUDA error", sum("CUDA Error" in line for line in run.output.splitlines())
@@ -59,7 +59,7 @@ def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps
     model = tiny_model(setting, family, precision)
     settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
-    # A given cache: vLLM otherwise measures free memory, which parts beside this one change.
+    # The cache has a fixed size, as vLLM would otherwise measure free memory, which parallel parts change.
     settings["rollout"] |= {"gpu_memory_utilization": 0.1, "engine_options": {"kv_cache_memory_bytes": 2**30}}
     return Running("grpo", settings, setting.scratch / name).finish()
 
@@ -71,7 +71,7 @@ def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
     output = setting.scratch / "grpo"
     for measurement in grpo_steps(real_grpo(setting), output, 2 if setting.tiny else 5):
         yield measurement
-        yield from split(read_metrics(output))  # after each step: what is measured survives a time limit
+        yield from split(read_metrics(output))  # after each step, so that measurements survive a time limit
 
 
 def real_grpo(setting: Setting) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def real_grpo(setting: Setting) -> dict[str, Any]:
 
 
 def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
-    """The start and the first steps of `dsreason grpo`, without the checkpoint at its end. Every rank of a job calls it."""
+    """Start `dsreason grpo` and run its first steps, without the final checkpoint. Every rank of a job calls it."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
     from dsreason.train.grpo.loop import check_rollout_engine, train_on_rollout
@@ -98,7 +98,7 @@ def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[t
 
 
 def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Means over the steps after the first, none before the second; `other` is what no phase has."""
+    """Yield means over the steps after the first, nothing before the second; `other` is the time outside all phases."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[1:]
     if not late:
@@ -107,14 +107,14 @@ def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
         name: sum(step[name] for step in late) / len(late) for name in late[0] if all(name in step for step in late)
     }
     yield "first step, s", steps[0]["time/rollout"] + steps[0]["time/train"]
-    whole = mean["time/rollout"] + mean["time/train"]
-    yield "step, s", whole
-    known = {phase: mean[f"memory/{phase}/seconds"] for phase in PHASES}
-    for phase, seconds in known.items():
+    total = mean["time/rollout"] + mean["time/train"]
+    yield "step, s", total
+    phase_seconds = {phase: mean[f"memory/{phase}/seconds"] for phase in PHASES}
+    for phase, seconds in phase_seconds.items():
         yield f"{phase}, s", seconds
-        yield f"{phase}, share of a step", seconds / whole
-    yield "wake + sync, s", known["wake"] + known["sync"]
-    yield "other, share of a step", 1 - sum(known.values()) / whole
+        yield f"{phase}, share of a step", seconds / total
+    yield "wake + sync, s", phase_seconds["wake"] + phase_seconds["sync"]
+    yield "other, share of a step", 1 - sum(phase_seconds.values()) / total
     yield "waiting for prompts, s", mean["time/data"]
     yield "waiting for rewards, s", mean["time/reward"]
     yield from ((name, mean[name]) for name in ("rollout/tokens_per_second", "perf/tokens_per_second", "mismatch/kl"))
@@ -148,7 +148,7 @@ cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
 
 
 def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """The metrics of the first steps of a job of `ranks` processes on this machine."""
+    """Run the first steps of a job of `ranks` processes on this machine, and return its metrics."""
     folder = Path(tempfile.mkdtemp(dir=setting.scratch))
     task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
     arguments = ["-m", "benchmarks.gpu_report.runs", task]
@@ -158,9 +158,9 @@ def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: in
 
 def rank(task: str) -> None:
     launch.enter_rank()
-    given = json.loads(task)
-    steps = {"sft": sft_steps, "grpo": grpo_steps}[given["command"]]
-    for _ in steps(given["settings"], Path(given["output"]), given["steps"]):
+    settings = json.loads(task)
+    steps = {"sft": sft_steps, "grpo": grpo_steps}[settings["command"]]
+    for _ in steps(settings["settings"], Path(settings["output"]), settings["steps"]):
         pass
 
 

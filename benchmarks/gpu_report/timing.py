@@ -1,4 +1,4 @@
-"""Work on a device, and its seconds, queued kernels included."""
+"""Timing of work on a device, including queued kernels."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Function = Callable[..., tuple["Tensor", ...]]
 
 
 def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return what a function computes, and the gradients of its inputs."""
+    """Return the outputs of a function and the gradients of its inputs."""
     import torch
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     outputs = function(*leaves)
-    # A fused backward pass may write into the gradients that it is given.
+    # A fused backward pass may write into its incoming gradients.
     torch.autograd.backward(outputs, [output.detach().clone() for output in outputs])
     return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def seconds_of(work: Callable[[], object], *, times: int = 3, warm_up: bool = True) -> float:
-    """Mean of `times` calls, after one more that is not counted."""
+    """Return the mean seconds of `times` calls, after a warm-up call that does not count."""
     if warm_up:
         work()
     synchronize()
@@ -43,7 +43,7 @@ def synchronize() -> None:
 
 
 def peak_gib(work: Callable[[], object]) -> float:
-    """Most that torch has handed out at a time while it ran; 0 on a CPU."""
+    """Return the peak memory in GiB that torch allocated during the work; 0 on a CPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -35,7 +35,7 @@ STOPPED = 75
 
 
 def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """On a clip, with a tiny model; a file that fails does not keep the others from being tried."""
+    """Run a step of a tiny model on a clip with each DeepSpeed file; all files are tried even if one fails."""
     from dsreason.job.ranks import init_world, shutdown
 
     init_world()
@@ -43,7 +43,7 @@ def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
         for family in FAMILIES:
             try:
                 yield from first_step(f"{file} {family}", file, family, setting)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is what this part is to find)
+            except Exception as error:  # noqa: BLE001 (this part reports any error)
                 yield f"{file} {family}: ran", f"{type(error).__name__}: {error}"[:500]
     shutdown()
 
@@ -68,7 +68,7 @@ def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[
 
 
 def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
-    """One step on the smallest clip; makes the optimizer's moments."""
+    """Run one step on the smallest clip, which creates the optimizer's moments."""
     from dataclasses import replace
 
     import torch
@@ -100,7 +100,7 @@ def lora_8b(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def measure_sft(setting: Setting, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
-    """Yield the speeds after each step: what is measured survives a time limit."""
+    """Yield the speeds after each step, so that measurements survive a time limit."""
     output = setting.scratch / folder
     for measurement in sft_steps(settings, output, 4 if setting.tiny else 10):
         yield measurement
@@ -118,7 +118,7 @@ def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
 
 
 def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
-    """The first steps of `dsreason sft`, without the checkpoint at its end. Every rank of a job calls it."""
+    """Run the first steps of `dsreason sft`, without the final checkpoint. Every rank of a job calls it."""
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft.build import build_sft
     from dsreason.train.sft.loop import train_on_batches
@@ -145,7 +145,7 @@ def count_parameters(engine: DeepSpeedEngine) -> int:
 
 
 def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
-    """Means over the steps of an SFT run after the second, none before the third."""
+    """Yield means over the steps of an SFT run after the second; nothing before the third step."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[2:]
     if not late:
@@ -153,7 +153,7 @@ def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
     yield "single steps, s", " ".join(f"{line['time/train']:.2f}" for line in steps)
     yield "slowest step / median", max(seconds := [line["time/train"] for line in late]) / median(seconds)
     for name in ("perf/tokens_per_second", "perf/mfu", "time/data", "time/train", "memory/train/peak_gib"):
-        if name in late[0]:  # the FLOPs of a CPU, or of an unknown card, are not known
+        if name in late[0]:  # the peak FLOPs of a CPU or of an unknown card are not known
             yield name, sum(line[name] for line in late) / len(late)
 
 
@@ -169,20 +169,20 @@ def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
     from benchmarks.checkpoint_stall import measure, medians
     from dsreason.job.ranks import init_world, shutdown
 
-    found, size = measure(
+    seconds_by_name, size = measure(
         setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 1 if setting.tiny else 2, init_world()
     )
     shutdown()
-    middle = medians(found)
+    typical = medians(seconds_by_name)
     yield "checkpoint, GiB", size / 2**30
-    yield "first stall, memory for the copy included, s", found["stall"][0]
-    yield from ((f"{name}, s", seconds) for name, seconds in middle.items())
-    yield "stall / save that training waits for", middle["stall"] / middle["waited"]
-    yield "step while a checkpoint is written / alone", middle["step meanwhile"] / middle["step alone"]
+    yield "first stall, memory for the copy included, s", seconds_by_name["stall"][0]
+    yield from ((f"{name}, s", seconds) for name, seconds in typical.items())
+    yield "stall / save that training waits for", typical["stall"] / typical["waited"]
+    yield "step while a checkpoint is written / alone", typical["step meanwhile"] / typical["step alone"]
 
 
 def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """SIGTERM after the third step of a tiny run, and the same command again."""
+    """Send SIGTERM after the third step of a tiny run, and run the same command again."""
     model = tiny_model(setting)
     settings = run_settings(model, write_rows(setting, 24))
     settings["train"] |= {"global_batch_size": 4}
@@ -192,10 +192,10 @@ def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
     stopped = running.finish(expected=STOPPED)
     yield "from SIGTERM to the end, s", stopped.seconds
     settings["train"]["max_steps"] = last_step(stopped) + 2
-    again = Running("sft", settings, setting.scratch / "stopped", resume=True).finish()
-    steps = [line["step"] for line in again.steps]
+    resumed = Running("sft", settings, setting.scratch / "stopped", resume=True).finish()
+    steps = [line["step"] for line in resumed.steps]
     yield "resumed after the step it was stopped at", steps == list(range(1, last_step(stopped) + 3))
-    yield "resumed run, from start to end, s", again.seconds
+    yield "resumed run, from start to end, s", resumed.seconds
 
 
 def last_step(run: Run) -> int:

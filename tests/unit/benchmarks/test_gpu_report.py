@@ -144,9 +144,9 @@ def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    invoke = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
-    assert invoke.exit_code == 2
-    assert "'attenton' is no part; did you mean 'attention'?" in " ".join(invoke.output.replace("│", " ").split())
+    found = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
+    assert found.exit_code == 2
+    assert "unknown part 'attenton'; did you mean 'attention'?" in " ".join(found.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
 
 
@@ -184,7 +184,7 @@ def test_the_size_of_a_model_is_that_which_fits_on_the_card(
     if size is not None:
         assert materials.largest_size(CARD) == size
         return
-    with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB, and this one has 16"):
+    with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB; this one has 16"):
         materials.largest_size(CARD)
 
 
@@ -223,7 +223,7 @@ def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
     assert calls[3:] == [("sft", 60), ("grpo", 140.0)]
     records = read_records(tmp_path)
     assert records["sft_zero2"]["verdict"] == records["ledger_2b"]["verdict"] == "skipped"
-    assert "no time is left of 200 s" in result.output
+    assert "no time left of 200 s" in result.output
 
 
 def test_checks_beside_each_other_all_keep_what_they_measured_when_stopped(

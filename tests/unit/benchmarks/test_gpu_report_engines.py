@@ -39,7 +39,7 @@ def test_tensors_that_the_engine_does_not_write_back_are_counted() -> None:
 
 def test_a_field_of_nvidia_smi_is_read_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert queried("driver_version") == "unknown: there is no nvidia-smi"
+    assert queried("driver_version") == "unknown: nvidia-smi is missing"
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "$1 of card 0"\necho "$1 of card 1"\n')
     program.chmod(0o755)

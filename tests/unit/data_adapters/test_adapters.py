@@ -273,7 +273,9 @@ def test_a_camera_with_a_dot_is_told_to_need_a_pattern(tmp_path):
 
 def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
     data = label_folder(tmp_path, "metas/1.label.json", "videos/1.left.mp4")
-    with pytest.raises(DataError, match=r"video_pattern \('\*\.right\.mp4'\) takes none of the 1 videos.*1\.left\.mp4"):
+    with pytest.raises(
+        DataError, match=r"video_pattern \('\*\.right\.mp4'\) matches none of the 1 videos.*1\.left\.mp4"
+    ):
         shown(data.model_copy(update={"video_pattern": "*.right.mp4"}))
 
 

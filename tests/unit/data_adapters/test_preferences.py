@@ -108,7 +108,7 @@ def test_a_prompt_that_a_whole_conversation_has_or_that_says_nothing_stands_besi
 @pytest.mark.parametrize("key", ["from", "Role", "content"])
 def test_texts_of_messages_without_roles_are_no_answers(key: str) -> None:
     text = json.dumps([{key: "gpt", "value": "hello"}])
-    with pytest.raises(DataError, match="a JSON text lists messages, and not all have a role"):
+    with pytest.raises(DataError, match="a JSON text lists messages, but not all have a role"):
         preferences.to_sample({"prompt": "Which way?", "chosen": text, "rejected": "left"})
 
 
