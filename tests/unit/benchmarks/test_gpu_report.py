@@ -144,9 +144,9 @@ def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    found = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
-    assert found.exit_code == 2
-    assert "unknown part 'attenton'; did you mean 'attention'?" in " ".join(found.output.replace("│", " ").split())
+    invoke = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
+    assert invoke.exit_code == 2
+    assert "unknown part 'attenton'; did you mean 'attention'?" in " ".join(invoke.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
 
 
