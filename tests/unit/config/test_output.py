@@ -124,7 +124,7 @@ def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_files_is_told() -> None:
     # /proc refuses new files for everyone, root included.
     with pytest.raises(
-        ConfigError, match=r"^/proc/run: cannot be written in /proc \(.+\); choose another --output-dir"
+        ConfigError, match=r"^/proc/run: /proc cannot be written to \(.+\); choose another --output-dir"
     ):
         check_output_dir(Path("/proc/run"), SFTConfig(), None)
 

@@ -76,11 +76,11 @@ def put(request: pytest.FixtureRequest) -> Put:
 def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
     put(here / ".lock")
     with (
-        pytest.raises(ConfigError, match=r"\.lock: (is no lock of ours|cannot be written)"),
+        pytest.raises(ConfigError, match=r"\.lock: (is not a dsreason lock|cannot be written)"),
         FolderLock(pytest.fail) as mine,
     ):
         mine.take(here)
-    with pytest.raises(ConfigError, match=r"\.lock: is no lock of ours"):
+    with pytest.raises(ConfigError, match=r"\.lock: is not a dsreason lock"):
         check_not_in_use(here)
 
 
