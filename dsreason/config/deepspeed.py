@@ -1,7 +1,7 @@
-"""From a DeepSpeed JSON and the run configuration to the dict that DeepSpeed gets.
+"""Merging of a DeepSpeed JSON and the run configuration into the dict that DeepSpeed gets.
 
 The JSON owns sharding and offload. Batch sizes, learning rate, clipping and precision belong to the run configuration:
-there they are `"auto"` or absent, and a concrete value that differs is an error.
+in the JSON they are `"auto"` or absent, and a concrete value that differs is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsreason.problems import config_error, nearest
 Device = Literal["cpu", "cuda"]
 
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""DeepSpeed's scheduler: the `optim.schedule` that says the same."""
+"""DeepSpeed's scheduler → the equivalent `optim.schedule`."""
 
 
 @dataclass(frozen=True)
@@ -31,25 +31,25 @@ class Owned:
 
     path: tuple[str, ...]
     values: tuple[Any, ...]
-    """What the JSON may say; empty: nothing concrete."""
+    """Values that the JSON may have; empty: no concrete value is allowed."""
     fact: str
-    """Who decides what: `train.global_batch_size is 32`."""
+    """The setting that decides, for messages: `train.global_batch_size is 32`."""
     by_config: bool = True
-    """False: decided by the trainer, the same in every run."""
+    """False if the trainer decides, the same way in every run."""
 
 
 def resolve_deepspeed(
     name: str, config: JobConfig, *, device: Device, world_size: int, config_name: str = "the run configuration"
 ) -> dict[str, Any]:
-    """The finished DeepSpeed configuration for a run on `world_size` ranks.
+    """Return the finished DeepSpeed configuration for a run on `world_size` ranks.
 
     Args:
-        name: path of a JSON, or bare name of one in the current folder or of a shipped one (`zero3.json`).
-        config_name: how error texts call the run configuration.
+        name: path of a JSON, or the bare name of one in the current folder or of a shipped one (`zero3.json`).
+        config_name: name of the run configuration in error messages.
 
     Raises:
-        ConfigError: every contradiction, unknown or removed key at once. Keys of `zero_optimization` DeepSpeed knows itself,
-            see `check_deepspeed`.
+        ConfigError: every contradiction and every unknown or removed key at once. DeepSpeed itself checks the keys of
+            `zero_optimization`, see `check_deepspeed`.
     """
     document = read_deepspeed(name)
     problems = list(_key_problems(document)) or list(_zero_problems(document, world_size))
@@ -72,31 +72,34 @@ def read_deepspeed(name: str) -> dict[str, Any]:
 
 
 def zero_section(name: str) -> dict[str, Any]:
-    """`zero_optimization` of a DeepSpeed JSON, without what is `"auto"`."""
+    """Return `zero_optimization` of a DeepSpeed JSON without its `"auto"` entries."""
     section: dict[str, Any] = _without_auto(read_deepspeed(name).get("zero_optimization", {}))
     return section
 
 
 def trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
-    """The settings without the batch sizes that DeepSpeed derives itself, to be parsed by it on any number of ranks."""
+    """Return the settings without the batch sizes that DeepSpeed derives, so that it can parse them on any number of ranks."""
     settings = _finished(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
 def micro_batch_size(config: JobConfig) -> int:
-    """Samples per forward in DeepSpeed's configuration; under a token budget it has no meaning and is 1."""
+    """Return the samples per forward for DeepSpeed's configuration; 1 under a token budget, which gives it no meaning."""
     return config.train.micro_batch_size or 1
 
 
 def accumulation_steps(config: JobConfig, world_size: int) -> int:
-    """Most micro-batches per rank and step. The trainer marks boundaries itself, so DeepSpeed only reports it."""
-    samples = config.samples_per_step * config.ranks_per_row  # each is computed by so many ranks
+    """Return the largest number of micro-batches per rank and step.
+
+    The trainer marks boundaries itself, so DeepSpeed only reports it.
+    """
+    samples = config.samples_per_step * config.ranks_per_row  # `ranks_per_row` ranks compute each sample
     return max(1, math.ceil(samples / (micro_batch_size(config) * world_size)))
 
 
 def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
-    """Every DeepSpeed key that is not the JSON's to decide, with what it may say."""
+    """Return every DeepSpeed key that the JSON does not decide, with the values that it may have."""
     return [
         *_batch_keys(config, world_size),
         *_precision_keys(config),
@@ -120,7 +123,7 @@ def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
     if budget is not None:
-        tokens = f"a forward takes as many samples as fit {key} ({budget} tokens)"
+        tokens = f"a forward takes the samples that fit {key} ({budget} tokens)"
         yield Owned(("train_micro_batch_size_per_gpu",), (), tokens)
         yield Owned(("gradient_accumulation_steps",), (), tokens)
         return
@@ -162,8 +165,8 @@ def _optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     yield Owned((*params, "weight_decay"), (optim.weight_decay,), f"optim.weight_decay is {optim.weight_decay:g}")
     yield Owned((*params, "max_grad_norm"), (optim.max_grad_norm,), clipping)
     yield Owned((*params, "adam_w_mode"), (True,), "the optimizer is AdamW", by_config=False)
-    alike = tuple(name for name, schedule in SCHEDULERS.items() if schedule == optim.schedule)
-    yield Owned(("scheduler", "type"), alike, f"optim.schedule is {optim.schedule}")
+    equivalents = tuple(name for name, schedule in SCHEDULERS.items() if schedule == optim.schedule)
+    yield Owned(("scheduler", "type"), equivalents, f"optim.schedule is {optim.schedule}")
     params = ("scheduler", "params")
     yield Owned((*params, "warmup_max_lr"), (optim.lr,), f"optim.lr is {optim.lr:g}")
     yield Owned((*params, "warmup_num_steps"), (optim.warmup,), f"optim.warmup is {optim.warmup:g}")
@@ -172,19 +175,19 @@ def _optimizer_keys(config: JobConfig) -> Iterator[Owned]:
 
 def _checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
     background = shown(config.checkpoint.background)
-    writer = f"checkpoint.background ({background}) decides whether checkpoints are written beside training"
+    writer = f"checkpoint.background ({background}) decides whether checkpoints are written during training"
     yield Owned(("checkpoint", "writer"), (), writer)
     yield Owned(("datastates_ckpt",), (False,), writer)
-    converted = "a checkpoint is converted where the number of ranks has changed"
+    converted = "a checkpoint is converted if the number of ranks has changed"
     yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
 
 
-def _agrees(found: Any, allowed: tuple[Any, ...]) -> bool:
-    return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in allowed)
+def _agrees(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed)
 
 
 def _concrete(document: Any, path: tuple[str, ...]) -> Any:
-    """The value at `path`, None if it is absent or `"auto"`."""
+    """Return the value at `path`; None if it is absent or `"auto"`."""
     for key in path:
         if not isinstance(document, dict):
             return None
@@ -207,16 +210,16 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
         params = section.get("params") if isinstance(section, dict) else None
         for key in params if isinstance(params, dict) else ():
             if key not in PARAMS[block]:
-                yield f"{block}.params.{key}: is not used, the run configuration's [optim] decides; remove it"
+                yield f"{block}.params.{key}: is not used, because the run configuration's [optim] decides; remove it"
 
 
 def _value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
-    """Values with which DeepSpeed would fail without naming the key, or do what it should not."""
+    """Yield problems that DeepSpeed would report without naming the key, or would not report."""
     if kind == "object":
         if not isinstance(value, dict):
             yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
         elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
-            yield f"{key}: is not used, {UNUSED[key]}; remove it"
+            yield f"{key}: is not used: {UNUSED[key]}; remove it"
         elif key == "flops_profiler":
             for inside, item in value.items():
                 yield from _value_problems(f"{key}.{inside}", item, FLOPS_PROFILER.get(inside, "any"))
@@ -231,18 +234,18 @@ def _value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
     elif kind == "positive" and value <= 0:
         yield f"{key}: {shown(value)} is not above 0; raise it"
     elif kind == "log level" and value is not None and str(value).lower() not in LOG_LEVELS:
-        yield f"{key}: {shown(value)} is none of {', '.join(LOG_LEVELS)}; set one of them"
+        yield f"{key}: {shown(value)} is not one of {', '.join(LOG_LEVELS)}; set one of them"
 
 
 def shown(value: Any) -> str:
-    """As it stands in a JSON, cut short."""
+    """Return the value as JSON, cut at 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 MONITORING = "[monitor] decides what is logged, in the output folder"
 UNUSED = {
-    "autotuning": "it would start runs of its own",
+    "autotuning": "it would start separate runs",
     "comet": MONITORING,
     "csv_monitor": MONITORING,
     "data_efficiency": "data.sources decides what is trained on",
@@ -251,7 +254,7 @@ UNUSED = {
     "tensorboard": MONITORING,
     "wandb": MONITORING,
 }
-"""Blocks that would load or write files elsewhere, or start something: why they are not used."""
+"""Blocks that would load or write files elsewhere or start something → why they are not used."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 PARAMS = {
     "optimizer": {"lr", "betas", "eps", "weight_decay", "max_grad_norm", "adam_w_mode", "torch_adam"},
@@ -279,23 +282,23 @@ def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
     group = zero.get("zero_hpz_partition_size", 1)
     if isinstance(group, int) and 1 < group < world_size and world_size % group:
         yield (
-            f"zero_optimization.zero_hpz_partition_size ({group}) does not divide the number of ranks ({world_size}); give the "
-            "number of ranks on a host. Each host then has a copy of the weights; gradients and optimizer states stay spread "
+            f"zero_optimization.zero_hpz_partition_size ({group}) does not divide the number of ranks ({world_size}); set it to "
+            "the number of ranks per host. Each host then has a copy of the weights; gradients and optimizer states stay spread "
             "over all ranks"
         )
 
 
 def _finished(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = _without_auto(document)
-    # The trainer builds its own; bfloat16 is an old name of bf16, and even null asks for datastates_ckpt. With sequences
-    # shared among ranks DeepSpeed would expect a smaller product below.
+    # The trainer builds its own optimizer and scheduler; bfloat16 is an old name of bf16, and even null enables
+    # datastates_ckpt. With sequences shared among ranks DeepSpeed would expect a smaller product below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
     micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
-        # DeepSpeed insists on the product; a global batch that does not divide evenly is a little smaller.
+        # DeepSpeed requires the product; a global batch that does not divide evenly is a little smaller.
         "train_batch_size": micro * steps * world_size,
         "gradient_clipping": config.optim.max_grad_norm,
         "communication_data_type": "fp32",
@@ -309,11 +312,11 @@ def _finished(document: dict[str, Any], config: JobConfig, device: Device, world
 
 
 def _stage3_defaults(config: JobConfig) -> dict[str, Any]:
-    """Values for what a DeepSpeed JSON leaves open; stages 1 and 2 ignore them.
+    """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore them.
 
     By default DeepSpeed keeps a parameter that is used again within 1e9 values, and walks its trace for each module to find
-    out. And it wraps each linear layer in a Python autograd function, so that the graph does not hold gathered weights from
-    the forward to the backward pass; with checkpointing the graph holds those of one block only.
+    out. It also wraps each linear layer in a Python autograd function, so that the graph does not hold gathered weights from
+    the forward to the backward pass; with checkpointing the graph holds only those of one block.
     """
     return {
         "stage3_max_reuse_distance": 0,
@@ -322,18 +325,18 @@ def _stage3_defaults(config: JobConfig) -> dict[str, Any]:
 
 
 def _without_auto(value: Any) -> Any:
-    """A copy without `"auto"` entries: they are filled in here, or DeepSpeed's own default holds."""
+    """Return a copy without `"auto"` entries: they are filled in here, or DeepSpeed's default applies."""
     if isinstance(value, dict):
         return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
         return [_without_auto(item) for item in value]
     return (
         int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
-    )  # bucket sizes: 5e7
+    )  # bucket sizes may be written as 5e7, and DeepSpeed needs integers
 
 
 def _fit_device(zero: dict[str, Any], device: Device) -> dict[str, Any]:
-    """Pinned memory and overlapping streams exist on a GPU only."""
+    """Return `zero` with pinned memory and overlapping streams only on a GPU."""
     zero = dict(zero)
     for block in ("offload_optimizer", "offload_param"):
         if block in zero:

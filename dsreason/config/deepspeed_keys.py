@@ -59,7 +59,7 @@ TOP_LEVEL: dict[str, Kind] = {
     "zero_force_ds_cpu_optimizer": "any",
     "zero_optimization": "object",
 }
-"""What the value of a key must be; `any` is checked elsewhere, or by DeepSpeed."""
+"""Kind of value that each key needs; `any` is checked elsewhere, or by DeepSpeed."""
 FLOPS_PROFILER: dict[str, Kind] = {
     "detailed": "flag",
     "enabled": "flag",
@@ -78,13 +78,13 @@ REMOVED = {
     "sparse_gradients": "gradients of embeddings are dense",
     "eigenvalue": "it belonged to quantize_training",
     "sparse_attention": "model.attention decides",
-    "graph_harvesting": "there is no replacement",
+    "graph_harvesting": "it has no replacement",
     "curriculum_learning": "data.shuffle and data.sources decide the order",
-    "progressive_layer_drop": "there is no replacement",
+    "progressive_layer_drop": "it has no replacement",
 }
 
 HOST_COPIES = (
-    "zero_hpz_partition_size = ranks of a host gives each host a copy of the weights; gradients and optimizer states stay "
+    "zero_hpz_partition_size = ranks per host gives each host a copy of the weights; gradients and optimizer states stay "
     "spread over all ranks"
 )
 REMOVED_ZERO = {
@@ -92,4 +92,4 @@ REMOVED_ZERO = {
     "mics_hierarchical_params_gather": HOST_COPIES,
     "zeropp_loco_param": "zero_quantized_gradients works without it",
 }
-"""Keys of `zero_optimization`."""
+"""Removed keys of `zero_optimization` → what to do instead."""

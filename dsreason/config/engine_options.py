@@ -1,4 +1,4 @@
-"""`engine_options`: arguments of vLLM's `LLM` that are passed on as they are, but for those that are set elsewhere."""
+"""The `engine_options` setting: arguments passed to vLLM's `LLM` unchanged, except those that other keys set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIXED = {
     "logprobs_mode",
     "pipeline_parallel_size",
 }
-"""What the engine cannot work without, in one value each."""
+"""Arguments of which the engine supports only one value."""
 MODEL = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -29,7 +29,7 @@ ROLLOUT = MODEL | {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enforce_eager": "rollout.enforce_eager",
 }
-"""vLLM's argument → the key of ours that it is made from."""
+"""vLLM argument → configuration key that sets it."""
 EVALUATION = MODEL | {
     "dtype": "model.dtype",
     "seed": "evaluation.seed",
@@ -40,7 +40,7 @@ EVALUATION = MODEL | {
 
 
 def check_owned(options: dict[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
-    """The options. ValueError for those that have a key of ours, or that nobody may set."""
+    """Return the options unchanged. Raise ValueError for options that another key sets or that are fixed."""
     problems = [f"{name} ({options[name]!r}): set {owned[name]} instead" for name in owned if name in options]
     problems += [
         f"{name} ({options[name]!r}): only one value works here; remove it" for name in sorted(FIXED & options.keys())

@@ -1,4 +1,4 @@
-"""The keys of a configuration schema: which are known, and suggestions for misspelt ones."""
+"""The keys of a configuration schema, and suggestions for misspelt ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from dsreason.problems import nearest
 
 KeyPath = tuple[str | int, ...]
-"""`("data", "sources", 0, "path")`, written `data.sources.0.path`."""
+"""Path of a key: `("data", "sources", 0, "path")` is written `data.sources.0.path`."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -19,7 +19,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, also inside a list or beside plain values; None for a plain value."""
+    """Return the section that a field holds, also inside a list or a union with plain values; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
@@ -29,24 +29,24 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def aliases(field: FieldInfo) -> list[str]:
-    """The names under which a field may be given, where it has several; its own is among them."""
+    """Return all names of a field that has several, its own included; empty for a field with one name."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
 
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
-    """The field of a section that is given as `key`."""
+    """Return the field of a section that has `key` as its name or alias."""
     return next((field for name, field in schema.model_fields.items() if key in (name, *aliases(field))), None)
 
 
 def synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
-    """The other names of the key at `path`, in the same section."""
+    """Return the other names of the key at `path`, in the same section."""
     field = field_at(schema, path)
     return set(aliases(field)) - {str(path[-1])} if field else set()
 
 
 def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """The field at `path`; list indexes are passed over."""
+    """Return the field at `path`; list indexes are skipped."""
     section: type[BaseModel] | None = schema
     field = None
     for name in (part for part in path if isinstance(part, str)):
@@ -58,7 +58,7 @@ def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[dict[str, Any], list[KeyPath]]:
-    """The document without the keys that the schema does not have, and the paths of those."""
+    """Return the document without the keys that the schema does not have, and the paths of those keys."""
     known_values: dict[str, Any] = {}
     unknown: list[KeyPath] = []
     for key, value in document.items():
@@ -81,7 +81,7 @@ def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list
 
 
 def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of every section, list entries without their index."""
+    """Iterate over every key of every section; list entries have no index."""
     for name, field in schema.model_fields.items():
         yield (*prefix, name)
         if section := section_of(field.annotation):
@@ -93,16 +93,16 @@ def suggest(schema: type[BaseModel], path: KeyPath) -> str:
     word = str(path[-1])
     above = field_at(schema, path[:-1])
     section = (section_of(above.annotation) if above else None) or schema
-    everywhere = sorted(all_keys(schema), key=len)  # stable: the order of the schema within one depth
+    everywhere = sorted(all_keys(schema), key=len)  # sorting is stable: one depth keeps the order of the schema
     # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
     if homes := [dotted(key) for key in everywhere if key[-1] == word]:
         return f"did you mean {' or '.join(homes[:3])}?"
     initials = "".join(part[0] for part in word.split("_") if part)
     if homes := [dotted(key) for key in everywhere if key[-1] == initials and len(initials) > 1]:
-        return f"did you mean {homes[0]}?"  # learning_rate: lr
+        return f"did you mean {homes[0]}?"  # learning_rate → lr
     if near := nearest(word, section.model_fields, cutoff=0.7):
         return f"did you mean {dotted((*path[:-1], near))}?"
     if near := nearest(word, (str(key[-1]) for key in everywhere)):
         return f"did you mean {next(dotted(key) for key in everywhere if key[-1] == near)}?"
-    where = f"[{dotted(path[:-1])}]" if path[:-1] else "the configuration"
-    return f"{where} has {', '.join(section.model_fields)}"
+    section_name = f"[{dotted(path[:-1])}]" if path[:-1] else "the configuration"
+    return f"{section_name} has {', '.join(section.model_fields)}"

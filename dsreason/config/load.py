@@ -1,4 +1,4 @@
-"""Run configuration from a TOML, YAML or JSON file and `--set a.b=v`, checked as a whole."""
+"""Loading of the run configuration from a TOML, YAML or JSON file and `--set a.b=v`, checked as a whole."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ S = TypeVar("S", bound=BaseModel)
 
 RECIPES = "launch/recipes"
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 1024**2, 10_000, 32
-"""Of a configuration file. A few lines of YAML aliases can stand for any number of values."""
+"""Limits of a configuration file. A few lines of YAML aliases can expand to any number of values."""
 MAX_NUMBER = 10**300
-"""TOML, YAML and JSON have numbers that no float can hold."""
+"""Largest number; TOML, YAML and JSON have numbers that no float can hold."""
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
-"""What the parsers raise, beside their own errors, for an impossible value: the date 2001-99-99, 5000 digits."""
+"""Errors that the parsers raise besides their own for impossible values, such as the date 2001-99-99 or 5000 digits."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """One `--set`: `data.sources.0.path=/videos`."""
+    """One `--set` option: `data.sources.0.path=/videos`."""
 
     text: str
     path: KeyPath
@@ -43,14 +43,14 @@ class Override:
 
 
 def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (), *, default_recipe: str) -> S:
-    """The configuration in `path` (its bare name may be a shipped recipe), with overrides applied.
+    """Load the configuration in `path` (a file, or the bare name of a shipped recipe), with overrides applied.
 
     Args:
         overrides: `a.b=v`; `v` is a TOML value, `null`, or else a string, and a number in the key indexes a list.
-        default_recipe: name of the shipped recipe that is used where `path` is None.
+        default_recipe: name of the shipped recipe to use if `path` is None.
 
     Raises:
-        ConfigError: every problem at once, each with the file or `--set` it comes from.
+        ConfigError: lists every problem at once, each with the file or `--set` it comes from.
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
     in_file = read_document(shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
@@ -58,10 +58,10 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
 
 
 def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> S:
-    """The configuration of these values, with overrides applied; `name` is what error texts call their origin.
+    """Build the configuration from these values, with overrides applied; `name` is their origin in error messages.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: lists every problem at once, as for `load_config`.
     """
     parsed = [parse_override(text) for text in overrides]
     document = json_like(values)
@@ -79,21 +79,21 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
-    """The resolved configuration as JSON values, loadable again; masked are secrets, also those in free `reward.options`."""
+    """Return the resolved configuration as JSON values that can be loaded again; secrets are masked, also in `reward.options`."""
     document: dict[str, Any] = hidden(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
-        # Beside `sources` the same keys of the section itself are errors when loaded.
+        # If `sources` is set, loading rejects the same keys in the section itself.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
     return document
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping in the file that `--config` names, which may be the bare name of a shipped recipe."""
+    """Read the mapping in the file that `--config` names, which may be the bare name of a shipped recipe."""
     return read_document(find_file(str(path), RECIPES), str(path))
 
 
 def read_document(file: Path, name: str) -> dict[str, Any]:
-    """The mapping in a TOML, YAML or JSON file, by suffix. `name` is how error texts call it."""
+    """Read the mapping in a TOML, YAML or JSON file, by suffix. `name` stands for the file in error messages."""
     text = _read_text(file, name)
     try:
         document = _parse(text, file.suffix, name)
@@ -122,7 +122,7 @@ def _read_text(file: Path, name: str) -> str:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(
-                f"{name}: is larger than {MAX_BYTES} bytes; a configuration is smaller, give another file"
+                f"{name}: is larger than {MAX_BYTES} bytes, too large for a configuration; give another file"
             )
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -130,7 +130,7 @@ def _read_text(file: Path, name: str) -> str:
 
 
 def _check_extent(value: Any, name: str) -> None:
-    """ConfigError for more values or levels than a configuration has; YAML aliases count wherever they stand."""
+    """Raise ConfigError for more values or levels than a configuration has; every use of a YAML alias counts."""
     waiting, count = [(value, 0)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -139,10 +139,10 @@ def _check_extent(value: Any, name: str) -> None:
             raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it")
         if count > MAX_VALUES:
             raise ConfigError(
-                f"{name}: stands for more than {MAX_VALUES} values; a configuration has fewer, correct it"
+                f"{name}: stands for more than {MAX_VALUES} values, too many for a configuration; correct it"
             )
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise ConfigError(f"{name}: holds a number of more than 300 digits, which no key takes; correct it")
+            raise ConfigError(f"{name}: holds a number of more than 300 digits, which no key accepts; correct it")
         waiting += [(item, depth + 1) for item in _inside(value)]
 
 
@@ -175,9 +175,9 @@ def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    """YAML as people expect it: `1e-6` is a number (PyYAML reads a string), a key twice is an error."""
+    """Parse YAML as people expect it: `1e-6` is a number (PyYAML reads a string), and a repeated key is an error."""
     node = yaml.compose(text, Loader=_YamlLoader)
-    _check_extent(node, name)  # loading it would copy what aliases and merges (`<<`) stand for
+    _check_extent(node, name)  # loading it would copy the targets of aliases and merges (`<<`)
     _reject_twice(node)
     return yaml.load(text, Loader=_YamlLoader)
 
@@ -204,7 +204,7 @@ def _reject_twice(node: Any) -> None:
 
 
 def parse_override(text: str) -> Override:
-    """`optim.lr=1e-5` → `Override(path=("optim", "lr"), value=1e-5)`."""
+    """Parse `optim.lr=1e-5` into `Override(path=("optim", "lr"), value=1e-5)`."""
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -213,17 +213,21 @@ def parse_override(text: str) -> Override:
 
 
 def as_toml(value: Any) -> str:
-    """A value as `--set` takes it: JSON, but TOML has no pairs of surrogates, as which JSON may write an emoji."""
+    """Return a value as `--set` reads it: JSON without surrogate pairs, which TOML does not have."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, `null` for "unset", or else the text itself. ConfigError if a list or table is broken TOML."""
+    """Parse a TOML value, or `null` for "unset"; any other text is returned as it is.
+
+    Raises:
+        ConfigError: the text begins like a list or table, but is not valid TOML.
+    """
     if text == "null":
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError) as error:  # ValueError: also 5000 digits
+    except (ValueError, RecursionError) as error:  # 5000 digits raise ValueError, too
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
                 f"--set: {text} is not TOML ({parse_error(error)}); in \"…\" a backslash counts double, in '…' it does not"
@@ -233,42 +237,42 @@ def parse_value(text: str) -> Any:
 
 
 def json_like(value: Any) -> Any:
-    """A deep copy with string keys, so that overrides leave the file's own values alone."""
+    """Return a deep copy with string keys, so that overrides do not change the file's values."""
     if isinstance(value, dict):
         return {str(key): json_like(item) for key, item in value.items()}
     return [json_like(item) for item in value] if isinstance(value, list) else value
 
 
 def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
-    """`replaced`: keys of the same section that mean the same."""
-    here: Any = document
+    """Set the value of an override. `replaced`: keys of the same section with the same meaning, which are removed."""
+    node: Any = document
     for depth, part in enumerate(override.path):
-        last = depth == len(override.path) - 1
-        _check_step(here, part, override, override.path[:depth])
-        if isinstance(here, list) and part == len(here):
-            here.append({})
-        if last:
+        is_last = depth == len(override.path) - 1
+        _check_step(node, part, override, override.path[:depth])
+        if isinstance(node, list) and part == len(node):
+            node.append({})
+        if is_last:
             for name in replaced:
-                here.pop(name, None)
-            here[part] = override.value
-        elif isinstance(here, list):
-            here = here[int(part)]
+                node.pop(name, None)
+            node[part] = override.value
+        elif isinstance(node, list):
+            node = node[int(part)]
         else:
             following = override.path[depth + 1]
-            here = here.setdefault(part, [] if isinstance(following, int) else {})
+            node = node.setdefault(part, [] if isinstance(following, int) else {})
 
 
-def _check_step(here: Any, part: str | int, override: Override, path: KeyPath) -> None:
-    where = f"--set {override.text}: {dotted(path)}"
-    if isinstance(here, list):
-        if not isinstance(part, int) or part > len(here):
+def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -> None:
+    origin = f"--set {override.text}: {dotted(path)}"
+    if isinstance(node, list):
+        if not isinstance(part, int) or part > len(node):
             raise ConfigError(
-                f"{where} is a list of {len(here)} entries, not {part!r}; give an index from 0 to {len(here)}"
+                f"{origin} is a list of {len(node)} entries, not {part!r}; give an index from 0 to {len(node)}"
             )
-    elif not isinstance(here, dict):
-        raise ConfigError(f"{where} is the value {here!r}, not a section; set it as a whole")
+    elif not isinstance(node, dict):
+        raise ConfigError(f"{origin} is the value {node!r}, not a section; set it as a whole")
     elif isinstance(part, int):
-        raise ConfigError(f"{where} is a section, not a list; name one of its keys instead of {part}")
+        raise ConfigError(f"{origin} is a section, not a list; name one of its keys instead of {part}")
 
 
 def _line(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
@@ -277,7 +281,7 @@ def _line(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides
 
 
 def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
-    """The file, or the `--set` that brought the value, or both where a section is wrong as a whole."""
+    """Return the file, the `--set` that set the value, or both if a section is wrong as a whole."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"

@@ -1,4 +1,4 @@
-"""pydantic's errors in the words of a configuration file: the value, the bound, and what to do."""
+"""pydantic's validation errors reworded for users: the value, the bound, and what to do."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ EXPECTED = {
     "model_type": "a section",
     "model_attributes_type": "a section",
 }
-"""pydantic's error type: what the value should have been."""
+"""pydantic's error type → what the value should have been."""
 
 
 def reworded(
     schema: type[BaseModel], errors: Iterable[ErrorDetails], document: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
-    """One text per key, without the key: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
+    """Return one message per key, without the key in it: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(path_in(document, error["loc"]), []).append(error)
-    # Where one form of a union fits up to a key inside it, the other forms say nothing of use.
+    # If one form of a union fits down to a key inside it, the errors of the other forms do not help.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
         (path, _text(schema, path, path_errors))
@@ -47,7 +47,7 @@ def reworded(
 
 
 def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
-    """`loc` without the parts that are not in the document: those that name a form of a union."""
+    """Return `loc` without the parts that are not keys of the document: pydantic's names of union forms."""
     path: list[str | int] = []
     for part in loc:
         in_list = isinstance(document, list) and isinstance(part, int) and part < len(document)
@@ -63,7 +63,7 @@ def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) ->
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
     other_problems = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
     if other_problems:
-        has_advice = any(error["type"] == "value_error" for error in errors)  # of the form that the value has
+        has_advice = any(error["type"] == "value_error" for error in errors)  # the form that the value has advises
         return "; ".join(other_problems) + (f", or set {types}" if types and not has_advice else "")
     plain = isinstance(default, (bool, int, float, str)) and default != ""
     return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
@@ -97,7 +97,9 @@ def _one(error: ErrorDetails, default: Any) -> str:
         case "too_short" | "string_too_short":
             return f"{value} is too short; give at least {context['min_length']}, or leave the key out"
         case "too_long":
-            return f"has {context['actual_length']} entries, at most {context['max_length']} belong here; remove some"
+            return (
+                f"has {context['actual_length']} entries, but at most {context['max_length']} are allowed; remove some"
+            )
         case "value_error":
             return str(context["error"])
     return f"{value}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 FOLDERS = (CHECKPOINTS, "export", "logs", "profile", "tensorboard", "validation")
 
 OF_ONE_COMMAND = ("grpo", "dpo", "world")
-"""Sections of the configuration that only the command of their name has; that of SFT has none of them."""
+"""Configuration sections that only the command of the same name has; SFT has none of them."""
 SAME_RUN_KEYS = ("train.global_batch_size", "train.precision", "train.seed", "train.ema_decay", "train.ema_every")
 MAY_DIFFER = frozenset(
     {
@@ -37,18 +37,18 @@ MAY_DIFFER = frozenset(
         *("reward.workers", "reward.time_limit", "reward.enqueue_url", "reward.fetch_url"),
     }
 )
-"""What changes speed or memory, not the result."""
+"""Keys that change speed or memory, not the result."""
 
 
 def default_output_dir(command: str) -> Path:
-    """`outputs/sft-20260131-120000`."""
+    """Return `outputs/<command>-<time>`, such as `outputs/sft-20260131-120000`."""
     return Path("outputs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
-    """The output folder, also where only a checkpoint to resume from tells it (`D/checkpoints/step_N` → `D`)."""
+    """Return the output folder; if only a checkpoint to resume from is set, derive it (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
-        raise ConfigError("--resume auto: there is no folder to look in; give the folder of the run with --output-dir")
+        raise ConfigError("--resume auto: no folder to look in; give the folder of the run with --output-dir")
     if resume in (None, "auto"):
         return output_dir
     checkpoint = Path(str(resume))
@@ -58,23 +58,23 @@ def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
 
 
 def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
-    """Refuse a folder that is in use or cannot be written, or that holds a run which this one would not continue.
+    """Check that the folder can be written, is not in use, and holds no run that this one would not continue.
 
-    Creates nothing.
+    It creates nothing.
 
     Raises:
-        ConfigError: names the folder and what to do; for a different run the keys that differ, with both values.
+        ConfigError: the folder cannot be used; for a different run the message lists the keys that differ, with both values.
     """
     check_writable(folder, "--output-dir")
     check_not_in_use(folder)
     for inside in (folder / name for name in FOLDERS):
         if (inside.is_symlink() or inside.exists()) and not inside.is_dir():
-            raise ConfigError(f"{inside}: is no folder; remove it, or choose another --output-dir")
+            raise ConfigError(f"{inside}: is not a folder; remove it, or choose another --output-dir")
     if resume is None:
         names = [name for name in (CONFIG_FILE, CHECKPOINTS) if (folder / name).exists()]
         if names:
             raise ConfigError(
-                f"{folder}: holds a run already ({' and '.join(names)}); continue it with --resume auto, "
+                f"{folder}: already holds a run ({' and '.join(names)}); continue it with --resume auto, "
                 "or choose another --output-dir"
             )
         return
@@ -91,7 +91,7 @@ def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) 
 
 
 def run_record(folder: Path) -> dict[str, Any] | None:
-    """`config.json` of a run of dsreason; None if the folder has none, or that of a model."""
+    """Return `config.json` of a run of dsreason; None if it is missing or belongs to a model."""
     try:
         return read_record(folder)
     except (OSError, ValueError, RecursionError):
@@ -99,10 +99,10 @@ def run_record(folder: Path) -> dict[str, Any] | None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`config.json` of a run of dsreason.
+    """Read `config.json` of a run of dsreason.
 
     Raises:
-        OSError, ValueError, RecursionError: it cannot be read, or is not one of a run.
+        OSError, ValueError, RecursionError: the file cannot be read, or does not describe a run.
     """
     record = json.loads(read_small(folder / CONFIG_FILE))
     if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
@@ -111,7 +111,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_run_config(folder: Path) -> dict[str, Any] | None:
-    """The configuration of the run in `folder`, None if it has none."""
+    """Read the configuration of the run in `folder`; None if the folder has no `config.json`."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None
@@ -122,7 +122,7 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """The run that a checkpoint belongs to; a folder of another shape counts as the run itself."""
+    """Return the run that a checkpoint belongs to; a folder that is not in `checkpoints` counts as the run itself."""
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
 
@@ -134,11 +134,11 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         next((name for name in OF_ONE_COMMAND if name in keys), "sft") for keys in (before, type(config).model_fields)
     )
     if then != now:
-        weights = "" if "world" in (then, now) else "; to go on from its weights, set model.path to its export"
+        weights = "" if "world" in (then, now) else "; to continue from its weights, set model.path to its export"
         raise ConfigError(
             f"{folder}: holds a run of dsreason {then}, and this is dsreason {now}; choose another --output-dir{weights}"
         )
-    # What is masked now may not have been then.
+    # An older version may not have masked what this one masks.
     defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
     differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
@@ -153,9 +153,9 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
 def differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Keys that decide what a run computes and that differ, with the old and the new value.
+    """Return the keys that decide what a run computes and that differ, with the old and the new value.
 
-    A key that an older version did not know had its default.
+    A key that an older version did not know counts as its default.
     """
     new = flat(now)
     old = {key: value for key, value in flat(defaults).items() if key in new} | flat(before)
@@ -168,7 +168,7 @@ def differing_keys(
 
 
 def flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"optim": {"lr": 1.0}}` → `{"optim.lr": 1.0}`."""
+    """Flatten nested sections: `{"optim": {"lr": 1.0}}` → `{"optim.lr": 1.0}`."""
     if isinstance(section, dict):
         items = section.items()
     elif isinstance(section, list) and any(isinstance(item, dict) for item in section):

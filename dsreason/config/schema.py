@@ -1,7 +1,7 @@
-"""The run configuration: every key, its type, its bounds and what it means.
+"""The run configuration: every key, its type, its bounds and its meaning.
 
-Validators are pure: no file, network, environment or torch. What depends on the number of ranks is checked by
-`RunConfig.check_ranks`, once, at start-up.
+Validators are pure: no file, network, environment or torch. `RunConfig.check_ranks` checks once, at start-up, what depends
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.config.schema_data import Count, DataConfig, Share
-from dsreason.config.schema_data import SourceConfig as SourceConfig  # what adapters import from here
+from dsreason.config.schema_data import SourceConfig as SourceConfig  # adapters import it from here
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.config.section import Section, check_regex, check_temperature
 from dsreason.errors import ConfigError
@@ -27,24 +27,25 @@ class JobModelConfig(Section):
 class ModelConfig(JobModelConfig):
     path: str = "tiny:qwen2_5_vl"
     """Hugging Face folder, hub name or `s3://…`; `tiny:qwen2_5_vl`, `tiny:qwen3_vl` and `tiny:cosmos3_omni` are small random
-    models to try things, and `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) such that read text alone."""
+    models for trials, `tiny:qwen2` and `tiny:qwen3` (Qwen2.5, Qwen3) their text-only counterparts."""
     revision: str | None = None
     """Hub revision."""
     max_length: int = Field(4096, ge=8)
-    """Longest sample in tokens, media included."""
+    """Maximum length of a sample in tokens, media included."""
     on_too_long: Literal["error", "skip"] = "error"
-    """What to do with a longer sample: stop and name it, or leave it out, count it and list it."""
+    """Action for a longer sample: stop and name it, or skip it, count it and list it."""
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in parameter names (`visual`, `language_model\\.layers\\.[0-3]\\.`); each must match one."""
     quantize: Literal["nf4"] | None = None
-    """Hold the matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314): only beside adapters (`lora.rank`)."""
+    """Hold the matrices of the language model in 4 bits (`nf4`, QLoRA, 2305.14314); needs adapters (`lora.rank`)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """`auto` is our own, which takes the samples of a packed row apart: torch's flash attention on a GPU, its scaled-dot-product
-    attention elsewhere. The others are transformers', for comparison; with them completions do not share their prompt."""
+    """`auto` is dsreason's attention, which separates the samples of a packed row: torch's flash attention on a GPU, its
+    scaled-dot-product attention elsewhere. The others are those of transformers, for comparison; with them completions do not
+    share their prompt."""
     fused_kernels: bool = True
-    """On a GPU, compute RMSNorm, SwiGLU and rotary positions of training in one kernel each (torch, Liger-Kernel)."""
+    """Compute RMSNorm, SwiGLU and rotary positions in one kernel each when training on a GPU (torch, Liger-Kernel)."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code you have read."""
+    """Run Python code that comes with the model. Enable it only for code that you have read."""
 
     @field_validator("freeze")
     @classmethod
@@ -54,23 +55,23 @@ class ModelConfig(JobModelConfig):
 
 class OptimConfig(Section):
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate. With `lora.rank`, if unset: 1e-4 in sft, 2e-5 in grpo and dpo."""
+    """Peak learning rate. If unset with `lora.rank`: 1e-4 in sft, 2e-5 in grpo and dpo."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW's decay rates of the two moments."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.01, ge=0)
-    """Applied to matrices, not to norms and biases. With `lora.rank`, if unset: 0 in sft, grpo and dpo."""
+    """Weight decay of matrices; norms and biases have none. If unset with `lora.rank`: 0 in sft, grpo and dpo."""
     warmup: Share | Count = 0.03
     """Warmup steps: a whole number (at most all steps), or a share (below 1) of all steps."""
     schedule: Literal["constant", "linear", "cosine", "sqrt", "wsd"] = "cosine"
-    """After the warmup: hold, or decay (wsd: hold, then sqrt-decay over the last `decay_share`)."""
+    """Learning rate after the warmup: hold it, or decay it (wsd: hold, then sqrt-decay over the last `decay_share`)."""
     decay_share: float | None = Field(None, gt=0, le=1)
-    """Share of all steps, the last ones, that decays; before them the rate is held. Unset: all after the warmup (wsd: 0.2)."""
+    """Share of all steps, at the end, over which the rate decays; it is held before. Unset: all after the warmup (wsd: 0.2)."""
     min_lr_share: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end as a share of `lr`."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """Gradient clipping; 0 only measures the norm."""
+    """Maximum gradient norm; larger gradients are clipped. 0 only measures the norm."""
 
     @model_validator(mode="after")
     def check_decay(self) -> Self:
@@ -82,37 +83,38 @@ class OptimConfig(Section):
 
 
 class JobTrainConfig(Section):
-    """What every trainer has of `[train]`."""
+    """The keys of `[train]` that all trainers share."""
 
     epochs: int = Field(1, ge=1)
     """Passes over the training rows."""
     max_steps: int | None = Field(None, ge=1)
-    """Stop earlier, after this many steps."""
+    """Stop after this many steps, even if epochs remain."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of weights and activations; master weights, accumulation and reduction are always fp32."""
+    """Precision of weights and activations; master weights, accumulation and reduction are always fp32."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A NaN or infinite loss or gradient: stop with the step's samples saved, or leave the step out."""
+    """Action for a NaN or infinite loss or gradient: save the step's samples and stop, or skip the step."""
     seed: int = Field(0, ge=0)
-    """Seed of the order of rows and of sampling. Which rows are held out does not depend on it."""
+    """Seed of the order of rows and of sampling. The choice of held-out rows does not depend on it."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Samples per forward on one rank (unset, and without a budget of tokens: see packing)."""
+    """Samples per forward on one rank (unset, and without a token budget: see packing)."""
 
 
 class UpdateConfig(JobTrainConfig):
-    """What SFT and GRPO share of `[train]`."""
+    """The keys of `[train]` that SFT and GRPO share."""
 
     packing: bool = True
-    """The samples of a forward are one row without padding, filled up to max_tokens_per_micro_batch, or to model.max_length
-    where neither that nor micro_batch_size is set; completions of one prompt share it. Else they are padded rows, one of
-    them where neither is set."""
+    """Concatenate the samples of a forward into one row without padding, up to max_tokens_per_micro_batch (or up to
+    model.max_length if neither that nor micro_batch_size is set); completions of one prompt share it. Else samples are padded
+    rows, one per forward if neither key is set."""
     max_tokens_per_micro_batch: int | None = Field(None, ge=1)
-    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts. Where several ranks compute a row
+    """Tokens per forward on one rank, instead of a fixed number of samples; padding counts. If several ranks compute a row
     together, the tokens of the whole row."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks of one host that compute each row together, for samples that are too long for one GPU; 1: each its own rows."""
+    """Ranks of one host that compute each row together, for samples that are too long for one GPU; 1: each rank has its own
+    rows."""
     activation_offload: bool = False
-    """What waits for the backward pass, the input of each layer, lies in the host's memory: for rows so long that it does not
-    fit the GPU. Needs model.gradient_checkpointing."""
+    """Keep the layer inputs that wait for the backward pass in host memory, for rows whose inputs do not fit the GPU. Needs
+    model.gradient_checkpointing."""
 
     @model_validator(mode="after")
     def check_micro_batch(self) -> Self:
@@ -123,7 +125,7 @@ class UpdateConfig(JobTrainConfig):
     def check_packed(self) -> Self:
         if self.sequence_parallel_size > 1 and not self.packing:
             raise ValueError(
-                f"sequence_parallel_size ({self.sequence_parallel_size}) needs packed rows, and packing is false; set "
+                f"sequence_parallel_size ({self.sequence_parallel_size}) needs packed rows, but packing is false; set "
                 "packing = true, or sequence_parallel_size = 1"
             )
         return self
@@ -135,32 +137,32 @@ class TrainConfig(UpdateConfig):
 
 
 class JobValidationConfig(Section):
-    """What every trainer has of `[validation]`."""
+    """The keys of `[validation]` that all trainers share."""
 
     every: int = Field(0, ge=0)
     """Steps between validations; 0: only before the first and after the last step."""
     before_training: bool = True
-    """Also validate before the first step."""
+    """Validate before the first step, too."""
 
 
 class ValidationConfig(JobValidationConfig):
     micro_batch_size: int = Field(8, ge=1)
-    """Samples per forward on one rank; the transformers engine answers at least so many at a time, more where they fit."""
+    """Samples per forward on one rank; the transformers engine answers at least this many at a time, and more if they fit."""
     generate: bool = True
-    """Also let the model answer, and compare with the reference (`val/accuracy`)."""
+    """Generate answers, too, and compare them with the references (`val/accuracy`)."""
     max_completion_length: int = Field(64, ge=1)
-    """Longest generated answer in tokens."""
+    """Maximum length of a generated answer in tokens."""
     media_memory_gib: float = Field(4.0, gt=0)
-    """GiB of host memory on one rank for decoded media. Rows whose media fit are answered in one call of the engine; else
-    a call has at least as many rows as the engine answers at a time."""
+    """GiB of host memory on one rank for decoded media. If all media fit, one call of the engine answers all rows; else each
+    call has at least the rows that the engine answers at a time."""
     max_samples: int | None = Field(None, ge=1)
-    """At most this many held-out rows."""
+    """Maximum number of held-out rows to use."""
     temperature: Annotated[float, AfterValidator(check_temperature)] = Field(0.0, ge=0)
-    """Of the generated answers; 0 takes the most probable token."""
+    """Temperature of the generated answers; 0 takes the most probable token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest tokens whose probability reaches this."""
+    """Sample from the fewest tokens whose total probability reaches this."""
     show: int = Field(4, ge=0)
-    """Generated answers shown in TensorBoard."""
+    """Generated answers displayed in TensorBoard."""
 
 
 Phase = Literal[
@@ -180,7 +182,7 @@ Phase = Literal[
     "export",
     "other",
 ]
-"""What a run spends its time with; `other` is all that has no name. A phase inside another has a clock of its own."""
+"""Phases that a run's time is divided into; `other` is the remaining time. A phase inside another has its own clock."""
 
 
 class MonitorConfig(Section):
@@ -189,15 +191,15 @@ class MonitorConfig(Section):
     phase_time_limit: float = Field(3600.0, gt=0, le=1e8)
     """Seconds that a phase (a rollout, a step, a checkpoint) may take before all stacks are dumped and the job ends."""
     phase_time_limits: dict[Phase, Annotated[float, Field(gt=0, le=1e8)]] = {}
-    """Of single phases, such as `{export = 7200}`."""
+    """Time limits of single phases, such as `{export = 7200}`."""
     profile: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps to profile, such as `[3, 4]`: each writes a trace for Perfetto and a table of times to `profile/`."""
+    """Steps to profile, such as `[3, 4]`: each writes a Perfetto trace and a table of times to `profile/`."""
     wandb: bool = False
-    """Also send the metrics to Weights & Biases (`WANDB_MODE=offline` keeps them local)."""
+    """Send the metrics to Weights & Biases, too (`WANDB_MODE=offline` keeps them local)."""
     wandb_project: str = "dsreason"
     """Project in Weights & Biases."""
     wandb_name: str | None = None
-    """Name of the run there; unset: that of the output folder."""
+    """Name of the run in Weights & Biases; unset: the name of the output folder."""
 
     @field_validator("profile")
     @classmethod
@@ -211,7 +213,7 @@ RewardWeight = Annotated[float, Field(ge=-10_000, le=10_000)]
 
 
 class RewardFunctionsConfig(Section):
-    """What every trainer by rewards has of `[reward]`."""
+    """The keys of `[reward]` that all trainers with rewards share."""
 
     functions: dict[str, RewardWeight] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -220,15 +222,15 @@ class RewardFunctionsConfig(Section):
     def check_options(self) -> Self:
         unknown = sorted(self.options.keys() - self.functions.keys())
         if unknown:
-            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list")
+            raise ValueError(f"options for {', '.join(unknown)}, which functions does not list; remove them")
         return self
 
 
 class JobConfig(Section):
-    """What every training command has."""
+    """The keys that all training commands share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("optim",)
-    """Sections that decide what a run computes: a resumed run must have the same."""
+    """Sections that decide what a run computes: a resumed run must have the same values."""
 
     output_dir: str | None = None
     """Folder of the run; unset: `outputs/<command>-<time>`."""
@@ -244,7 +246,7 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def samples_per_step(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
+        """Samples per optimizer step, over all ranks."""
 
     @property
     def ranks_per_row(self) -> int:
@@ -254,21 +256,21 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def batch_fact(self) -> str:
-        """Which setting makes `samples_per_step`, for messages."""
+        """The setting that determines `samples_per_step`, for messages."""
 
     def check_ranks(self, num_ranks: int) -> list[str]:
-        """Return what a person should know about this run on so many ranks; one text each, none of them an error.
+        """Return warnings about running on `num_ranks` ranks.
 
-        Any global batch can be cut over any number of ranks: uneven shares are even in the loss, and a rank without a
+        Any global batch can be split over any number of ranks: the loss evens out uneven shares, and a rank without a
         sample runs a stand-in that does not count. That only costs time.
 
         Raises:
-            ConfigError: the trainer cannot run on so many.
+            ConfigError: the trainer cannot run on this number of ranks.
         """
         if num_ranks % self.ranks_per_row:
             raise ConfigError(
                 f"train.sequence_parallel_size ({self.ranks_per_row}) does not divide the number of ranks ({num_ranks}); lower "
-                "it, or start another number"
+                "it, or start another number of ranks"
             )
         num_groups = num_ranks // self.ranks_per_row
         idle = num_groups - self.samples_per_step
@@ -282,15 +284,15 @@ class JobConfig(Section):
 
 
 class RunConfig(JobConfig):
-    """What the commands that train a vision-language model have."""
+    """The keys that all commands that train a vision-language model share."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = ("model", "lora", "data", "optim")
     rows_need_answers: ClassVar[bool] = True
-    """Whether a row that has nothing to train on is an error."""
+    """True if a row without anything to train on is an error."""
     held_out_as_trained: ClassVar[bool] = False
-    """Whether held-out rows must be fit to be trained on; else they are read as whole conversations."""
+    """True if held-out rows are read like training rows; else they are read as whole conversations."""
     adapter_lr: ClassVar[float] = 1e-4
-    """The learning rate of adapters where none is set: they take ten times that of all weights."""
+    """Default learning rate of adapters: ten times that of training all weights."""
 
     model: ModelConfig = ModelConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -300,7 +302,7 @@ class RunConfig(JobConfig):
 
     @property
     def token_budget(self) -> tuple[int | None, str]:
-        """Tokens of one forward on a rank, with the key that says so; None: it takes a number of samples."""
+        """Tokens per forward on a rank, and the key that sets them; None if a forward takes a fixed number of samples."""
         if self.train.max_tokens_per_micro_batch is not None:
             return self.train.max_tokens_per_micro_batch, "train.max_tokens_per_micro_batch"
         if self.train.packing and self.train.micro_batch_size is None:
@@ -313,14 +315,14 @@ class RunConfig(JobConfig):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the answers to a prompt are in one row with it; only our own attention can show it to all of them."""
+        """True if a prompt and its answers share one row; only dsreason's attention lets all answers attend to the prompt."""
         return self.train.packing and self.model.attention == "auto"
 
     @model_validator(mode="after")
     def check_attention(self) -> Self:
         if self.ranks_per_row > 1 and self.model.attention != "auto":
             raise ValueError(
-                f"train.sequence_parallel_size ({self.ranks_per_row}) works with our own attention only, and model.attention is "
+                f"train.sequence_parallel_size ({self.ranks_per_row}) needs dsreason's attention, but model.attention is "
                 f'"{self.model.attention}"; set model.attention = "auto", or train.sequence_parallel_size = 1'
             )
         return self
@@ -329,16 +331,16 @@ class RunConfig(JobConfig):
     def check_offload(self) -> Self:
         if self.train.activation_offload and not self.model.gradient_checkpointing:
             raise ValueError(
-                "train.activation_offload moves the inputs of layers that are computed again; set "
+                "train.activation_offload moves the inputs of layers that are recomputed; set "
                 "model.gradient_checkpointing = true"
             )
         return self
 
     @model_validator(mode="after")
     def fit_optim_to_adapters(self) -> Self:
-        """What `[optim]` leaves open becomes what fits adapters, and stands so in the written configuration."""
-        fitting = {"lr": self.adapter_lr, "weight_decay": 0.0}
-        unset = {name: value for name, value in fitting.items() if name not in self.optim.model_fields_set}
+        """Set unset keys of `[optim]` to values for adapters, so that the written configuration has them."""
+        adapter_values = {"lr": self.adapter_lr, "weight_decay": 0.0}
+        unset = {name: value for name, value in adapter_values.items() if name not in self.optim.model_fields_set}
         if not (self.lora.rank and unset):
             return self
         return self.model_copy(update={"optim": self.optim.model_copy(update=unset)})
@@ -347,8 +349,8 @@ class RunConfig(JobConfig):
     def check_freeze(self) -> Self:
         if self.lora.rank and self.model.freeze:
             raise ValueError(
-                f"model.freeze ({', '.join(self.model.freeze)}) with lora.rank ({self.lora.rank}): beside adapters all weights "
-                "are frozen anyway; remove it, and say with lora.targets and lora.vision which layers get one"
+                f"model.freeze ({', '.join(self.model.freeze)}) with lora.rank ({self.lora.rank}): with adapters all weights "
+                "are frozen anyway; remove it, and choose the layers that get adapters with lora.targets and lora.vision"
             )
         return self
 
@@ -356,8 +358,8 @@ class RunConfig(JobConfig):
     def check_quantize(self) -> Self:
         if self.model.quantize and not self.lora.rank:
             raise ValueError(
-                f'model.quantize ("{self.model.quantize}") without lora.rank: weights in 4 bits cannot be trained, and '
-                "adapters beside them can; set lora.rank, or remove model.quantize"
+                f'model.quantize ("{self.model.quantize}") without lora.rank: 4-bit weights cannot be trained, only '
+                "adapters on top of them; set lora.rank, or remove model.quantize"
             )
         return self
 
@@ -372,7 +374,7 @@ class RunConfig(JobConfig):
 
 
 class SFTConfig(RunConfig):
-    """Everything of one `dsreason sft` run."""
+    """The configuration of a `dsreason sft` run."""
 
     train: TrainConfig = TrainConfig()
 

@@ -1,4 +1,4 @@
-"""The section `data`: which rows are read, from where, and how their media are sampled and resized."""
+"""The section `data`: the rows to read, and how their media are sampled and resized."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class VisionConfig(Section):
-    """How media are sampled and resized. A part's own key in a sample wins over these."""
+    """Sampling and resizing of media. The same keys of a media item in a sample take precedence."""
 
     fps: float | None = Field(None, gt=0)
-    """Frames per second to sample from a video. Unset together with nframes: 2."""
+    """Frames per second to sample from a video. If neither this nor nframes is set: 2."""
     nframes: int | None = Field(None, ge=1)
-    """Number of frames to sample, instead of `fps`; rounded to a multiple of 2, which the models take together."""
+    """Number of frames to sample, instead of `fps`; rounded to a multiple of 2, because the models merge pairs of frames."""
     min_frames: int | None = Field(None, ge=1)
-    """At least this many frames (with `fps`). Unset: 4, or `max_frames` where that is less."""
+    """Minimum number of frames (with `fps`). Unset: 4, or `max_frames` if that is less."""
     max_frames: int | None = Field(None, ge=1)
-    """At most this many frames (with `fps`). Unset: 768, or `min_frames` where that is more."""
+    """Maximum number of frames (with `fps`). Unset: 768, or `min_frames` if that is more."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smallest size of an image or frame, in pixels. Unset: 4 tokens of an image, 128 of a frame."""
+    """Minimum size of an image or frame, in pixels. Unset: 4 tokens of an image, 128 of a frame."""
     max_pixels: int | None = Field(None, ge=1)
-    """Largest size of an image or frame, in pixels. Unset: 16384 tokens of an image, 768 of a frame."""
+    """Maximum size of an image or frame, in pixels. Unset: 16384 tokens of an image, 768 of a frame."""
     total_pixels: int | None = Field(None, ge=1)
-    """Largest sum of pixels over the frames of one video, where two frames that the model takes together count once, as far
-    as min_pixels lets it. Unset: 115200 tokens."""
+    """Maximum number of pixels in all frames of one video, as far as min_pixels allows; two frames that the model merges count
+    once. Unset: 115200 tokens."""
     video_start: float | None = Field(None, ge=0)
-    """Seconds at which a video begins."""
+    """Start of the part of a video to use, in seconds."""
     video_end: float | None = Field(None, gt=0)
-    """Seconds at which a video ends."""
+    """End of the part of a video to use, in seconds."""
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
@@ -54,26 +54,26 @@ class SourceConfig(Section):
     media_path: str = ""
     """Folder that relative media paths are joined to; empty: the folder of the annotation file."""
     allow_absolute_paths: bool | None = None
-    """Whether rows may name media outside that folder by absolute paths. Unset: yes, but not with a `media_path`, nor in data
-    sets of the hub: others have written those."""
+    """Allow rows to name media outside that folder by absolute paths. Unset: allowed, except with a `media_path` or in data
+    sets of the hub, which others have written."""
     subset: str | None = None
     """Hub configuration, or Cosmos-Reason1 subset (robovqa, av, …)."""
     revision: str | None = None
     """Hub revision."""
     split: str | tuple[str, ...] = "train"
-    """One split or several, concatenated; row ranges as in `train[:100]`."""
+    """One split, or several to concatenate; row ranges are written `train[:100]`."""
     limit: int | None = Field(None, ge=1)
-    """At most this many rows, from the first on."""
+    """Maximum number of rows; the first ones are used."""
     columns: dict[str, str] = {}
-    """Fields that the adapter reads, and what the rows call them: `{question = "problem", answer = "solution"}`."""
+    """Names that the rows use for fields of the adapter: `{question = "problem", answer = "solution"}`."""
     system_prompt: str = ""
     """System message for samples that have none."""
     question: str = "Describe what you see in this video."
     """Question for data sets that have only labels (adapter `local_labels`)."""
     video_pattern: str | None = None
-    """Which videos belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`: `*` is the id of
-    the label, and may be left out in front of a dot. Unset: the only one that is called like the id, with a camera or
-    without."""
+    """File name of the videos that belong to the labels (adapter `local_labels`), such as `*.camera_front_wide_120fov.mp4`:
+    `*` is the id of the label, and may be omitted before a dot. Unset: the only video named after the id, with or without a
+    camera."""
     vision: VisionConfig = VisionConfig()
 
     @field_validator("video_pattern")
@@ -88,30 +88,30 @@ class SourceConfig(Section):
 
 class WeightedSourceConfig(SourceConfig):
     weight: float = Field(1.0, gt=0)
-    """How often an epoch sees each row: 1 once, 2 twice, 0.5 a (seeded) half of them."""
+    """Number of times that an epoch contains each row: 1 once, 2 twice, 0.5 a (seeded) half of the rows."""
 
 
 class DataConfig(SourceConfig):
     adapter: str = "builtin"
     """Name of a shipped adapter, `package.module:attr`, or a path to a Python file."""
     sources: tuple[WeightedSourceConfig, ...] = ()
-    """Several data sets instead of the one above."""
+    """Several data sets, used instead of the keys of one data set in this section."""
     validation: Share | Count | SourceConfig = 0
-    """Share (0 to 1) or number of rows held out of training, or a data set of its own."""
+    """Share (0 to 1) or number of rows held out of training, or a separate data set."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: stop and name it, or leave it out, count it and list it."""
+    """Action for a row that cannot be used: stop and name it, or skip it, count it and list it."""
     workers: int = Field(2, ge=0, le=1024)
     """Processes per rank that decode media; 0 decodes in the training process."""
     prefetch: int = Field(4, ge=1, le=10_000)
-    """Steps that are decoded ahead."""
+    """Number of steps to decode ahead."""
     shuffle: bool = True
-    """New order every epoch, derived from `train.seed`."""
+    """Use a new order in every epoch, derived from `train.seed`."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
     """Library that decodes the videos of training and held-out rows; `dsreason eval`, `infer` and `world` use pyav. torchcodec
-    is a package of its own that needs the libraries of FFmpeg, and is not kept to the formats that docs/security.md names."""
+    is a separate package that needs the FFmpeg libraries, and is not restricted to the formats listed in docs/security.md."""
     balance: str | None = None
-    """Show every label equally often: `answer`, or a field of the rows that adapters keep in `sample.meta` (`label.weather` is
-    one inside another). Unset: rows come as often as they are there. Held-out rows are not balanced."""
+    """Field whose values are sampled equally often: `answer`, or a field of the rows that adapters keep in `sample.meta`
+    (`label.weather` is nested). Unset: no balancing. Held-out rows are never balanced."""
 
     check_validation = field_validator("validation", mode="before")(refuse_flag)
 
@@ -130,7 +130,7 @@ class DataConfig(SourceConfig):
         return self
 
     def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
-        """The training sources: `sources`, or the section itself as the only one."""
+        """Return the training sources: `sources`, or the section itself as the only one."""
         if self.sources:
             return self.sources
         return (WeightedSourceConfig(**{k: getattr(self, k) for k in SourceConfig.model_fields}),)

@@ -1,4 +1,4 @@
-"""The schema of a DPO run's configuration: what it has beside `RunConfig`."""
+"""The schema of a DPO run's configuration: the keys beyond `RunConfig`."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from dsreason.config.section import Section
 LossName = Literal["sigmoid", "hinge", "ipo", "robust", "bco"]
 
 MPO: dict[str, float] = {"sigmoid": 0.8, "bco": 0.2}
-"""Mixed preference optimization (2411.10442), beside an SFT term of weight 1."""
+"""Loss weights of mixed preference optimization (2411.10442), besides an SFT term of weight 1."""
 
 
 class PreferenceConfig(Section):
-    """How pairs of a better and a worse answer become an update."""
+    """The algorithm that turns pairs of a better and a worse answer into an update."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "robust", "bco", "mpo"] = "sigmoid"
     """`sigmoid` is DPO; `mpo` is 0.8 sigmoid + 0.2 bco + 1.0 SFT (formulas: `dsreason/losses/preference.py`)."""
     loss_weights: dict[LossName, Annotated[float, Field(gt=0)]] = {}
-    """A sum of losses instead, such as `{sigmoid = 0.5, hinge = 0.5}`."""
+    """Weights of a sum of losses that replaces `loss`, such as `{sigmoid = 0.5, hinge = 0.5}`."""
     beta: float = Field(0.1, gt=0)
-    """How much a difference of log-probabilities counts: small lets the policy go further from the reference."""
+    """Weight of differences in log-probability; a small value lets the policy move further from the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs that are thought to be the wrong way round; for sigmoid (cDPO) and robust."""
+    """Assumed share of pairs with swapped labels; for sigmoid (cDPO) and robust."""
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the mean negative log-likelihood of the chosen answers; unset: 1 with mpo, else 0."""
     reference: Literal["model", "precomputed", "adapter_off", "none"] = "model"
-    """`model` is the one that training begins with, measured once before the first step; `precomputed` takes its
-    log-probabilities from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or `reference_file`; `adapter_off` is the
-    model without its adapters (`lora.rank`), asked in every step; `none` does without."""
+    """Source of the reference log-probabilities: `model` computes them with the initial model, once before the first step;
+    `precomputed` reads them from the rows (`ref_chosen_logprob`, `ref_rejected_logprob`) or `reference_file`; `adapter_off`
+    computes them in every step with the model without its adapters (`lora.rank`); `none` uses no reference."""
     reference_file: str | None = None
-    """With `precomputed`: JSON lines of `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run."""
+    """File for `precomputed`: JSON lines of `id`, `chosen` and `rejected`, such as the `reference.jsonl` of another run."""
 
     @property
     def weights(self) -> dict[str, float]:
-        """By loss, without the SFT term."""
+        """Weights by loss, without the SFT term."""
         if self.loss_weights:
             return {str(name): weight for name, weight in self.loss_weights.items()}
         return MPO if self.loss == "mpo" else {self.loss: 1.0}
@@ -55,7 +55,7 @@ class PreferenceConfig(Section):
         smoothed = {"sigmoid", "robust"} & self.weights.keys()
         if self.label_smoothing and not smoothed:
             raise ValueError(
-                f"label_smoothing ({self.label_smoothing}) is defined for sigmoid and robust, and the loss is "
+                f"label_smoothing ({self.label_smoothing}) is defined for sigmoid and robust, but the loss is "
                 f"{' + '.join(self.weights)}; remove it"
             )
         return self
@@ -64,12 +64,12 @@ class PreferenceConfig(Section):
     def check_reference(self) -> Self:
         if self.reference_file is not None and self.reference != "precomputed":
             raise ValueError(
-                f'reference_file ({self.reference_file}) is read with reference = "precomputed", which is {self.reference}; '
+                f'reference_file ({self.reference_file}) needs reference = "precomputed", but reference is "{self.reference}"; '
                 "change one of them"
             )
         if self.reference == "none" and "bco" in self.weights:
             raise ValueError(
-                "bco compares rewards with their mean, and without a reference they are whole log-probabilities; choose "
+                "bco compares rewards with their mean, but without a reference they are whole log-probabilities; choose "
                 "another loss, or a reference"
             )
         return self
@@ -77,17 +77,17 @@ class PreferenceConfig(Section):
 
 class DPOValidationConfig(ValidationConfig):
     generate: bool = False
-    """Also let the model answer, and compare with the reference (`val/accuracy`): for rows with short answers."""
+    """Generate answers, too, and compare them with the references (`val/accuracy`), for rows with short answers."""
 
 
 class DPOCheckpointConfig(CheckpointConfig):
     best_metric: Literal["val/preference_accuracy", "val/accuracy", "val/loss"] = "val/preference_accuracy"
-    """Metric that says which checkpoint is the best: the share of held-out pairs whose margin is positive, the share of right
+    """Metric that selects the best checkpoint: the share of held-out pairs whose margin is positive, the share of correct
     answers, or the loss."""
 
 
 class DPOConfig(RunConfig):
-    """Everything of one `dsreason dpo` run."""
+    """The configuration of a `dsreason dpo` run."""
 
     deciding_sections: ClassVar[tuple[str, ...]] = (*RunConfig.deciding_sections, "dpo")
     held_out_as_trained: ClassVar[bool] = True
@@ -110,7 +110,7 @@ class DPOConfig(RunConfig):
     def check_adapter(self) -> Self:
         if self.dpo.reference == "adapter_off" and not self.lora.rank:
             raise ValueError(
-                'dpo.reference ("adapter_off") is the model without its adapters, and lora.rank is 0; set '
+                'dpo.reference ("adapter_off") is the model without its adapters, but lora.rank is 0; set '
                 'dpo.reference = "model", or lora.rank'
             )
         return self

@@ -1,4 +1,4 @@
-"""What every section of a configuration is."""
+"""The base class of all configuration sections, and checks that they share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pydantic import BaseModel, ConfigDict
 
 LOWEST_TEMPERATURE = 0.01
-"""Above 0, as vLLM has it."""
+"""Lowest temperature above 0, as in vLLM."""
 
 
 class Section(BaseModel):
@@ -18,7 +18,7 @@ class Section(BaseModel):
     )
 
     def differing(self) -> list[str]:
-        """Names of the fields that were given another value than the default, which is what a written configuration repeats."""
+        """Return the names of fields set to another value than the default; a written configuration sets all fields."""
         return [
             name
             for name, field in type(self).model_fields.items()
@@ -32,21 +32,21 @@ class Section(BaseModel):
             raise ValueError(f"{first} ({a}) and {second} ({b}) exclude each other; remove one")
 
     def check_order(self, low: str, high: str) -> None:
-        """Raise ValueError if both of these keys are set and the first is the greater one."""
+        """Raise ValueError if both of these keys are set and the first is greater."""
         a, b = getattr(self, low), getattr(self, high)
         if a is not None and b is not None and a > b:
             raise ValueError(f"{low} ({a}) is greater than {high} ({b})")
 
 
 def refuse_flag(value: object) -> object:
-    """ValueError for true and false in place of a number of rows: pydantic takes them for 1 and 0."""
+    """Raise ValueError for true and false instead of a number of rows: pydantic takes them for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number of rows; set a share or a number, such as 0.1")
     return value
 
 
 def check_regex(pattern: str) -> str:
-    """ValueError for what is not a regular expression."""
+    """Raise ValueError if the pattern is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -55,7 +55,7 @@ def check_regex(pattern: str) -> str:
 
 
 def check_temperature(value: float) -> float:
-    """ValueError for one by which scores become infinite."""
+    """Raise ValueError for a temperature so low that dividing the scores by it overflows."""
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"{value:g} must be 0, or at least {LOWEST_TEMPERATURE}")
     return value

@@ -1,4 +1,4 @@
-"""The files that travel with the package: DeepSpeed JSON and recipes, in a checkout or in an installed wheel."""
+"""Files shipped with the package, DeepSpeed JSON and recipes, in a checkout or an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsreason.problems import instead_of_file, nearest
 
 
 def shipped_root(package: Path | None = None) -> Path:
-    """`dsreason/_shipped` of an installed wheel, else the root of the checkout."""
+    """Return `dsreason/_shipped` of an installed wheel, else the root of the checkout."""
     package = package or Path(str(files("dsreason")))
     inside = package / "_shipped"
     return inside if inside.is_dir() else package.parent
@@ -22,19 +22,19 @@ def shipped_names(kind: str) -> list[str]:
 
 
 def shipped_file(kind: str, name: str) -> Path:
-    """Path of one of the `shipped_names`; `kind` is `ds_configs` or `launch/recipes`."""
+    """Return the path of one of the `shipped_names`; `kind` is `ds_configs` or `launch/recipes`."""
     return shipped_root() / kind / name
 
 
 def find_file(name: str, kind: str) -> Path:
-    """A file by path, or by bare name: first in the current folder, then among the shipped files of this kind."""
+    """Find a file by path, or by bare name: first in the current folder, then among the shipped files of this kind."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
         raise ConfigError(f"{name}: is a folder; give a file in it")
     if path.exists():
-        raise ConfigError(f"{name}: {instead_of_file(path)}; copy what it gives into a file, which every rank can read")
+        raise ConfigError(f"{name}: {instead_of_file(path)}; copy its content into a file, which every rank can read")
     if path.name != name:
         raise ConfigError(f"{name}: no such file; correct the path, or {_offer(kind, path.name)}")
     if name not in shipped_names(kind):

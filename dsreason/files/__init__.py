@@ -1,1 +1,1 @@
-"""Files wherever they are: addresses, S3, the cache, archives, locks."""
+"""Local and remote files: addresses, S3, the cache, archives, locks."""

@@ -1,4 +1,4 @@
-"""Addresses in storage, `s3://bucket/prefix` and `hub:user/name`, taken apart. Nothing here touches the network."""
+"""Parsing of storage addresses, `s3://bucket/prefix` and `hub:user/name`, without any network access."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN = re.compile(r"hf_\w+")
 
 @dataclass(frozen=True)
 class S3Address:
-    """An object, or all that begins with `key` and a slash; an empty key is the whole bucket."""
+    """An S3 object, or all objects whose key begins with `key` and a slash; an empty key is the whole bucket."""
 
     bucket: str
     key: str = ""
@@ -30,7 +30,7 @@ class S3Address:
 
     @property
     def on_branch(self) -> S3Address:
-        """The address itself, see `HubAddress.on_branch`."""
+        """This address, which has no branch; see `HubAddress.on_branch`."""
         return self
 
     @property
@@ -52,7 +52,7 @@ class HubAddress:
 
     @property
     def on_branch(self) -> HubAddress:
-        """With the name of the branch: two addresses that are the same place have the same one."""
+        """This address with an explicit branch, which is equal for two addresses of the same place."""
         return replace(self, revision=self.revision or "main")
 
     def __truediv__(self, name: str) -> HubAddress:
@@ -64,7 +64,7 @@ def is_s3(text: str) -> bool:
 
 
 def parse_s3(text: str) -> S3Address:
-    """Raises ValueError, whose text shows no key or password that stood in the address."""
+    """Parse an S3 address; the message of a ValueError shows no key or password in it."""
     bucket, _, key = text.removeprefix(S3).partition("/")
     if BUCKET.fullmatch(bucket) is None:
         if "@" in text or ":" in text.removeprefix(S3):
@@ -76,25 +76,23 @@ def parse_s3(text: str) -> S3Address:
             f"{text}: {bucket!r} is not a bucket name (3 to 63 lowercase letters, digits, dots and hyphens); write s3://bucket/prefix"
         )
     if "?" in key:
-        raise ValueError(
-            f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; leave out ? and what follows"
-        )
+        raise ValueError(f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; remove ? and what follows")
     return S3Address(bucket, _checked(key.strip("/"), f"{S3}{bucket}/{key}"))
 
 
 UploadAddress = S3Address | HubAddress
-"""Where uploads may go."""
+"""A target of uploads."""
 
 
 def parse_target(text: str) -> UploadAddress:
-    """Where something is uploaded to. Raises ValueError that says what is wrong with it."""
+    """Parse a target of uploads; raise ValueError if it is invalid."""
     if is_s3(text):
         return parse_s3(text)
     match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
     if not text.startswith(HUB) or match is None:
         shown_text = TOKEN.sub("hf_…", without_credentials(text))
         raise ValueError(
-            f"{shown_text!r} is not a place to upload to; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
+            f"{shown_text!r} is not an upload target; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
         raise ValueError("hub:…: an address must not contain a token; set HF_TOKEN")
@@ -102,7 +100,7 @@ def parse_target(text: str) -> UploadAddress:
 
 
 def _checked(path: str, text: str) -> str:
-    """A path that names the same place in a local folder, so that none can be left through it."""
+    """Return the path; raise ValueError unless it is safe to join to a local folder."""
     if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
         raise ValueError(f"{text}: has an empty part, '.' or '..' in its path; write it without")
     return path

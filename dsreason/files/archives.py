@@ -1,4 +1,4 @@
-"""Packed files, and media inside other files: archives, and tables that hold the bytes. Media are put into the cache once."""
+"""Compressed files, and media inside archives or tables. Media are extracted to the cache once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dsreason.files.cache import cache_dir, cache_errors
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
-"""An archive that unpacks to more is refused."""
+"""Maximum unpacked size of an archive; a larger one is refused."""
 MAX_RATIO, SMALL_BYTES = 100, 256 * 1024**2
-"""So is one that unpacks to more than this many times its size; but any archive may unpack to the latter."""
+"""Maximum ratio of unpacked to packed size, and an unpacked size that is always allowed."""
 PACKED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-"""How to open a file that begins like this."""
+"""First bytes of a compressed file → function that opens it."""
 PACKED_OTHERWISE = (b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c")
 BLOCK_BYTES = 4096
-"""Counted for each member beside its size: empty files fill a disk too."""
+"""Bytes counted for each member in addition to its size, because empty files fill a disk, too."""
 MAX_NAME_BYTES = 16 * 1024
 NAME_TYPES = (
     tarfile.XHDTYPE,
@@ -40,7 +40,7 @@ NAME_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-"""Tar members that hold a long name for the next one; longer ones than `MAX_NAME_BYTES` are refused."""
+"""Types of tar members that hold a long name for the next member; those above `MAX_NAME_BYTES` are refused."""
 UNPACK_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -54,26 +54,26 @@ UNPACK_ERRORS = (
     LookupError,
     MemoryError,
 )
-"""What the readers of the standard library raise on damaged input."""
+"""Errors that the readers of the standard library raise on damaged input."""
 
 
 def media_cache() -> Path:
-    """`$COSMOS_CACHE`, also where `$DSREASON_CACHE` names another folder for the rest; else `cache_dir`."""
+    """Return `$COSMOS_CACHE`, even if `$DSREASON_CACHE` names another folder for other files; else `cache_dir`."""
     folder = os.environ.get("COSMOS_CACHE")
     return Path(folder).expanduser() if folder else cache_dir()
 
 
 def embedded_file(content: bytes, suffix: str = "") -> Path:
-    """A file with this content, named after its hash. Safe in several processes at once.
+    """Return a file in the cache with this content, named after its hash. Several processes may call it at once.
 
-    `suffix` comes with the data: what is no usual one is left out.
+    `suffix` comes from the data: an unusual one is dropped.
 
     Raises:
-        DataError: the content is no bytes.
-        StorageError: the cache cannot be written; this is no fault of the data.
+        DataError: the content is not of type `bytes`.
+        StorageError: the cache cannot be written, which is not a fault of the data.
     """
     if not isinstance(content, bytes):
-        raise DataError(f"the content of a media file must be bytes, is {type(content).__name__}")
+        raise DataError(f"the content of a media file must be bytes, but is {type(content).__name__}")
     suffix = suffix if re.fullmatch(r"\.\w{1,16}", suffix, re.ASCII) else ""
     name = hashlib.sha256(content).hexdigest()
     file = media_cache() / "media" / name[:2] / f"{name}{suffix}"
@@ -85,13 +85,13 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
 
 
 def unpack(archive: Path) -> Path:
-    """The folder with the archive's files, in `$COSMOS_CACHE` or the cache folder. Safe in several processes at once.
+    """Unpack an archive into `$COSMOS_CACHE` or the cache folder, once. Several processes may call it at once.
 
     An archive that has changed (size or time) is unpacked again. No member can leave the folder.
 
     Raises:
-        DataError: the archive is damaged, or a member wants out of its folder.
-        StorageError: the cache cannot be written; this is no fault of the data.
+        DataError: the archive is damaged, or a member would leave its folder.
+        StorageError: the cache cannot be written, which is not a fault of the data.
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -106,10 +106,10 @@ def unpack(archive: Path) -> Path:
 
 
 def extract(archive: Path, folder: Path) -> None:
-    """Unpack a tar (plain, gz, bz2, xz) or zip into `folder`, which is removed again where that fails.
+    """Unpack a tar (plain, gz, bz2, xz) or zip into `folder`, which is removed again on failure.
 
     Raises:
-        DataError: the archive is damaged, encrypted or a bomb, or a member is a link, a device, or wants out.
+        DataError: the archive is damaged, encrypted or a bomb, or a member is a link, a device, or would leave `folder`.
         StorageError: the disk is full or read-only.
     """
     try:
@@ -139,12 +139,12 @@ def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
             with unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym() or member.islnk())
                 tar.extract(member, folder, filter="data")
-        while rest := tar.fileobj.read(BLOCK_BYTES):  # to the end of the file, where its checksum is
-            budget.spend(len(rest))
+        while padding := tar.fileobj.read(BLOCK_BYTES):  # read on to the checksum at the end of the file
+            budget.spend(len(padding))
 
 
 class TarMember(tarfile.TarInfo):
-    """A header; a damaged one is an error, where tarfile would take it for the end of the archive."""
+    """A tar header. A damaged one is an error, whereas tarfile would take it for the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarMember:
@@ -153,15 +153,19 @@ class TarMember(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if any(buf):
                 raise tarfile.ReadError(f"damaged header ({error})") from error
-            raise  # the end of the archive
-        if member.size < 0 or (member.type in NAME_TYPES and member.size > MAX_NAME_BYTES):  # read as a whole
+            raise  # only zeros: the end of the archive
+        # tarfile reads a long name as a whole.
+        if member.size < 0 or (member.type in NAME_TYPES and member.size > MAX_NAME_BYTES):
             raise tarfile.ReadError(f"damaged header (size {member.size})")
         return member
 
 
 def check_member(name: str, *, is_link: bool) -> None:
-    """Symbolic links are refused wherever they lead: tarfile's own check can be deceived by chains of them
-    (CVE-2025-4517, not fixed in Python 3.11 before 3.11.13 and 3.12 before 3.12.11)."""
+    """Raise TarError for a member that is a symbolic link or would leave the folder.
+
+    Symbolic links are refused wherever they lead: chains of them can deceive tarfile's check (CVE-2025-4517, not fixed in
+    Python 3.11 before 3.11.13 and 3.12 before 3.12.11).
+    """
     if os.path.isabs(name) or os.path.normpath(name).split("/")[0] == "..":
         raise tarfile.TarError("it would be extracted outside the destination")
     if is_link:
@@ -170,16 +174,16 @@ def check_member(name: str, *, is_link: bool) -> None:
 
 @contextmanager
 def unpacked(file: Path) -> Iterator[IO[bytes]]:
-    """The content of a file that may be packed (gz, bz2, xz).
+    """Open a file that may be compressed (gz, bz2, xz).
 
     Raises:
-        DataError: it is damaged, or packed in another way.
+        DataError: the file is damaged, or compressed in another way.
     """
     with file.open("rb") as content:
         start = content.read(8)
     if start.startswith(PACKED_OTHERWISE):
         raise DataError(
-            f"{file}: is packed, as zip, zst, lz4, rar or 7z; a table may be packed as gz, bz2 or xz: unpack it"
+            f"{file}: is packed as zip, zst, lz4, rar or 7z, but a table may only be packed as gz, bz2 or xz; unpack it"
         )
     opener = next((opener for magic, opener in PACKED.items() if start.startswith(magic)), open)
     with unpack_errors(file), opener(file, "rb") as content:
@@ -187,7 +191,7 @@ def unpacked(file: Path) -> Iterator[IO[bytes]]:
 
 
 class Budget:
-    """How many bytes an archive, or a packed file, may unpack to."""
+    """Bytes that an archive or a compressed file may unpack to."""
 
     def __init__(self, archive: Path) -> None:
         self.archive = archive
@@ -204,7 +208,7 @@ class Budget:
 
 @contextmanager
 def unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
-    """Errors as a DataError that names archive and member; those of the disk that it is unpacked on as a StorageError."""
+    """Raise errors as a DataError that names archive and member; errors of the target disk as a StorageError."""
     try:
         yield
     except UNPACK_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Files and folders that get their name only when they are complete: a process that is killed leaves nothing half-written."""
+"""Files and folders that get their name only when complete, so that a killed process leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def draft_of(file: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A path to write to, which takes the place of `file` at the end of the block. Nothing stays of a block that fails.
+    """Yield a path to write to, which replaces `file` at the end of the block. A block that fails leaves nothing.
 
     Args:
-        durable: wait until the disk has the content, and then its name: a power cut leaves the old file or the new one.
+        durable: wait until the disk has the content, and then the name: a power cut leaves the old file or the new one.
     """
     draft = file.with_name(f".{file.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -29,7 +29,7 @@ def draft_of(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a whole file, or leave what was there. Text becomes UTF-8."""
+    """Write a whole file, or leave the old one unchanged. Text is encoded as UTF-8."""
     with draft_of(file, durable=durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -44,10 +44,10 @@ def flush(path: Path) -> None:
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
-    """`folder`, which `build` fills under another name unless it is there. Of several processes one builds, others wait.
+    """Return `folder`; if it does not exist, `build` fills it under another name. One process builds while others wait.
 
-    What a failed `build` left is still there when it is called again. A cache has 256 locks for all its folders: one for
-    each would leave as many files behind.
+    After a failure the next `build` finds what the failed one wrote. A cache has 256 locks for all its folders, because one
+    per folder would leave too many files behind.
     """
     if not folder.is_dir():
         locks = folder.parent / ".locks"

@@ -1,4 +1,4 @@
-"""The folder for what can be made again: tiny models, the built-in task, unpacked archives."""
+"""The cache folder for files that can be made again: tiny models, the built-in task, unpacked archives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.files.disk import as_os_error
 
 
 def cache_dir() -> Path:
-    """`$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache folder (`$XDG_CACHE_HOME`, `~/.cache`)."""
+    """Return `$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`)."""
     folder = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     try:
         if folder:
@@ -24,9 +24,9 @@ def cache_dir() -> Path:
 
 @contextmanager
 def cache_errors(path: Path, variable: str) -> Iterator[None]:
-    """An error of the machine inside is a StorageError: that the cache cannot be written is no fault of the data.
+    """Raise OS errors in the block as a StorageError: a cache that cannot be written is not a fault of the data.
 
-    `variable` names the folder in the environment.
+    `variable` is the environment variable that sets the folder.
     """
     try:
         yield

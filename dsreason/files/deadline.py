@@ -1,4 +1,4 @@
-"""A limit on the time of calls into libraries that have none for a whole request, only for the time between two bytes."""
+"""Time limits for calls into libraries that only limit the time between two bytes, not that of a whole request."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PACE_BYTES, PACE_S = 60_000, 60.0
-"""A download that brings less in this time counts as broken."""
+"""A download of less than this many bytes in this many seconds counts as broken."""
 
 
 def within(limit: float, call: Callable[[], T]) -> T:
-    """The call's result; TimeoutError after `limit` seconds.
+    """Return the call's result; raise TimeoutError after `limit` seconds.
 
-    Nothing can end a call into a library: it then goes on in a thread that no one waits for, not even the process's end.
+    A call into a library cannot be interrupted: it continues in a thread that nobody waits for, not even at process exit.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  raised by `result`
+        except BaseException as error:  # noqa: BLE001  `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="request", daemon=True).start()
     try:
         return future.result(limit)
     except TimeoutError:
-        if future.done():  # the call's own
+        if future.done():  # the call itself raised it
             raise
-        raise TimeoutError(f"no whole answer within {limit:g} s") from None
+        raise TimeoutError(f"no complete response within {limit:g} s") from None
 
 
 class Pace:
-    """Of a download of any size, which no time limit fits."""
+    """The pace of a download whose size is unknown, so that no time limit fits."""
 
     def __init__(self) -> None:
         self.began, self.bytes = time.monotonic(), 0
 
     def count(self, num_bytes: int) -> None:
-        """So many bytes came. TimeoutError if it was too few for too long."""
+        """Count received bytes. Raise TimeoutError if there were too few for too long."""
         self.bytes += num_bytes
         now = time.monotonic()
         if now - self.began < PACE_S:

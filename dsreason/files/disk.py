@@ -1,4 +1,4 @@
-"""What is on the disk."""
+"""Files and folders on the local disk: hashes, small files, and checks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from dsreason.errors import ConfigError
 
 MOST_BYTES = 64 * 1024**2
-"""Of a small file of ours: a lock, a marker, what a run remembers."""
+"""Maximum size of a small file of dsreason: a lock, a marker, a record of a run."""
 END_BYTES = 64 * 1024
 
 
 def as_os_error(error: Exception) -> OSError | None:
-    """The error of the machine, also as libraries written in Rust tell it: `I/O error: No space left on device (os error 28)`."""
+    """Return the OS error, also one that a Rust library reports: `I/O error: No space left on device (os error 28)`."""
     if isinstance(error, OSError):
         return error
     match = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
@@ -29,15 +29,15 @@ def as_os_error(error: Exception) -> OSError | None:
 
 
 def sha256_of(file: Path) -> str:
-    """In hexadecimal digits."""
+    """Compute the SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def digest_of_end(file: Path) -> str:
-    """SHA-256 of the last 64 KiB, in hexadecimal digits: one read, however long the file is.
+    """Compute the SHA-256 of the last 64 KiB, in hexadecimal digits: one read, however long the file is.
 
-    A zip archive, which torch writes, ends with a checksum of each of its parts: it differs wherever the archive does.
+    A zip archive, which torch writes, ends with a checksum of each of its parts, so any change of the archive changes its end.
     """
     with file.open("rb") as content:
         content.seek(max(0, content.seek(0, os.SEEK_END) - END_BYTES))
@@ -45,10 +45,10 @@ def digest_of_end(file: Path) -> str:
 
 
 def read_small(file: Path, most: int | None = None) -> bytes:
-    """The content of a small file of ours (`MOST_BYTES`, or `most`), opened in a way that nothing else than a file can stop.
+    """Read a small file of dsreason (up to `MOST_BYTES`, or `most`) without blocking on anything that is not a file.
 
     Raises:
-        OSError: it cannot be read, is no file, or is larger than such a file can be; `strerror` says which.
+        OSError: the file cannot be read, is not a regular file, or is too large; `strerror` says which.
     """
     most = MOST_BYTES if most is None else most
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -61,13 +61,13 @@ def read_small(file: Path, most: int | None = None) -> bytes:
 
 
 def check_regular(opened: int | Path, file: Path) -> None:
-    """Raise OSError if something that is open, or at this place, is no file."""
+    """Raise OSError unless the open descriptor or the path is a regular file."""
     if not stat.S_ISREG(os.stat(opened).st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(file))
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, a file or a link, if there is one; where a link leads, all stays."""
+    """Delete a folder, a file or a link, if it exists; the target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -75,19 +75,19 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """ConfigError that names the option where there can be none."""
+    """Create a folder; raise ConfigError, naming the option, if that is impossible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{option} {folder}: cannot be made a folder ({error.strerror}); choose another one"
+            f"{option} {folder}: the folder cannot be created ({error.strerror}); choose another one"
         ) from None
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Really create a file in the folder, or in the nearest one above it that exists; it goes at once.
+    """Raise ConfigError, naming the option, if no file can be created in the folder.
 
-    ConfigError that names the option which says where.
+    It creates and removes a temporary file in the folder, or in the nearest parent that exists.
     """
     existing = folder
     try:
@@ -98,17 +98,17 @@ def check_writable(folder: Path, option: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{folder}: cannot be written in {existing} ({error.strerror}); choose another {option}, or get write permission"
+            f"{folder}: {existing} cannot be written to ({error.strerror}); choose another {option}, or get write permission"
         ) from None
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Return the path, or the nearest parent that exists."""
     return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of ours; empty if there is none that can be read: what it remembers can be found out again."""
+    """Read the JSON object in a file of dsreason; empty if it cannot be read, because its content can be recomputed."""
     try:
         document = json.loads(read_small(file))
     except (OSError, ValueError, RecursionError):

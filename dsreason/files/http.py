@@ -1,8 +1,9 @@
-"""One HTTP request: it ends by its deadline, its answer has a bound, and nothing of it goes to another place.
+"""HTTP requests with one deadline and a bounded response, which never follow a redirect to another host.
 
-httpx2 limits the time between two bytes, of which a server may send one a second, and unpacks all that comes. Here one limit
-holds for everything from the look-up of the name to the last byte of the body, packed answers are unpacked piece by piece up
-to a size, and redirects are not followed: they would carry the request and its token to an address that nobody has named.
+httpx2 only limits the time between two bytes, so a server may send one byte per second, and it decompresses everything that
+comes. Here one limit covers everything from the name look-up to the last byte of the body, compressed responses are
+decompressed piece by piece up to a size, and redirects are not followed: they would carry the request and its token to a URL
+that nobody has configured.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PACKED = ("gzip", "x-gzip", "deflate")
-"""Encodings that are read, though none is asked for."""
+"""Encodings that are accepted, although none is requested."""
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 REDIRECTED = "redirects are not followed, since they would carry the request along; set the final address"
 
@@ -36,9 +37,9 @@ REDIRECTED = "redirects are not followed, since they would carry the request alo
 class Answer:
     status: int
     reason: str
-    """The words after the status."""
+    """Reason phrase after the status."""
     headers: Mapping[str, str]
-    """Names in any case."""
+    """Headers; names are case-insensitive."""
     content: bytes
 
     @property
@@ -51,7 +52,7 @@ class Answer:
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the server asks to wait; 0 if it does not say."""
+        """Seconds to wait that the server requests; 0 if it requests none."""
         retry_after = self.headers.get("Retry-After", "")
         try:
             seconds = float(retry_after) if retry_after.isascii() else 0.0
@@ -61,34 +62,35 @@ class Answer:
 
 
 class NoAnswer(Exception):
-    """No connection, one that broke, or none in time: the same request may succeed later."""
+    """A missing, broken or late response: the same request may succeed later."""
 
     def __init__(self, text: str, *, late: bool = False) -> None:
         super().__init__(text)
         self.late = late
-        """The time limit was over."""
+        """True if the time limit was exceeded."""
 
 
 class BadAnswer(Exception):
-    """An answer that is too long or packed in an unknown way."""
+    """A response that is too long or has an unknown encoding."""
 
 
 async def answer_to(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> Answer:
-    """Return what the server answers, whatever its status.
+    """Send a request and return the response, whatever its status.
 
     Args:
-        limit: seconds until the whole answer must be there.
-        max_bytes: of the answer's unpacked content.
+        limit: seconds until the whole response must have arrived.
+        max_bytes: maximum size of the decompressed content.
 
     Raises:
-        NoAnswer, BadAnswer: there is none, or one that cannot be used.
+        NoAnswer: no response arrived.
+        BadAnswer: the response cannot be used.
         ConfigError: the environment's proxies or certificates cannot be used.
     """
-    import httpx2  # a fifth of a second, for those who need it
+    import httpx2  # importing it takes a fifth of a second
 
-    quiet_libraries()  # its log lines hold the whole address
+    quiet_libraries()  # httpx2 logs whole URLs
     sent = {"Accept-Encoding": "identity", **headers}
     try:
         async with (
@@ -96,46 +98,46 @@ async def answer_to(
             open_client() as client,
             client.stream(method, url, content=content, headers=sent) as response,
         ):
-            found = await read(response, max_bytes)
+            body = await read(response, max_bytes)
     except TimeoutError:
         raise NoAnswer(f"no answer within {limit:g} s", late=True) from None
     except zlib.error as error:
         raise BadAnswer(f"the response cannot be unpacked ({error})") from None
     except (httpx2.RequestError, httpx2.InvalidURL, OSError, ValueError) as error:
         raise NoAnswer(f"{type(error).__name__}: {cause(error)}") from None
-    return Answer(response.status_code, response.reason_phrase, response.headers, found)
+    return Answer(response.status_code, response.reason_phrase, response.headers, body)
 
 
 def ask(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
 ) -> Answer:
-    """As `answer_to`, waited for."""
+    """Send a request and wait for the response; arguments and errors are those of `answer_to`."""
     return wait_for(answer_to(method, url, limit=limit, max_bytes=max_bytes, content=content, headers=headers))
 
 
 def wait_for(request: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, from any thread."""
+    """Run a coroutine from any thread and return its result."""
     future = asyncio.run_coroutine_threadsafe(request, loop(os.getpid()))
     try:
         return future.result()
-    except BaseException:  # such as a KeyboardInterrupt
+    except BaseException:  # a KeyboardInterrupt must cancel it, too
         future.cancel()
         raise
 
 
 @lru_cache(maxsize=1)
 def loop(process: int) -> asyncio.AbstractEventLoop:
-    """Of one process: a fork has its parent's loop, and not the thread that runs it.
+    """Start the event loop of a process: a fork inherits its parent's loop, but not the thread that runs it.
 
-    It never ends, since the end of a loop waits for look-ups of names, which nothing can interrupt.
+    It never ends, because closing a loop waits for name look-ups, which nothing can interrupt.
     """
-    made = asyncio.new_event_loop()
-    threading.Thread(target=made.run_forever, name="requests", daemon=True).start()
-    return made
+    new_loop = asyncio.new_event_loop()
+    threading.Thread(target=new_loop.run_forever, name="requests", daemon=True).start()
+    return new_loop
 
 
 def cause(error: BaseException) -> str:
-    """Return what asyncio's "All connection attempts failed" is about: `[Errno 111] Connection refused`."""
+    """Return the cause behind asyncio's "All connection attempts failed": `[Errno 111] Connection refused`."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else inner
@@ -146,7 +148,7 @@ def cause(error: BaseException) -> str:
 
 
 def open_client() -> httpx2.AsyncClient:
-    """It follows no redirects, and has no limit of its own."""
+    """Open a client that follows no redirects and sets no time limit."""
     import httpx2
 
     try:
@@ -160,7 +162,7 @@ def open_client() -> httpx2.AsyncClient:
 
 @lru_cache(maxsize=1)
 def tls() -> ssl.SSLContext:
-    """Made once: it reads all certificates."""
+    """Create the TLS context once, because it reads all certificates."""
     import httpx2
 
     return httpx2.create_ssl_context()
@@ -177,10 +179,10 @@ async def read(response: httpx2.Response, most: int) -> bytes:
 
 
 def unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
-    """(packed bytes, the most that may come of them) → bytes."""
+    """Return the decompressor of an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return lambda part, most: part[:most]
     if name not in PACKED:
-        raise BadAnswer(f"the response has the encoding {encoding[:80]!r}, which was not asked for")
+        raise BadAnswer(f"the response has the encoding {encoding[:80]!r}, which was not requested")
     return zlib.decompressobj(GZIP_OR_ZLIB).decompress

@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub's library raises, in words that say what to do."""
+"""Translation of the errors of huggingface_hub into messages that say what to do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsreason.errors import DataError, StorageError
 from dsreason.secrets import hide_secrets
 
 HUB_ERRORS = (HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError)
-"""What the library raises; HTTPError is httpx's or httpx2's, as the library's version has it. The last two, and Python's
-RecursionError, come of answers that are not a Hub's."""
+"""Errors that the library raises; HTTPError is that of httpx or httpx2, depending on its version. Responses that are not from
+a Hub cause the last two, and Python's RecursionError."""
 ADVICE = {
     401: "the token in HF_TOKEN is missing, wrong or expired: make one with write permission in the settings of your account",
     403: "the token in HF_TOKEN has no write access there: give it write permission, and your account access",
@@ -33,24 +33,24 @@ ADVICE = {
 
 
 def hub() -> str:
-    """Its address; `HF_ENDPOINT` names a mirror."""
+    """Return the URL of the Hub; `HF_ENDPOINT` names a mirror."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
-    """One of `HUB_ERRORS`, of a repository that was read (it has its `page` on the Hub) or written.
+    """Convert one of `HUB_ERRORS`, for a repository that was read (then `page` is its page on the Hub) or written.
 
-    The library's texts may hold signed addresses: raise it from None if others see them.
+    The library's messages may hold signed URLs: raise the result from None if others see them.
     """
     if isinstance(error, OfflineModeIsEnabled):
-        return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not asked; unset it")
+        return StorageError(f"{where}: HF_HUB_OFFLINE is set, so the Hub is not contacted; unset it")
     if isinstance(error, LocalEntryNotFoundError):
-        return StorageError(f"{where}: is not in the Hub's cache, and the Hub cannot be reached")
+        return StorageError(f"{where}: is not in the Hub's cache, and the Hub cannot be reached; check the connection")
     if isinstance(error, HFValidationError):
         return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
     if isinstance(error, (KeyError, TypeError, RecursionError)):
         text = first_line(f"{type(error).__name__}: {error}")
-        return StorageError(f"{where}: the answer is not that of the Hub ({text}); is HF_ENDPOINT right?")
+        return StorageError(f"{where}: the response is not from a Hub ({text}); check HF_ENDPOINT")
     if not isinstance(error, HfHubHTTPError):
         text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
         return StorageError(text, transient=not isinstance(error, ValueError))
@@ -66,8 +66,8 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
 def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:
     token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (it is not set)"
     if isinstance(error, GatedRepoError):
-        present = "the present one has no access" if get_token() else "it is not set"
-        return f"is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account ({present})"
+        state = "the current one has no access" if get_token() else "it is not set"
+        return f"is gated: accept its terms on {page}, and set HF_TOKEN to a token of that account ({state})"
     if isinstance(error, RepositoryNotFoundError):
         return f"no such repository on the Hub, or a private one; check the name and {token}"
     if isinstance(error, RevisionNotFoundError):

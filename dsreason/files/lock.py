@@ -1,8 +1,8 @@
-"""One job at a time in an output folder: a lock file that says who has it, and that its job touches every few seconds.
+"""A lock file that lets only one job use an output folder: it names its holder, who touches it every few seconds.
 
 A lock of this machine is stale when its process is gone. Of another machine, or another container of this one, only the
-file is seen: it is stale when nobody has touched it for a while. Locks of file systems are not relied on: some have none, and
-NFS may keep one of a host that is gone.
+file is visible: its lock is stale if it has not been touched for a while. Locks of file systems are not relied on: some file
+systems have none, and NFS may keep the lock of a host that is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 HEARTBEAT_S = 10.0
 STALE_AFTER_S = 180.0
-"""After which a lock of another machine is stale. Native code may keep the thread that touches it from running for a while."""
+"""Seconds without a touch after which a lock of another machine is stale; native code may block the touching thread a while."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Holder:
 
     host: str
     machine: str
-    """Where its process id means something: one boot of one machine, and there one container."""
+    """Scope of the process id: one boot of one machine, and one container in it."""
     pid: int
     started: str
-    """In ticks since the boot: process ids are used again."""
+    """Start of the process in ticks since the boot, because process ids are reused."""
     since: str
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     """A folder that no other job may use from `take` to the end of the block.
 
     Args:
-        on_lost: called, in a thread, with what to say where another job has taken the folder nevertheless: this one was
-            not heard of for STALE_AFTER_S.
-        asked_to_stop: the signal that asks this job to stop, or "". It is not kept waiting for another job.
+        on_lost: called in a thread, with an error to report, if another job has taken the folder nevertheless because
+            this one did not touch its lock for STALE_AFTER_S.
+        asked_to_stop: returns the signal that asks this job to stop, or "". A stop does not wait for another job.
     """
 
     def __init__(self, on_lost: Callable[[ConfigError], object], asked_to_stop: Callable[[], str] = lambda: "") -> None:
@@ -65,18 +65,18 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         self.over = threading.Event()
 
     def take(self, folder: Path) -> None:
-        """Put our lock there.
+        """Create the lock, after removing a stale one.
 
         Raises:
-            ConfigError: another job is in the folder; it names host and process.
-            Stopped: before that was known.
+            ConfigError: another job uses the folder; the message names its host and process.
+            Stopped: this job was asked to stop before that was known.
         """
         file, content = folder / LOCK_FILE, json.dumps(asdict(this_process()))
         while not create(file, content):
-            other = read(file)
-            if is_alive(file, other, self.asked_to_stop):
-                raise in_use(folder, other)
-            remove_stale(file, other)
+            current = read(file)
+            if is_alive(file, current, self.asked_to_stop):
+                raise in_use(folder, current)
+            remove_stale(file, current)
         self.file, self.content = file, content
         threading.Thread(target=self._heartbeat, args=(file,), name="lock", daemon=True).start()
 
@@ -96,7 +96,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ConfigError if a job on this machine uses the folder. Locks of others take a while to judge: `take` does it."""
+    """Raise ConfigError if a job on this machine uses the folder. Only `take` waits to judge locks of other machines."""
     content = read(folder / LOCK_FILE)
     holder = parse(content)
     if holder is not None and holder.machine == this_machine() and start_time(holder.pid) == holder.started:
@@ -110,7 +110,7 @@ def in_use(folder: Path, content: str) -> ConfigError:
 
 
 def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
-    """Whether the job that has a lock is there. Of one on another machine this takes STALE_AFTER_S, in which it may end, too."""
+    """Return whether the holder of a lock is alive. For a job on another machine this takes up to STALE_AFTER_S."""
     holder = parse(content)
     if holder is not None and holder.machine == this_machine():
         return start_time(holder.pid) == holder.started
@@ -119,7 +119,7 @@ def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool
     while time.monotonic() < deadline:
         time.sleep(STALE_AFTER_S / 60)
         if name := asked_to_stop():
-            raise Stopped(f"stopped by {name} while it waited to see whether {file} is of a job that is alive")
+            raise Stopped(f"stopped by {name} while it waited to see whether the holder of {file} is alive")
         now = last_touched(file)
         if now is None:
             return False
@@ -128,7 +128,7 @@ def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool
 
 
 def create(file: Path, content: str) -> bool:
-    """Return False if the file is there already."""
+    """Create the file with this content; return False if it already exists."""
     try:
         with file.open("x") as lock:
             lock.write(content)
@@ -136,7 +136,7 @@ def create(file: Path, content: str) -> bool:
         return False
     except OSError as error:
         with suppress(OSError):
-            file.unlink()  # empty, on a full disk
+            file.unlink()  # a full disk leaves an empty file
         raise ConfigError(
             f"{file}: cannot be written ({error.strerror}); make room, or choose another folder"
         ) from None
@@ -144,19 +144,19 @@ def create(file: Path, content: str) -> bool:
 
 
 def remove_stale(file: Path, content: str) -> None:
-    """Remove a stale lock, unless another job has put its own in its place meanwhile. One job at a time gets here."""
+    """Remove a stale lock, unless another job has replaced it by its own meanwhile. Only one job at a time does this."""
     with suppress(FileNotFoundError), file.open("r+") as stale:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(stale, fcntl.LOCK_EX)
         if read(file) == content and file.stat().st_ino == os.fstat(stale.fileno()).st_ino:
             file.unlink()
 
 
 def read(file: Path) -> str:
-    """Return what a lock says; "" if there is none, or it is just being written.
+    """Return the content of a lock; "" if it is missing or just being written.
 
     Raises:
-        ConfigError: what is at its place is no lock: a folder, a FIFO, not text.
+        ConfigError: the path is not a lock, but a folder, a FIFO or a file that is not text.
     """
     try:
         return read_small(file).decode()
@@ -164,11 +164,11 @@ def read(file: Path) -> str:
         if not file.is_symlink():
             return ""
         raise ConfigError(
-            f"{file}: is no lock of ours (a link to nothing: {reason(error)}); remove it, or choose another folder"
+            f"{file}: is not a dsreason lock (a dangling link: {reason(error)}); remove it, or choose another folder"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file}: is no lock of ours ({reason(error)}); remove it, or choose another folder"
+            f"{file}: is not a dsreason lock ({reason(error)}); remove it, or choose another folder"
         ) from None
 
 
@@ -184,7 +184,10 @@ def parse(content: str) -> Holder | None:
 
 
 def last_touched(file: Path) -> int | None:
-    """Return None if it is gone. It is opened because NFS answers from its cache for a file that is not."""
+    """Return the modification time in nanoseconds; None if the file is gone.
+
+    The file is opened because NFS reports cached attributes of files that are not open.
+    """
     try:
         with file.open() as lock:
             return os.fstat(lock.fileno()).st_mtime_ns
@@ -202,7 +205,7 @@ def this_machine() -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process began, in ticks since the boot; None if there is none, or only its exit code is left."""
+    """Return the start of a process in ticks since the boot; None if it does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

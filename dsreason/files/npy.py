@@ -1,4 +1,4 @@
-"""Arrays in numpy's `.npy` format from others: plain numbers only, nothing is unpickled, and no more memory than was sent."""
+"""Safe reading of arrays in numpy's `.npy` format: plain numbers only, no unpickling, and no more memory than was sent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 MAX_HEADER_BYTES = 16 * 1024
 MALFORMED = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError, tokenize.TokenError)
-"""What numpy raises for a header that is not its own, and for a shape that no array has."""
+"""Errors that numpy raises for a foreign header or an impossible shape."""
 
 
 def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
-    """The array in these bytes, whose memory it shares. ValueError if it is no such array, or not of that length."""
+    """Return the array in these bytes, sharing their memory; raise ValueError for another format or length."""
     content = memoryview(content)
     file = io.BytesIO(content[:MAX_HEADER_BYTES])
     try:
@@ -28,16 +28,16 @@ def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
     except MALFORMED as error:
         raise ValueError(f"not a .npy array: {(str(error) or type(error).__name__):.200}") from None
     if dtype.kind not in "uif":
-        raise ValueError(f"the array has the type {dtype}; it must be one of plain numbers")
+        raise ValueError(f"the array has the type {dtype}; it must be a type of plain numbers")
     if any(length < 0 for length in shape):
-        raise ValueError(f"the array has a shape that cannot be: {list(shape)}")
+        raise ValueError(f"the array has an impossible shape: {list(shape)}")
     size, sent = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
     if size != sent:
         raise ValueError(
-            f"the array of shape {list(shape)} and type {dtype} should have {size} bytes, there are {sent}"
+            f"the array of shape {list(shape)} and type {dtype} should have {size} bytes, but {sent} were sent"
         )
     try:
         array = np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
     except MALFORMED as error:
-        raise ValueError(f"the array has a shape that cannot be: {str(error):.200}") from None
+        raise ValueError(f"the array has an impossible shape: {str(error):.200}") from None
     return array.astype(dtype.newbyteorder("="), copy=False)

@@ -1,7 +1,7 @@
-"""A data set is made of its own files: what the README and index files of a local one name must lie in its folder.
+"""Checks that a data set consists only of its files: all that the README and index files of a local one name is in its folder.
 
 The rule is that of media: a path counts as it is written, so links, which a person made, may lead anywhere. A data set on
-the Hub may name addresses, but no files of this machine.
+the Hub may name URLs, but no files of this machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dsreason.secrets import without_credentials
 
 README = "README.md"
 STANDALONE = ".huggingface.yaml"
-"""Holds what the README's header may hold, and wins."""
+"""Alternative to the README's header, which takes precedence over it."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` writes: the table's files, and the folder of each split."""
+"""Index files that `save_to_disk` writes: the files of a table, and the folder of each split."""
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*:|.*(://|::)", re.DOTALL)
-"""`http://…`, `data:…`, and what the library `fsspec` chains: `zip://rows.jsonl::http://…`."""
+"""URLs: `http://…`, `data:…`, and chains of the library `fsspec`, such as `zip://rows.jsonl::http://…`."""
 
 
 def is_inside(path: str | Path, folder: str | Path) -> bool:
@@ -77,7 +77,7 @@ def check_saved(folder: Path) -> None:
 
 
 def _named_files(file: Path) -> Iterator[tuple[str, str]]:
-    """(key, text) of all files that a README or standalone header names, read as the library `datasets` reads it."""
+    """Yield (key, text) for each file that a README or standalone header names, read as the library `datasets` reads it."""
     try:
         header = (
             DatasetCard.load(file).data.to_dict() if file.name == README else yaml.safe_load(file.read_text()) or {}
@@ -92,7 +92,7 @@ def _named_files(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(text: str) -> bool:
-    """Return whether what a README on the Hub names is a file here: an absolute or climbing path, `file:`, or a chain's end."""
+    """Return whether a README on the Hub names a local file: an absolute or climbing path, `file:`, or a chain's end."""
     first, *chained = text.split("::")
     repository = Path("/repository")
     return (
@@ -108,31 +108,33 @@ def _read_index(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not JSON ({error}); save the data set again") from error
     if not isinstance(document, dict):
-        raise DataError(f"{file}: must hold a JSON object, holds {document!r:.100}; save the data set again")
+        raise DataError(f"{file}: must hold a JSON object, but holds {document!r:.100}; save the data set again")
     return document
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, however it nests lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
+    """Iterate over all texts in nested lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
     waiting, visited = [value], set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
         elif isinstance(item, list | dict) and id(item) not in visited:
-            visited.add(id(item))  # YAML's aliases can make a short text a list of a billion, or one that holds itself
+            visited.add(
+                id(item)
+            )  # YAML aliases can expand a short text to a billion items, or a list that holds itself
             waiting += reversed(list(item.values() if isinstance(item, dict) else item))
 
 
-def _check(file: Path, key: str, given: str, base: Path, folder: Path) -> None:
-    """Raise DataError unless `given`, relative to `base`, stays in `folder`."""
-    if ADDRESS.match(given):
+def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
+    """Raise DataError unless `path`, relative to `base`, stays in `folder`."""
+    if ADDRESS.match(path):
         raise DataError(
-            f"{file}: {key}: {without_credentials(given)} is an address; a local data set is read from its own folder, "
+            f"{file}: {key}: {without_credentials(path)} is an address, but a local data set is read only from its folder; "
             f"download the file into {folder} and name it there"
         )
-    if not is_inside(base.absolute() / given, folder.absolute()):
-        raise DataError(f"{file}: {key}: {given} leads out of {folder}; move the file there, or give it as data.path")
+    if not is_inside(base.absolute() / path, folder.absolute()):
+        raise DataError(f"{file}: {key}: {path} leads out of {folder}; move the file there, or set data.path to it")
 
 
 def is_saved(folder: Path) -> bool:
@@ -141,7 +143,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def has_configs(folder: Path) -> bool:
-    """Return whether a README in the hub's format says which files make up which split."""
+    """Return whether the folder has a README in the Hub's format that assigns files to splits."""
     readme = folder / README
     if not readme.is_file():
         return False

@@ -1,7 +1,7 @@
-"""Pickle files of plain data, read without running code in them: text embeddings and indexes that others have pickled.
+"""Reading of plain data from pickle files without running code in them: text embeddings and indexes from others.
 
-This is "Restricting globals" of Python's documentation. What stands for the names in numpy's arrays takes codes of plain
-numbers only: numpy's own `dtype` would let a pickle pass off addresses of memory as objects.
+This follows "Restricting globals" in Python's documentation. The stand-ins for numpy's names accept only types of plain
+numbers: numpy's own `dtype` would let a pickle pass off memory addresses as objects.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dsreason.files.atomic import draft_of, write_file
 
 MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
-"""Characters and bytes that a pickle may become: this many, and this many for each of its bytes. It can use a list or an array
-over and over for two bytes each time."""
+"""Characters and bytes that a pickle may expand to: a base, and a multiple of its size. A pickle can repeat a list or an array
+for two bytes each time."""
 ADVICE = "write it again with its program, as lists, dicts, texts, numbers and numpy arrays of numbers"
 
 
 class Dtype:
-    """A type of plain numbers: the code, and the byte order that its state brings."""
+    """A type of plain numbers: its code, and the byte order from its state."""
 
     def __init__(self, code: str, *flags: Any) -> None:
         self.code, self.order = code, "="
@@ -37,7 +37,7 @@ class Dtype:
 
 
 class Array:
-    """An array that is filled by its state: version, shape, type, whether columns come first, bytes."""
+    """An array that is filled from its state: version, shape, type, whether it is in Fortran order, bytes."""
 
     content: NDArray[Any]
 
@@ -48,13 +48,13 @@ class Array:
     def __setstate__(self, state: Any) -> None:
         shape, dtype, is_fortran, content = state[-4:]
         if dtype.code not in {f"{kind}{size}" for kind in "fiub" for size in (1, 2, 4, 8)}:
-            raise DataError(f"holds an array of type {dtype.code!r:.80}, which is not one of plain numbers")
+            raise DataError(f"holds an array of type {dtype.code!r:.80}, which is not a type of plain numbers")
         array = np.frombuffer(content, np.dtype(dtype.code).newbyteorder(dtype.order))
         self.content = array.reshape(shape, order="F" if is_fortran else "C")
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Knows the names that numpy's arrays are made of; each file gets functions of its own, which it cannot change for others."""
+    """An unpickler that knows only the names in numpy's arrays; each file gets separate functions, so it cannot change others."""
 
     def find_class(self, module: str, name: str) -> Any:
         known_classes = {
@@ -74,10 +74,10 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def convert_pickle(file: Path, folder: Path) -> list[Path]:
-    """Write `<stem>.json`, with `{"npy": "<stem>-0.npy"}` in place of each array, and these; return all of them.
+    """Write `<stem>.json`, with `{"npy": "<stem>-0.npy"}` for each array, and the arrays' files; return all paths.
 
     Raises:
-        DataError: it holds anything but plain data, or is damaged; the message names the file. Nothing is written then.
+        DataError: the pickle holds anything but plain data, or is damaged; then nothing is written.
     """
     if (size := file.stat().st_size) > MAX_BYTES:
         raise DataError(f"{file}: has {size} bytes; at most {MAX_BYTES} are read")
@@ -89,7 +89,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         nonlocal remaining
         remaining -= count
         if remaining < 0:
-            raise DataError("uses the same lists, texts or arrays so often that it would become too large")
+            raise DataError("repeats the same lists, texts or arrays so often that it would become too large")
 
     def name_array(value: Any) -> dict[str, str]:
         if not hasattr(value, "content"):
@@ -99,7 +99,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
         return {"npy": arrays[-1][0].name}
 
     try:
-        for opcode, argument, _ in pickletools.genops(pickled):  # which finds a length beyond the end of the file
+        for opcode, argument, _ in pickletools.genops(pickled):  # genops rejects a length beyond the end of the file
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > len(pickled):
                 raise ValueError(f"counts its objects up to {argument}, with {len(pickled)} bytes")
         plain = PlainUnpickler(io.BytesIO(pickled)).load()

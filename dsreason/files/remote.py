@@ -1,8 +1,8 @@
-"""Files in S3 as local ones: fetched into the cache once, whole or not at all, by however many processes ask.
+"""Local copies of files in S3: each is fetched into the cache once, whole or not at all, for any number of processes.
 
 A copy is kept under the object's bucket and a hash of its key, ETag, size and time, so an object that was replaced is
-fetched again. A fetch that was cut goes on where it was, also in a later run. A process asks once whether an object has
-changed.
+fetched again. An interrupted fetch resumes where it stopped, also in a later run. Each process checks only once whether an
+object has changed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dsreason.secrets import without_credentials
 log = logging.getLogger(__name__)
 
 PARALLEL = 8
-"""Files of a folder fetched at the same time."""
+"""Files of a folder fetched concurrently."""
 REMEMBERED = 200_000
-"""Objects of which a process knows where their copies are."""
+"""Number of objects whose copies a process remembers."""
 SHOWN_BYTES = 100_000_000
-"""From this size on, a fetch is logged."""
+"""Size from which a fetch is logged."""
 
 
 def read_address(text: str) -> S3Address:
-    """DataError where `s3://…` is not one."""
+    """Parse an `s3://…` address; raise DataError if it is invalid."""
     try:
         return parse_s3(text)
     except ValueError as error:
@@ -41,29 +41,29 @@ def read_address(text: str) -> S3Address:
 
 
 def check_place(key: str, text: str) -> None:
-    """DataError for an address that is not in S3, before it is taken for a path and a password in it is shown."""
+    """Raise DataError for an address outside S3, before it is taken for a path and a password in it is displayed."""
     if is_s3(text):
         read_address(text)
     elif "://" in text:
         raise DataError(
-            f"{key}: {without_credentials(text)} is an address; only local files, s3:// addresses and data sets of the Hub "
-            "are read, download it first"
+            f"{key}: {without_credentials(text)} is an address, but only local files, s3:// addresses and data sets of the Hub "
+            "are read; download it first"
         )
 
 
 def join_address(folder: S3Address, relative: str) -> S3Address:
-    """An object below `folder`. DataError if the path leads out of it."""
+    """Return the address of an object below `folder`; raise DataError if the path leads out of it."""
     if ".." in PurePosixPath(relative).parts:
-        raise DataError(f"{relative} leads out of {folder}; set data.media_path or use whole addresses")
+        raise DataError(f"{relative} leads out of {folder}; set data.media_path or use full addresses")
     return folder / str(PurePosixPath(relative))
 
 
 def local_copy(text: str) -> Path:
-    """The local copy of one object.
+    """Return the local copy of one object.
 
     Raises:
-        DataError: it is no address, or there is no such object.
-        StorageError: S3 cannot be reached or refuses; this is no fault of the data.
+        DataError: the address is invalid, or the object does not exist.
+        StorageError: S3 cannot be reached or refuses, which is not a fault of the data.
     """
     copy = _copy_of(text)
     if not copy.is_file():  # the cache was cleared meanwhile
@@ -81,7 +81,7 @@ def _copy_of(text: str) -> Path:
         source = find_object(address)
     except StorageError as error:
         if error.status == 404:
-            raise DataError(f"{address}: there is no such object, or no bucket {address.bucket}") from None
+            raise DataError(f"{address}: no such object, or no bucket {address.bucket}; correct the address") from None
         raise
     folder = _folder(address, source.version)
     name = PurePosixPath(address.key).name
@@ -90,13 +90,13 @@ def _copy_of(text: str) -> Path:
 
 
 def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
-    """A local copy of a folder: the objects whose path below it is `wanted`. Errors: as `local_copy`."""
+    """Return a local copy of a folder with the objects whose path below it is `wanted`. Errors are those of `local_copy`."""
     address = read_address(text)
     objects = list_objects(address)
     chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
     if not chosen_objects:
         content = "no usable file" if objects else "nothing"
-        raise DataError(f"{address}: there is {content} below this address")
+        raise DataError(f"{address}: {content} is below this address; correct it")
     for name in chosen_objects:
         if (
             not PurePosixPath(name).parts
@@ -110,7 +110,7 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
-    """Raise StorageError if those that are not here yet are larger together than the room on the cache's disk."""
+    """Raise StorageError if the objects not yet in the cache do not fit its disk."""
     missing = sum(source.size for source in sources if not _folder(source.address, source.version).is_dir())
     folder = cache_dir()
     with cache_errors(folder, "DSREASON_CACHE"):
@@ -123,10 +123,10 @@ def check_room(place: str, sources: Iterable[S3Object]) -> None:
         )
 
 
-def _fetch_all(address: S3Address, chosen: Mapping[str, S3Object], partial: Path) -> None:
-    log.info("fetching %d files of %s", len(chosen), address)
+def _fetch_all(address: S3Address, objects: Mapping[str, S3Object], partial: Path) -> None:
+    log.info("fetching %d files of %s", len(objects), address)
     with ThreadPool(PARALLEL) as threads:
-        for _ in threads.imap(lambda item: _fetch(item[1], partial / item[0]), chosen.items()):
+        for _ in threads.imap(lambda item: _fetch(item[1], partial / item[0]), objects.items()):
             pass
 
 
@@ -136,7 +136,7 @@ def _folder(address: S3Address, version: str) -> Path:
 
 
 def _fetch(source: S3Object, file: Path) -> None:
-    """What is missing of the file; what an earlier process left is of the same version."""
+    """Fetch the missing part of the file; a part from an earlier process has the same version."""
     file.parent.mkdir(parents=True, exist_ok=True)
     remaining = source.size - (file.stat().st_size if file.exists() else 0)
     free = shutil.disk_usage(file.parent).free

@@ -1,4 +1,4 @@
-"""Retries: transient refusals are waited out, others are raised."""
+"""Retries of actions that fail for a transient reason."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-"""Of one request; with the waits between them about half a minute."""
+"""Attempts per request; with the waits between them they take about half a minute."""
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
 def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
-    """Return what `action` returns. After a transient StorageError it is called again, `attempts` times (None: ATTEMPTS).
+    """Return the result of `action`, calling it up to `attempts` times (None: ATTEMPTS) if it raises a transient StorageError.
 
-    The waits double, and each is cut at random to between half of it and all, so that many ranks do not retry at once.
+    The waits double, and each is scaled by a random factor from 0.5 to 1, so that many ranks do not retry at once.
     """
     attempts = attempts or ATTEMPTS
     for attempt in range(1, attempts):

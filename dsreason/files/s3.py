@@ -1,6 +1,6 @@
-"""S3 through boto3: keys, region and AWS_ENDPOINT_URL from the environment, refusals that may pass waited out, errors named.
+"""S3 through boto3, configured from the environment, with retries of transient errors and messages that name the address.
 
-boto3 would try again in silence, and not after damage that only an ETag shows; here it tries once, and `with_retries` decides.
+boto3 would retry silently, but not after damage that only an ETag shows; here it tries once, and `with_retries` decides.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Answer: TypeAlias = Mapping[str, Any]
 
 CONNECT_LIMIT_S = 10
 READ_LIMIT_S = 60
-"""Without a byte from the server."""
+"""Time limit without a byte from the server."""
 REQUEST_LIMIT_S = 120.0
-"""For all of one request, however steadily its bytes drip."""
+"""Time limit of a whole request, however steadily its bytes arrive."""
 COMPLETION_LIMIT_S = 600.0
-"""For `complete_multipart_upload`, which joins the parts of a large file before it answers."""
+"""Time limit of `complete_multipart_upload`, which joins the parts of a large file before it answers."""
 SLOWEST = 10_000
-"""Bytes a second: the limit is longer by what the content takes at this speed."""
+"""Bytes per second: the time limit is extended by the time that the content takes at this speed."""
 READ_BYTES = 32 * 1024**2
-"""Asked for at once: what a cut connection costs."""
+"""Bytes per read request, which is the most that a broken connection costs."""
 MOST_PAGES = 10_000
-"""Of a list of objects; a page has a thousand of them."""
+"""Maximum number of pages of a list of objects, with a thousand objects per page."""
 TRANSIENT_CODES = (
     "RequestTimeout",
     "SlowDown",
@@ -52,20 +52,20 @@ class S3Object:
     size: int
     etag: str
     version: str
-    """Changes whenever the content does: ETag, size and time."""
+    """ETag, size and time, which change whenever the content does."""
 
 
 COSMOS = "PROD_S3_CHECKPOINT_"
-"""cosmos-rl's names of ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
+"""Prefix of cosmos-rl's variables ACCESS_KEY_ID, SECRET_ACCESS_KEY, ENDPOINT_URL and REGION_NAME."""
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", f"{COSMOS}ENDPOINT_URL")
 REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION", f"{COSMOS}REGION_NAME")
-"""The first that is set counts."""
+"""Environment variables of the region; the first that is set counts. The same holds for `ENDPOINTS`."""
 
 
 def connect() -> Any:
-    """boto3's client in this process, of the environment as it is now.
+    """Return boto3's client of this process for the current environment.
 
-    cosmos-rl's variables are read where AWS's name no keys; an AWS_ENDPOINT_URL or AWS_REGION wins over theirs.
+    cosmos-rl's variables are read if AWS's set no keys; AWS_ENDPOINT_URL and AWS_REGION take precedence over them.
     """
     variables = {name: value for name, value in os.environ.items() if value}  # an empty variable counts as unset
     if variables.keys() & {"AWS_ACCESS_KEY_ID", "AWS_PROFILE"}:
@@ -80,7 +80,7 @@ def connect() -> Any:
         )
     if (key is None) != (secret is None):
         raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
-    # botocore knows only AWS_DEFAULT_REGION
+    # botocore reads only AWS_DEFAULT_REGION.
     region = next((variables[name] for name in REGIONS if name in variables), None)
     return _client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
@@ -89,14 +89,17 @@ def connect() -> Any:
 def _client(
     process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
 ) -> Any:
-    """Of one process: a fork must not write into its parent's connections. Without a key boto3 looks for one itself."""
-    import boto3  # a quarter of a second, for those who need it
+    """Create the client of a process: a fork must not write into its parent's connections.
+
+    Without a key boto3 looks for one itself.
+    """
+    import boto3  # importing it takes a quarter of a second
     from botocore.config import Config
 
     quiet_libraries()
     settings: dict[str, Any] = {}
     if endpoint and "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
-        # Many servers that speak S3 refuse the checksum headers that are AWS's default; uploads are compared by ETag.
+        # Many S3-compatible servers refuse the checksum headers that are AWS's default; uploads are compared by ETag.
         settings["request_checksum_calculation"] = "when_required"
     one_attempt = {"total_max_attempts": 1, "mode": "standard"}
     config = Config(retries=one_attempt, connect_timeout=CONNECT_LIMIT_S, read_timeout=read_limit, **settings)
@@ -112,14 +115,14 @@ def request(
     attempts: int | None = None,
     **parameters: Any,
 ) -> Answer:
-    """The answer to an S3 API call (`head_object`) on the bucket of `address`.
+    """Make an S3 API call (such as `head_object`) on the bucket of `address`, and return the response.
 
     Args:
-        check: raises StorageError for an answer that shows damage.
-        parameters: the call's own, but for the bucket.
+        check: raises StorageError for a response that shows damage.
+        parameters: the parameters of the call, except the bucket.
 
     Raises:
-        StorageError: names the address and the server's answer.
+        StorageError: the call failed; the message names the address and the server's response.
     """
 
     limit = COMPLETION_LIMIT_S if method == "complete_multipart_upload" else REQUEST_LIMIT_S
@@ -140,11 +143,11 @@ def find_object(address: S3Address) -> S3Object:
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
-    """Everything below the address, by its path from there; folder marks (keys that end with a slash) left out."""
+    """Return all objects below the address by relative path, without folder marks (keys that end with a slash)."""
     prefix = f"{address.key}/".lstrip("/")
     objects: dict[str, S3Object] = {}
     following: dict[str, Any] = {}
-    for _ in range(MOST_PAGES):  # boto3's paginator would start at the first page again after a refusal
+    for _ in range(MOST_PAGES):  # boto3's paginator would restart at the first page after an error
         page = request("list_objects_v2", address, Prefix=prefix, **following)
         for entry in page.get("Contents", []):
             key, size = entry.get("Key", ""), entry.get("Size")
@@ -153,14 +156,14 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
         if not page.get("IsTruncated"):
             return objects
         following = {"ContinuationToken": page.get("NextContinuationToken", "")}
-    raise StorageError(f"{address}: the list of what is below it has no end; name a folder with fewer files")
+    raise StorageError(f"{address}: the list of objects below it does not end; name a folder with fewer files")
 
 
 def read_into(source: S3Object, file: Path) -> None:
-    """Append to `file` what it lacks of the object; a cut connection costs at most READ_BYTES.
+    """Append the missing part of the object to `file`; a broken connection costs at most READ_BYTES.
 
     Raises:
-        StorageError: cannot be read, or was changed since `source` was made.
+        StorageError: the object cannot be read, or was changed since `source` was created.
     """
     with file.open("ab") as target:
         while target.tell() < source.size:
@@ -169,18 +172,22 @@ def read_into(source: S3Object, file: Path) -> None:
 
 def _read(source: S3Object, start: int) -> bytes:
     last = min(start + READ_BYTES, source.size) - 1
-    place = {"Bucket": source.address.bucket, "Key": source.address.key}
+    location = {"Bucket": source.address.bucket, "Key": source.address.key}
 
     def part() -> bytes:
-        answer = connect().get_object(**place, Range=f"bytes={start}-{last}", IfMatch=source.etag)
-        return bytes(answer["Body"].read(last - start + 2))  # one more, to see a server that sends all or without end
+        answer = connect().get_object(**location, Range=f"bytes={start}-{last}", IfMatch=source.etag)
+        return bytes(answer["Body"].read(last - start + 2))  # one byte more detects a server that ignores the range
 
     with named_errors(source.address):
         content = within(REQUEST_LIMIT_S + READ_BYTES / SLOWEST, part)
     if len(content) > last - start + 1:
-        raise StorageError(f"{source.address}: more than the {last - start + 1} bytes came that were asked for")
+        raise StorageError(
+            f"{source.address}: the server sent more than the {last - start + 1} bytes that were requested"
+        )
     if len(content) != last - start + 1:
-        raise StorageError(f"{source.address}: only {len(content)} bytes came from byte {start} on", transient=True)
+        raise StorageError(
+            f"{source.address}: the server sent only {len(content)} bytes from byte {start} on", transient=True
+        )
     return content
 
 
@@ -188,7 +195,7 @@ def _object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
     etag, time = facts.get("ETag"), facts.get("LastModified")
     if size is None or size < 0 or etag is None or time is None:
         raise StorageError(
-            f"{address}: the answer has no size, ETag or time; is AWS_ENDPOINT_URL that of a server of S3?"
+            f"{address}: the response has no size, ETag or time; check that AWS_ENDPOINT_URL is an S3 server"
         )
     return S3Object(address, size, etag, f"{etag} {size} {int(time.timestamp())}")
 
@@ -198,7 +205,7 @@ def _object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
 
 @contextmanager
 def named_errors(address: S3Address) -> Iterator[None]:
-    """What boto3 raises, as a StorageError. Without its cause: those texts may hold what nobody should see."""
+    """Raise boto3's errors as a StorageError, without their cause: their messages may hold secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
 
@@ -206,8 +213,8 @@ def named_errors(address: S3Address) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise StorageError(f"{address}: {error}: the server sends too slowly, or without end") from None
-    except RecursionError:  # boto3 asks again for each of them
-        raise StorageError(f"{address}: the server redirects without end; is AWS_ENDPOINT_URL right?") from None
+    except RecursionError:  # boto3 calls itself for each redirect
+        raise StorageError(f"{address}: the server redirects without end; check AWS_ENDPOINT_URL") from None
     except ClientError as error:
         raise refused(address, error.response) from None
     except (OSError, ValueError, BotoCoreError, ResponseParserError) as error:
@@ -215,7 +222,7 @@ def named_errors(address: S3Address) -> Iterator[None]:
 
 
 def refused(address: S3Address, response: Answer) -> StorageError:
-    """The error for an answer with an error status."""
+    """Build the error for a response with an error status."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
@@ -232,14 +239,14 @@ def advice(status: int, code: str, address: S3Address) -> str:
     if code in ("PermanentRedirect", "AuthorizationHeaderMalformed") or status == 301:
         return "; set AWS_REGION to the region of the bucket"
     if status == 412:
-        return "; it was changed while it was read: start again"
+        return "; it was changed while it was being read: start again"
     if status in (401, 403):
-        return "; these keys have no permission for that: check them and the bucket's policy"
+        return "; these keys lack permission for that: check them and the bucket's policy"
     return ""
 
 
 def unreached(address: S3Address, error: Exception) -> StorageError:
-    """The error where no answer came."""
+    """Build the error for a request without a response."""
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):

@@ -1,4 +1,4 @@
-"""Names of what belongs to an optimizer step: the folder of a checkpoint or an export, a file of answers."""
+"""Names of files and folders of an optimizer step: a checkpoint, an export, a file of answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PREFIX = "step_"
 
 
 def step_name(step: int) -> str:
-    """12 → `step_12`."""
+    """Return the name of a step: 12 → `step_12`."""
     return f"{PREFIX}{step}"
 
 
@@ -18,5 +18,5 @@ def is_step_name(name: str) -> bool:
 
 
 def named_step(path: Path) -> int:
-    """`.../step_12` → 12, `.../step_12.jsonl` → 12."""
+    """Return the step in a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
     return int(path.name.partition(".")[0].removeprefix(PREFIX))

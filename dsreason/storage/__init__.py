@@ -1,3 +1,3 @@
 """Checkpoints and exports in S3 and on the Hugging Face Hub.
 
-Another storage is a file beside `storage_s3.py` and a line in `storage.py`."""
+To add another storage, add a file beside `storage_s3.py` and a line in `storage.py`."""

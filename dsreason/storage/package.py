@@ -1,4 +1,4 @@
-"""What can be uploaded as a whole: a finished checkpoint, an export or a run's logs, with the marker that is sent last."""
+"""Units of upload: a finished checkpoint, an export or a run's logs, with the marker that is sent last."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, is_step_name, named_step
 
 MANIFEST = "UPLOADED.json"
-"""Marker of other uploads; it is made when they are complete and exists in storage only."""
+"""Marker of uploads other than checkpoints; it is created when they are complete and exists only in storage."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
-"""Files and folders of a run that go where its logs go."""
+"""Files and folders of a run that are uploaded with its logs."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What an upload did; files that were there already with the same content are not in it."""
+    """The result of an upload; files that storage already had with the same content do not count."""
 
     files: int
     num_bytes: int
@@ -56,7 +56,7 @@ class Package:
         return sum(self.files.values())
 
     def marker_content(self, sums: Mapping[str, str]) -> bytes:
-        """A checkpoint's own marker, or a manifest from the SHA-256 of each file."""
+        """Return a checkpoint's marker, or a manifest with the size and SHA-256 of each file."""
         if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
@@ -64,31 +64,31 @@ class Package:
 
 
 def kind_of(folder: Path) -> UploadKind:
-    """By its name in the folder of its run: `logs`, `checkpoints/step_4`, `export/final`."""
+    """Return the kind of a folder by its name in its run: `logs`, `checkpoints/step_4`, `export/final`."""
     if folder.name == LOGS:
         return "logs"
     return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
 
 
 def run_of(folder: Path) -> Path:
-    """The folder of the run that one of its folders is in."""
+    """Return the run that contains the folder."""
     return folder.parent if kind_of(folder) == "logs" else folder.parent.parent
 
 
 def name_of(folder: Path) -> str:
-    """Where it lies in the folder of its run: `checkpoints/step_4`."""
+    """Return the path of a folder in its run: `checkpoints/step_4`."""
     folder = folder.absolute()
     return folder.name if kind_of(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
 
 
 @contextmanager
 def opened_package(folder: Path) -> Iterator[Package]:
-    """As `open_package`, and of logs a copy that lasts as long as this context: they are still written to."""
+    """Yield the package in `folder`; for logs, which are still written to, a copy that is deleted afterwards."""
     if not is_logs(folder):
         yield open_package(folder)
         return
-    with tempfile.TemporaryDirectory(prefix="dsreason-") as place:
-        yield open_export(copy_logs(folder, Path(place)))
+    with tempfile.TemporaryDirectory(prefix="dsreason-") as temporary:
+        yield open_export(copy_logs(folder, Path(temporary)))
 
 
 def is_logs(folder: Path) -> bool:
@@ -97,9 +97,10 @@ def is_logs(folder: Path) -> bool:
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
-    """A copy in `place` of what the ranks logged, with `BESIDE_LOGS` in the same folder.
+    """Copy the logs of the ranks to `place`, with `BESIDE_LOGS` in the same folder.
 
-    CheckpointError for a link in them that leads elsewhere. These folders themselves may be links.
+    Raises:
+        CheckpointError: a link in them leads elsewhere. The folders themselves may be links.
     """
     copy = place / LOGS
     check_links(folder)
@@ -117,11 +118,11 @@ def copy_logs(folder: Path, place: Path) -> Path:
 
 
 def open_package(folder: Path) -> Package:
-    """The checkpoint or export in `folder`.
+    """Open the checkpoint or export in `folder`.
 
     Raises:
-        CheckpointError: it is one, and incomplete, damaged or with links that lead out of it.
-        ConfigError: it is none.
+        CheckpointError: it is incomplete or damaged, or has links that lead out of it.
+        ConfigError: the folder is neither.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
@@ -129,7 +130,9 @@ def open_package(folder: Path) -> Package:
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
         check_complete(folder)
-        return Package(folder, check_content(folder), MARKER)  # what was added later (`universal/`) can be made again
+        return Package(
+            folder, check_content(folder), MARKER
+        )  # without later additions (`universal/`), which can be remade
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
@@ -139,7 +142,7 @@ def open_package(folder: Path) -> Package:
 
 
 def open_export(folder: Path) -> Package:
-    """Every file of an export that has all its shards, each of them whole."""
+    """Open an export; raise CheckpointError if a shard is missing or truncated."""
     check_links(folder)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     index = folder / "model.safetensors.index.json"
@@ -164,12 +167,12 @@ def check_whole(weights: Path) -> None:
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{weights} is truncated, damaged or a pointer of Git LFS ({error}); get it again"
+            f"{weights} is truncated, damaged or a Git LFS pointer ({error}); download or export it again"
         ) from error
 
 
 def check_links(folder: Path) -> None:
-    """CheckpointError for a link that leads out of the folder: what lies elsewhere is not what was to be uploaded."""
+    """Raise CheckpointError for a link that leads out of the folder: its target was not meant to be uploaded."""
     for path in folder.rglob("*"):
         check_link(path, folder)
 
@@ -177,11 +180,11 @@ def check_links(folder: Path) -> None:
 def check_link(path: Path, folder: Path) -> None:
     target = Path(os.path.realpath(path))
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(f"{path}: is a link to {target}, out of the folder; put the file itself there")
+        raise CheckpointError(f"{path}: is a link to {target}, outside the folder; replace it by the file itself")
 
 
 def written_at(folder: Path) -> int:
-    """Return when a complete checkpoint or an export was written, in nanoseconds; 0 if it is neither, as logs are."""
+    """Return the time when a complete checkpoint or an export was written, in nanoseconds; 0 for logs and other folders."""
     last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return last_files[0].stat().st_mtime_ns if last_files else 0
 
@@ -191,13 +194,13 @@ def is_run(folder: Path) -> bool:
 
 
 def finished_folders(run: Path) -> list[Path]:
-    """The complete checkpoints and the exports of a run, checkpoints first, oldest step first."""
+    """List the complete checkpoints and then the exports of a run, oldest step first."""
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
     return complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_step)
 
 
 def unfinished_folders(run: Path) -> list[Path]:
-    """Checkpoints of a run that are not complete, or not yet."""
+    """List the incomplete checkpoints of a run."""
     return sorted(path for path in run.glob(f"{CHECKPOINTS}/*{PREFIX}*") if not (path / MARKER).is_file())
 
 

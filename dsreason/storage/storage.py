@@ -1,6 +1,6 @@
-"""Storage that checkpoints and exports are uploaded to: S3 buckets, and repositories on the Hugging Face Hub.
+"""Storage for uploads of checkpoints and exports: S3 buckets, and repositories on the Hugging Face Hub.
 
-An upload is complete when its marker is there, which is sent last: a checkpoint's `COMPLETE`, else `UPLOADED.json` with
+An upload is complete when its marker exists, which is sent last: a checkpoint's `COMPLETE`, else `UPLOADED.json` with
 the size and SHA-256 of every file.
 """
 
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class Storage(Protocol):
-    """Both methods raise StorageError, which names the place and the server's answer."""
+    """A storage backend. Both methods raise StorageError, which names the target and the server's response."""
 
     def check(self, *, create: bool) -> None:
-        """Write something tiny, and remove it. A repository that does not exist is made only with `create`."""
+        """Write something tiny, and remove it. A missing repository is created only with `create`."""
 
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
 
 def open_storage(target: UploadAddress) -> Storage:
-    """No request is made yet."""
+    """Return the storage of a target, without making a request."""
     if isinstance(target, S3Address):
         from dsreason.storage.storage_s3 import S3Storage
 
@@ -50,23 +50,23 @@ def check_target(
     """Raise ConfigError unless `target` can be reached and written to now.
 
     Args:
-        create: make a repository that does not exist.
-        tolerate_outage: only log what may pass on another try, such as a server that does not answer.
+        create: create a repository that does not exist.
+        tolerate_outage: only log transient errors, such as a server that does not respond.
     """
     try:
         open_storage(read_target(target, option)).check(create=create)
     except StorageError as error:
         if not (tolerate_outage and error.transient):
             raise ConfigError(f"{option}: {error}") from None
-        log.warning("%s: %s; training goes on, and uploads are tried when there is something to upload", option, error)
+        log.warning("%s: %s; training continues, and the first upload will try again", option, error)
 
 
 def upload(package: Package, target: UploadAddress, advance: Advance = lambda count: None) -> Sent:
-    """Upload a checkpoint or an export so that its files lie right below `target`.
+    """Upload a checkpoint or an export so that its files are directly below `target`.
 
     Raises:
-        StorageError: what storage refused, or a file that cannot be read. What has arrived stays there, another call
-            sends the rest.
+        StorageError: the storage refuses, or a file cannot be read. Uploaded files are kept, and another call sends the
+            remaining ones.
     """
     try:
         return open_storage(target).upload(package, advance)
@@ -75,8 +75,8 @@ def upload(package: Package, target: UploadAddress, advance: Advance = lambda co
 
 
 def place_in(target: UploadAddress, name: str) -> UploadAddress:
-    """Where the folder `name` of a run (`checkpoints/step_4`, `export/final`) goes.
+    """Return the target of the folder `name` of a run (`checkpoints/step_4`, `export/final`).
 
-    The final export is what a repository on the Hub is loaded by, so it goes to the top of it.
+    The final export goes to the top of a repository on the Hub, from where models are loaded.
     """
     return target if isinstance(target, HubAddress) and name == f"{EXPORTS}/final" else target / name

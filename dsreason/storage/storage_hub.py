@@ -1,5 +1,5 @@
-"""Uploads to the Hugging Face Hub. Its library sends only what is not there yet, waits out refusals that may pass, and
-commits when all has arrived."""
+"""Uploads to the Hugging Face Hub. Its library sends only missing files, retries transient errors, and commits when all
+files have arrived."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from dsreason.storage.package import Package, Sent
 log = logging.getLogger(__name__)
 
 CHECK_LIMIT_S = 300.0
-"""For the few requests that show whether this token may write there."""
+"""Time limit of the few requests that show whether the token may write to the repository."""
 ATTEMPTS = 2
-"""Of a whole upload: the library has already tried each request again."""
+"""Attempts per upload; the library also retries each request."""
 
 
 @dataclass(frozen=True)
 class HubStorage:
-    """A repository that does not exist is created, and is private then."""
+    """A repository on the Hub; if it does not exist, it is created as private."""
 
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """The Hub refuses who may not commit before anything is sent, so that no commit of a test file is needed.
+        """Check that the token may commit. The Hub refuses before anything is sent, so no test file is committed.
 
-        For a repository or branch that is yet to be created it is asked whose token this is.
+        If the repository or branch does not exist yet, check the account of the token instead.
         """
         with hub_errors(self.address):
             within(CHECK_LIMIT_S, lambda: self._check(create=create))
@@ -102,11 +102,11 @@ class HubStorage:
         )
 
     def _without_card(self, api: HfApi, package: Package) -> Package:
-        """The package without its model card if there is one already: its owner may have written in it."""
-        place = f"{self.address.folder}/{CARD}".lstrip("/")
-        if CARD not in package.files or not api.file_exists(self.address.repo, place, revision=self.address.revision):
+        """Return the package without its model card if the repository has one: its owner may have edited that one."""
+        path = f"{self.address.folder}/{CARD}".lstrip("/")
+        if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
             return package
-        log.warning("%s: the %s that is there stays; delete it to have the new one uploaded", self.address, CARD)
+        log.warning("%s: the existing %s is kept; delete it to have the new one uploaded", self.address, CARD)
         return replace(package, files={name: size for name, size in package.files.items() if name != CARD})
 
     def _open(self, *, create: bool) -> HfApi:
@@ -123,7 +123,7 @@ class HubStorage:
 
 @contextmanager
 def hub_errors(address: HubAddress) -> Iterator[None]:
-    """What the library raises, as a StorageError. Without its cause: those texts hold signed addresses."""
+    """Raise the library's errors as a StorageError, without their cause: their messages hold signed URLs."""
     try:
         yield
     except HUB_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Uploads to S3: large files in parts, every part and file compared with its ETag, nothing sent twice."""
+"""Uploads to S3: large files go in parts, every part and file is compared with its ETag, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dsreason.storage.package import Package, Sent
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000
 PARALLEL = 8
-"""Parts in flight, each in host memory."""
+"""Number of parts sent concurrently, each of which is in host memory."""
 MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 SHA256 = "sha256"
-"""Metadata of an object: by it a later upload knows that the file is there."""
+"""Metadata key of an object, by which a later upload recognises the file."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class S3Storage:
         missing = [name for name, size in package.files.items() if not self._has(name, size, sums[name])]
         advance(package.num_bytes - sum(package.files[name] for name in missing))
         marker = self.address / package.marker
-        if missing and self._head(package.marker) is not None:  # of other content, which is about to be replaced
+        if missing and self._head(package.marker) is not None:  # it marks old content, which is about to be replaced
             request("delete_object", marker, Key=marker.key)
         for name in missing:
             self._send(package.folder / name, name, sums[name], advance)
@@ -60,7 +60,7 @@ class S3Storage:
         try:
             return request("head_object", address, Key=address.key)
         except StorageError as error:
-            if error.status in (403, 404):  # 403: the answer for a missing object to who may not list the bucket
+            if error.status in (403, 404):  # without permission to list the bucket, a missing object gives 403
                 return None
             raise
 
@@ -79,7 +79,7 @@ class S3Storage:
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
-    """Upload a file in parts; returns the ETag that S3 gives to such an object. Where it fails, no part stays behind."""
+    """Upload a file in parts and return the ETag that S3 gives to such an object. On failure no part stays behind."""
     size = file.stat().st_size
     upload = {"Key": address.key, "UploadId": request("create_multipart_upload", address, **facts)["UploadId"]}
 
@@ -95,19 +95,21 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 
     count = -(-size // part_bytes)
     try:
-        with ThreadPool(min(PARALLEL, count)) as threads:  # its threads do not keep the process from ending
-            sent = list(threads.imap(send, range(1, count + 1)))
-        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent, start=1)]
+        with ThreadPool(min(PARALLEL, count)) as threads:  # its threads do not keep the process from exiting
+            sent_parts = list(threads.imap(send, range(1, count + 1)))
+        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent_parts, start=1)]
         try:
             request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
         except StorageError as error:
-            if error.status != 404:  # else it was completed, and only the answer was lost: the object is looked at
+            if (
+                error.status != 404
+            ):  # 404: it was completed and only the response was lost, so the caller checks the object
                 raise
     except BaseException:
         with suppress(StorageError):
             request("abort_multipart_upload", address, attempts=1, **upload)
         raise
-    return f"{md5(b''.join(digest for _, digest in sent)).hexdigest()}-{count}"
+    return f"{md5(b''.join(digest for _, digest in sent_parts)).hexdigest()}-{count}"
 
 
 def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
@@ -120,8 +122,10 @@ def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], No
 
 
 def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
-    """A check that S3 has the bytes that were sent. An ETag says so only where it is an MD5: not with keys of KMS or a
-    customer, nor on some servers that imitate S3."""
+    """Return a check that S3 has the bytes that were sent.
+
+    An ETag shows that only if it is an MD5: not with KMS or customer keys, nor on some S3-compatible servers.
+    """
 
     def check(answer: Answer) -> None:
         etag = answer["ETag"].strip('"')

@@ -1,12 +1,12 @@
-"""Uploads while a run goes on, in a thread for each target, so that training never waits, nor one target for another.
+"""Uploads during a run, in one thread per target, so that neither training nor another target waits for them.
 
     with uploading(config.checkpoint) as uploads:
         …                                            # train; after a checkpoint or an export is complete:
         uploads.add(folder, last=step == total_steps)
-        prune(…, keep=uploads.in_use())              # what is still to be uploaded must not be deleted
+        prune(…, keep=uploads.in_use())              # folders that are not uploaded yet must not be deleted
 
-On the way out it waits, until the job is asked to stop; what is not uploaded then is an error that names the command for doing
-it later. Of a run that fails or is stopped only the logs are waited for, and not for long.
+At its end the block waits for the uploads until the job is asked to stop; folders that are missing then are an error, which
+names the command to upload them later. If the run fails or is stopped, it waits only for the logs, and not for long.
 """
 
 from __future__ import annotations
@@ -49,26 +49,28 @@ log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
-"""In the folder of a run: where its folders were uploaded to, and when what was uploaded had been written."""
+"""Record in a run's folder: the targets of its uploads, and when the uploaded content had been written."""
 RECORDING = Lock()
-"""Held while the record is changed: each target has a thread of its own."""
+"""Lock held while the record is changed, because each target has its own thread."""
 REPORT_EVERY_S = 30.0
 TICK = 0.2
-"""Seconds between two looks whether the job is asked to stop."""
+"""Seconds between two checks whether the job is asked to stop."""
 LOGS_TIME_S = 12.0
-"""How long a run that has failed or is stopped waits for its logs: less than the watchdog's `CLOSING_TIME`."""
+"""Seconds that a failed or stopped run waits for the upload of its logs: less than the watchdog's `CLOSING_TIME`."""
 
 
 @contextmanager
 def uploading(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
-    """Uploads of a run, which the first rank does. Leave it after the ranks have parted: then nobody waits for an upload.
+    """Yield the uploads of a run, which the first rank does.
+
+    Leave the block after the ranks have separated, so that no rank waits for an upload.
 
     Args:
-        stopped_by: names the signal that asked the job to stop; "" while none has.
+        stopped_by: returns the signal that asked the job to stop; "" while none has.
 
     Raises:
-        Stopped: on the way out, where the job is asked to stop before all is uploaded.
-        StorageError: on the way out, unless the run itself has failed; what is missing in storage then is only logged.
+        Stopped: at the end of the block, the job was asked to stop before all was uploaded.
+        StorageError: at the end of the block, something is missing in storage. If the run itself fails, that is only logged.
     """
     targets = config.targets if is_first_rank() else ()
     uploads = Uploads([Uploader(target.address, what=target.what, include=target.include) for target in targets])
@@ -85,27 +87,27 @@ def uploading(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> 
 
 
 class Uploads:
-    """The uploads of a run to each of its targets: what fails at one goes on at the others."""
+    """The uploads of a run to all its targets; a failure at one does not affect the others."""
 
     def __init__(self, uploaders: Sequence[Uploader]) -> None:
         self.uploaders = uploaders
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Upload a complete `<run>/checkpoints/step_N` or `<run>/export/…` to where it goes. Returns at once."""
+        """Queue a complete `<run>/checkpoints/step_N` or `<run>/export/…` for upload to its targets."""
         for uploader in self.uploaders:
             uploader.add(folder, last=last)
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends."""
+        """Add complete folders on disk that an earlier job of a run has not uploaded, except those of the last step."""
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 
     def in_use(self) -> set[Path]:
-        """Folders that must not be deleted: they wait, are being uploaded, or could not be and are tried again."""
+        """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
         return {folder for uploader in self.uploaders for folder in uploader.in_use()}
 
     def finish(self, stopped_by: Callable[[], str] = str) -> None:
-        """Wait for all uploads, and try once more what has failed; the error names what is missing in storage."""
+        """Wait for all uploads and retry failed ones once; raise an error that names what is missing in storage."""
         thread = Thread(target=self._finish_each, name="finishing uploads", daemon=True)
         thread.start()
         while thread.is_alive() and not stopped_by():
@@ -116,13 +118,13 @@ class Uploads:
 
     def _finish_each(self) -> None:
         for uploader in self.uploaders:
-            with suppress(StorageError):  # `missing` has it
+            with suppress(StorageError):  # `missing` reports it
                 uploader.finish()
 
     def finish_logs(self, error: BaseException) -> None:
-        """Upload the logs of a run that ends with an error, which they name, where they were asked for; `LOGS_TIME_S` at most.
+        """Log the error that ends a run, and upload the logs to the targets that include them, for `LOGS_TIME_S` at most.
 
-        What fails is only logged.
+        Failures are only logged.
         """
         threads = [uploader.logs_thread() for uploader in self.uploaders if uploader.has_logs()]
         if threads:
@@ -134,7 +136,7 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """Return what is not in storage, by target, why, and the command for each; empty if all is there."""
+        """Return a report by target of what is not in storage, why, and the command for each; empty if nothing is missing."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.in_use())
 
 
@@ -142,8 +144,8 @@ class Uploader:
     """Uploads checkpoints, exports and logs of a run to one target.
 
     Args:
-        what: "final" takes only what was added as the last of the run.
-        include: of "export", "checkpoint" and "logs". Logs go with every other folder, and when the run ends.
+        what: "final" uploads only the folders that are added as the last of the run.
+        include: kinds of "export", "checkpoint" and "logs". Logs are uploaded after every folder, and when the run ends.
     """
 
     def __init__(
@@ -156,15 +158,15 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._run: Path | None = None
-        self._unfinished: dict[Path, str] = {}  # folder: why it is not uploaded
-        self._uploaded: dict[Path, int] = {}  # by this job: when what is in storage had been written
+        self._unfinished: dict[Path, str] = {}  # folder → why it is not uploaded
+        self._uploaded: dict[Path, int] = {}  # folder uploaded by this job → when the uploaded content had been written
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Upload a complete `<run>/checkpoints/step_N` or `<run>/export/…` when its turn comes. Returns at once.
+        """Queue a complete `<run>/checkpoints/step_N` or `<run>/export/…` for upload.
 
-        What could not be uploaded before is tried again after it. What is in storage as it is on disk is left out.
+        Failed uploads are retried after it. A folder whose current content is in storage is skipped.
         """
         self._run = run_of(folder)
         if last or self.what == "all":
@@ -180,7 +182,7 @@ class Uploader:
         with self._lock:
             if self._unfinished.get(folder) == WAITING or self._is_uploaded(folder):
                 return
-            failed = [other for other, why in self._unfinished.items() if why != WAITING and other != folder]
+            failed = [path for path, why in self._unfinished.items() if why != WAITING and path != folder]
             due = [folder, *failed]
             self._unfinished |= dict.fromkeys(due, WAITING)
         for due_folder in due:
@@ -190,9 +192,9 @@ class Uploader:
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Add what an earlier job of a run has left complete on disk and not uploaded. The last comes when the run ends.
+        """Add complete folders on disk that an earlier job of a run has not uploaded, except those of the last step.
 
-        Every job of a run calls it as it begins: its logs go, if asked for, also where it saves nothing else.
+        Every job of a run calls it at its start, so that its logs can be uploaded even if it saves nothing else.
         """
         self._run = run
         if self.what == "all":
@@ -200,14 +202,15 @@ class Uploader:
                 self.add(folder, last=False)
 
     def in_use(self) -> set[Path]:
-        """Folders that must not be deleted: they wait, are being uploaded, or could not be and are tried again."""
+        """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
         with self._lock:
             return set(self._unfinished)
 
     def finish(self) -> None:
-        """Wait for all uploads, and try once more what has failed. Logs come last: they say what became of the others.
+        """Wait for all uploads and retry failed ones once. Logs are uploaded last, because they report on the others.
 
-        StorageError names what is missing in storage.
+        Raises:
+            StorageError: names what is missing in storage.
         """
         if self._thread is not None:
             if waiting := self.in_use():
@@ -223,11 +226,11 @@ class Uploader:
             raise StorageError(self.missing())
 
     def has_logs(self) -> bool:
-        """Return whether the run has logs, and they go to this target."""
+        """Return whether the run has logs and this target includes them."""
         return self._run is not None and self._goes(self._run / LOGS)
 
     def logs_thread(self) -> Thread:
-        """One that uploads the logs beside all else. Nobody has to wait for it."""
+        """Return a thread that uploads the logs in parallel with other uploads. Nobody has to wait for it."""
         assert self._run is not None
         logs = self._run / LOGS
         with self._lock:
@@ -235,7 +238,7 @@ class Uploader:
         return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
     def missing(self) -> str:
-        """Return what is not in storage, why, and the command for each."""
+        """Return a report of what is not in storage, why, and the command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
         lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
@@ -252,14 +255,14 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        """Return whether it is in storage as it is on disk; logs are never said to be, for they grow."""
+        """Return whether the current content is in storage; False for logs, because they grow."""
         if kind_of(folder) == "logs":
             return False
         record = json_object(run_of(folder) / RECORD).get(str(self.target), {})
         return bool(self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
-        """Remember it, also for a later job of the run."""
+        """Record an upload, also for a later job of the run."""
         if kind_of(folder) != "logs":
             self._record(folder, when)
         with self._lock:
@@ -275,9 +278,7 @@ class Uploader:
             try:
                 write_file(run / RECORD, json.dumps(record, indent=1) + "\n")
             except OSError as error:
-                log.warning(
-                    "%s: cannot be written (%s): a later job will look at the uploads again", run / RECORD, error
-                )
+                log.warning("%s: cannot be written (%s); a later job will check the uploads again", run / RECORD, error)
 
     def _upload(self, folder: Path) -> None:
         place = self._place(folder)
@@ -294,7 +295,7 @@ class Uploader:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
             self._failed(folder, str(error))
-        except Exception as error:  # noqa: BLE001 (in a thread nobody would hear of it)
+        except Exception as error:  # noqa: BLE001 (an error in a thread would go unnoticed)
             self._failed(folder, hide_secrets(f"{type(error).__name__}: {error}"))
         else:
             self._note_uploaded(folder, when)

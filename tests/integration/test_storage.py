@@ -203,7 +203,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_time(
     [
         (
             Fault("PUT", "403 AccessDenied"),
-            "the server answers 403 AccessDenied (said the test); these keys have no permission",
+            "the server answers 403 AccessDenied (said the test); these keys lack permission",
             0,
         ),
         (Fault("PUT", "403 SignatureDoesNotMatch"), "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", 0),
@@ -413,7 +413,7 @@ def failing_third_get(proxy: Proxy) -> Any:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("s3://bucket/none.png", "s3://bucket/none.png: there is no such object"),
+        ("s3://bucket/none.png", "s3://bucket/none.png: no such object"),
         ("s3://nowhere/a.png", "no bucket nowhere"),
         ("s3://bucket", "names a bucket, not a file"),
         ("s3://key:sentinel@bucket/a.png", "an address must not contain keys"),
@@ -484,8 +484,8 @@ def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("s3://bucket/none.jsonl", "there is no such object"),
-        ("s3://bucket/none", "there is nothing below this address"),
+        ("s3://bucket/none.jsonl", "no such object"),
+        ("s3://bucket/none", "nothing is below this address"),
         ("s3://key:sentinel@bucket/rows.jsonl", "an address must not contain keys"),
         ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is an address"),
     ],
@@ -520,9 +520,9 @@ def test_a_model_is_read_from_s3_without_pickles_and_inner_folders(
 def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
-        "s3://bucket/none": "there is nothing below this address",
-        "s3://bucket/models/other": "has no config.json",
-        "https://me:sentinel@host/model": "https://…@host/model: URLs are not supported",
+        "s3://bucket/none": "nothing is below this address",
+        "s3://bucket/models/other": "no config.json there",
+        "https://me:sentinel@host/model": "https://…@host/model: is an address",
     }.items():
         with pytest.raises(CheckpointError, match="^model.path") as caught:
             resolve_model(ModelConfig(path=path), tmp_path)
@@ -570,9 +570,9 @@ def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
     repositories[f"{place}README.md"] = b"license: the owner's"
     (folder / "README.md").write_text("made again")
     upload(open_package(folder), parse_target(target))
-    assert repositories[f"{place}README.md"] == b"license: the owner's"
-    assert "README.md" not in json.loads(repositories[f"{place}UPLOADED.json"])["files"]
-    assert f"{target}: the README.md that is there stays; delete it" in caplog.text
+    assert found[f"{place}README.md"] == b"license: the owner's"
+    assert "README.md" not in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    assert f"{target}: the existing README.md is kept; delete it" in caplog.text
 
 
 def test_a_checkpoint_goes_to_the_folder_and_branch_that_were_given(hub: Hub, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_a_folder_of_another_run_is_refused_before_the_start(
 ) -> None:
     Path("out/checkpoints").mkdir(parents=True)
     assert call("sft", "--config", "run.toml", "--output-dir", "out", monkeypatch=monkeypatch) == 2
-    assert "error: out: holds a run already (checkpoints)" in capsys.readouterr().err
+    assert "error: out: already holds a run (checkpoints)" in capsys.readouterr().err
     assert started == []
 
 

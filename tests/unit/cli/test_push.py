@@ -120,7 +120,7 @@ def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("prepare", "to", "error", "message"),
     [
-        (make_export, "bucket/a/b", ConfigError, "--to: 'bucket/a/b' is not a place to upload to"),
+        (make_export, "bucket/a/b", ConfigError, "--to: 'bucket/a/b' is not an upload target"),
         (make_export, "s3://key:sentinel@bucket", ConfigError, "--to: s3://…@…: an address must not contain keys"),
         (lambda folder: None, "s3://bucket", ConfigError, "no such folder"),
         (Path.mkdir, "s3://bucket", ConfigError, "is neither an export"),

@@ -157,20 +157,20 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"checkpoint": {"writer": {"decoupled": True}}},
         (
             'checkpoint.writer ({"decoupled": true}) contradicts run.toml: checkpoint.background (true) decides whether '
-            "checkpoints are written beside training"
+            "checkpoints are written during training"
         ),
     ),
     (
         {"datastates_ckpt": 3},
         (
             "datastates_ckpt (3) contradicts run.toml: checkpoint.background (true) decides whether checkpoints are "
-            "written beside training"
+            "written during training"
         ),
     ),
     (
         {"checkpoint": {"load_universal": True}},
         (
-            "checkpoint.load_universal (true) contradicts what every run does: a checkpoint is converted where the "
+            "checkpoint.load_universal (true) contradicts what every run does: a checkpoint is converted if the "
             "number of ranks has changed"
         ),
     ),
@@ -226,7 +226,7 @@ def test_ranks_that_compute_rows_together_take_fewer_steps_than_ranks_alone() ->
 def test_under_a_token_budget_no_concrete_micro_batch_fits(train: dict[str, Any], budget: str) -> None:
     assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train)) == [
         (
-            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: a forward takes as many samples as fit "
+            "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: a forward takes the samples that fit "
             f'{budget}; set it to "auto" or remove it'
         )
     ]
@@ -291,7 +291,7 @@ def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
         ),
         (
             ZERO3 | {"optimizer": {"params": {"amsgrad": True}}},
-            "optimizer.params.amsgrad: is not used, the run configuration's [optim] decides; remove it",
+            "optimizer.params.amsgrad: is not used, because the run configuration's [optim] decides; remove it",
         ),
         (
             ZERO3 | {"flops_profiler": {"profile_step": "x"}},
@@ -303,12 +303,12 @@ def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
         ),
         (
             ZERO3 | {"log_level": "evil"},
-            'log_level: "evil" is none of debug, info, warning, error, critical; set one of them',
+            'log_level: "evil" is not one of debug, info, warning, error, critical; set one of them',
         ),
         (ZERO3 | {"steps_per_print": 0}, "steps_per_print: 0 is not above 0; raise it"),
         (
             ZERO3 | {"expert_parallel": {"enabled": True}},
-            "expert_parallel: is not used, the models have no experts; remove it",
+            "expert_parallel: is not used: the models have no experts; remove it",
         ),
     ],
 )

@@ -211,17 +211,17 @@ def test_a_misspelt_key_of_world_models_is_no_default_in_silence(key: str, near:
         ),
         (
             "[checkpoint]\nupload = ['s3://bucket/a', 'bad']",
-            "checkpoint.upload.1: 'bad' is not a place to upload to; write s3://bucket/prefix or "
+            "checkpoint.upload.1: 'bad' is not an upload target; write s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (
             "[checkpoint]\nupload = ['']",
-            "checkpoint.upload.0: '' is not a place to upload to; write s3://bucket/prefix or "
+            "checkpoint.upload.0: '' is not an upload target; write s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (
             "[[checkpoint.upload]]\nto = ''",
-            "checkpoint.upload.0.to: '' is not a place to upload to; write s3://bucket/prefix or "
+            "checkpoint.upload.0.to: '' is not an upload target; write s3://bucket/prefix or "
             "hub:user/name[/folder][@branch]",
         ),
         (

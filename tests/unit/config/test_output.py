@@ -43,7 +43,7 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path: Path, hel
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path, SFTConfig(), None)
     assert str(caught.value) == (
-        f"{tmp_path}: holds a run already ({held}); continue it with --resume auto, or choose another --output-dir"
+        f"{tmp_path}: already holds a run ({held}); continue it with --resume auto, or choose another --output-dir"
     )
 
 
@@ -124,7 +124,7 @@ def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_files_is_told() -> None:
     # /proc refuses new files for everyone, root included.
     with pytest.raises(
-        ConfigError, match=r"^/proc/run: cannot be written in /proc \(.+\); choose another --output-dir"
+        ConfigError, match=r"^/proc/run: /proc cannot be written to \(.+\); choose another --output-dir"
     ):
         check_output_dir(Path("/proc/run"), SFTConfig(), None)
 
@@ -148,7 +148,7 @@ def test_resume_finds_the_folder_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_resume_that_cannot_find_anything_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--resume auto: there is no folder to look in; give .* with --output-dir"):
+    with pytest.raises(ConfigError, match="--resume auto: no folder to look in; give .* with --output-dir"):
         resume_folder("auto", None)
     with pytest.raises(ConfigError, match="--resume .*/nothing: no such folder; give a checkpoint"):
         resume_folder(str(tmp_path / "nothing"), None)

@@ -50,6 +50,6 @@ def test_ranks_that_compute_a_row_together_must_divide_all_ranks() -> None:
 def test_rows_are_computed_together_only_where_they_are_packed_and_the_attention_is_ours() -> None:
     with pytest.raises(ValidationError, match=r"sequence_parallel_size \(2\) needs packed rows.*packing = true"):
         shared_rows(2, packing=False)
-    expected = r'our own attention only, and model\.attention is "sdpa"; set model\.attention = "auto"'
+    expected = r"needs dsreason's attention, but model\.attention is \"sdpa\"; set model\.attention = \"auto\""
     with pytest.raises(ValidationError, match=expected):
         SFTConfig.model_validate({"train": {"sequence_parallel_size": 2}, "model": {"attention": "sdpa"}})

@@ -74,8 +74,8 @@ def test_cosmos_reason1s_yaml_loads_unchanged() -> None:
 
 def test_what_is_accepted_but_not_used_is_noted() -> None:
     assert load_cosmos().notes(num_cores=16) == [
-        "model.tokenizer_model_name (qwen2.5-vl-7b) is not used: the tokenizer is the model's own",
-        "evaluation.num_processes is 80; 16 are used, one a core",
+        "model.tokenizer_model_name (qwen2.5-vl-7b) is not used: the model's tokenizer is",
+        "evaluation.num_processes is 80; 16 are used, one per core",
         "evaluation.skip_saved (False) is not used: saved answers are kept",
     ]
     assert load(MINIMAL).notes(num_cores=2) == []
@@ -93,8 +93,8 @@ def test_letter_notes_that_it_does_not_use_the_temperature() -> None:
 def test_a_scorer_that_decides_nothing_is_noted_with_the_key_that_lets_it() -> None:
     [note] = load(MINIMAL, "evaluation.scorer=format").notes(num_cores=2)
     assert note == (
-        "evaluation.scorer (format) is a score only: what is right goes by the questions' kinds; "
-        "set evaluation.scorer_threshold to the value from which on an answer is right to let it decide"
+        "evaluation.scorer (format) is a score only: the questions' kinds decide which answers are correct; "
+        "to let the scorer decide, set evaluation.scorer_threshold to the lowest score of a correct answer"
     )
     decides = load(MINIMAL, "evaluation.scorer=exact_match", "evaluation.scorer_threshold=1")
     assert (decides.evaluation.scorer_threshold, decides.notes(num_cores=2)) == (1.0, [])
@@ -103,7 +103,7 @@ def test_a_scorer_that_decides_nothing_is_noted_with_the_key_that_lets_it() -> N
 
 
 def test_a_threshold_without_a_scorer_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) is of evaluation.scorer, which is not set"):
+    with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) needs evaluation.scorer, which is not set"):
         load(MINIMAL, "evaluation.scorer_threshold=0.5")
 
 
@@ -185,11 +185,11 @@ def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
         ),
         (
             ["datasets=['x/../y']"],
-            "eval.toml: 'x/../y' becomes a folder of the results; give the data set a name without slashes, not hidden",
+            "eval.toml: 'x/../y' becomes a folder of the results; give the data set a name without slashes or a leading dot",
         ),
         (
             ["datasets=['..']"],
-            "eval.toml: '..' becomes a folder of the results; give the data set a name without slashes, not hidden",
+            "eval.toml: '..' becomes a folder of the results; give the data set a name without slashes or a leading dot",
         ),
         (
             ["vision.min_frames=8", "sources=[{path='r.jsonl', vision.max_frames=4}]"],
@@ -204,14 +204,14 @@ def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: st
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("localhost:8000", "'localhost:8000' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:80a/v1", "'http://h:80a/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:99999", "'http://h:99999' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http://", "'http://' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http://h:0", "'http://h:0' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http:h:80/v1", "'http:h:80/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http:/h/v1", "'http:/h/v1' is not the address of a server; write one such as http://localhost:8000/v1"),
-        ("http://me:secret@s:1", "holds a password, which would be written to the results; give it by api_key_env"),
+        ("localhost:8000", "'localhost:8000' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http://h:80a/v1", "'http://h:80a/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http://h:99999", "'http://h:99999' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http://", "'http://' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http://h:0", "'http://h:0' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http:h:80/v1", "'http:h:80/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http:/h/v1", "'http:/h/v1' is not the URL of a server; write one such as http://localhost:8000/v1"),
+        ("http://me:secret@s:1", "holds a password, which would be written to the results; set it through api_key_env"),
     ],
 )  # fmt: skip
 def test_an_address_that_is_none_is_an_error(url: str, text: str) -> None:

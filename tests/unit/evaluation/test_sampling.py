@@ -121,6 +121,6 @@ def test_what_compat_letters_do_not_use_is_said() -> None:
     [note] = compat("letter", **PENALTIES).notes(8)
     assert note == (
         "generation.frequency_penalty (-0.5), generation.presence_penalty (0.5), generation.repetition_penalty (1.05): "
-        "used by answer_type reasoning only; so it is in cosmos-reason1"
+        "used by answer_type reasoning only; as in cosmos-reason1"
     )
     assert compat("reasoning", **PENALTIES).notes(8) == config("letter", **PENALTIES).notes(8) == []

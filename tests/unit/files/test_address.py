@@ -128,7 +128,7 @@ def test_credentials_in_addresses_are_hidden_and_nothing_else(text: str, shown: 
 
 def test_the_configuration_checks_where_to_upload() -> None:
     assert CheckpointConfig(upload="s3://bucket/run/").upload == "s3://bucket/run"
-    with pytest.raises(ValueError, match="is not a place to upload to"):
+    with pytest.raises(ValueError, match="is not an upload target"):
         CheckpointConfig(upload="bucket/run/x")
     with pytest.raises(ValueError, match="leaves nothing to upload with export = none"):
         CheckpointConfig(upload="s3://bucket", upload_include=("export",), export="none")
@@ -194,14 +194,14 @@ def test_checkpoints_that_are_never_written_are_nothing_to_upload() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not a place to upload to"),
+        ("upload=['s3://bucket/a', 'bucket/b']", "checkpoint.upload.1: 'bucket/b' is not an upload target"),
         ("upload=[{to = 's3://bucket/a', inclde = ['logs']}]", "did you mean checkpoint.upload.0.include?"),
         ("upload=[{to = 's3://bucket/a', include = ['log']}]", "did you mean logs?"),
         ("upload=[{what = 'all'}]", "checkpoint.upload.0: {'what': 'all'} has no 'to'; add it"),
         ("upload={what = 'all'}", "checkpoint.upload: {'what': 'all'} has no 'to'; add it"),
-        ("upload={to = 'bucket/b'}", "checkpoint.upload.to: 'bucket/b' is not a place to upload to"),
+        ("upload={to = 'bucket/b'}", "checkpoint.upload.to: 'bucket/b' is not an upload target"),
         ("upload=[{to = ''}]", "checkpoint.upload.0.to"),
-        ("export_keep=0", "checkpoint.export_keep: 0 would delete each one as it is written"),
+        ("export_keep=0", "checkpoint.export_keep: 0 would delete each one as soon as it is written"),
     ],
 )
 def test_a_wrong_target_is_named_by_its_place(option: str, message: str) -> None:

@@ -116,9 +116,11 @@ def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: 
 def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
     write_lock(tmp_path, replace(this_process(), machine="another"))
-    stopped = pytest.raises(Stopped, match=r"stopped by SIGTERM while it waited to see whether .*\.lock is of a job")
-    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as folder_lock:
-        folder_lock.take(tmp_path)
+    stopped = pytest.raises(
+        Stopped, match=r"stopped by SIGTERM while it waited to see whether the holder of .*\.lock is alive"
+    )
+    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as mine:
+        mine.take(tmp_path)
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:

@@ -154,6 +154,6 @@ def test_a_small_file_does_not_become_a_large_one(tmp_path: Path, value: object)
     """A pickle holds a list, text or array once, however often it is used."""
     content = pickle.dumps(value)
     assert len(content) < 10_000
-    with pytest.raises(DataError, match="uses the same lists, texts or arrays so often"):
+    with pytest.raises(DataError, match="repeats the same lists, texts or arrays so often"):
         convert_pickle(write(tmp_path, content), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["x.pickle"]

@@ -87,5 +87,5 @@ def test_what_came_short_is_asked_for_again(client: Client, tmp_path: Path) -> N
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(client: Client, tmp_path: Path) -> None:
     source = s3.find_object(S3Address("bucket", "a"))
     client.etag = '"b"'
-    with pytest.raises(StorageError, match="it was changed while it was read"):
+    with pytest.raises(StorageError, match="it was changed while it was being read"):
         s3.read_into(source, tmp_path / "a")

@@ -182,7 +182,7 @@ def test_the_ending_of_embedded_media_may_be_anything(here: Path, suffix: str) -
 
 
 def test_embedded_media_must_be_bytes() -> None:
-    refused(lambda: embedded_file("text"), DataError, "must be bytes, is str")  # type: ignore[arg-type]
+    refused(lambda: embedded_file("text"), DataError, "must be bytes, but is str")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])

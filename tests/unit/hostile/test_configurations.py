@@ -153,7 +153,7 @@ BLOCKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"csv_monitor": {"enabled": True, "output_path": "../outside"}}, ["csv_monitor", "[monitor] decides"]),
     ({"wandb": {"enabled": True, "team": "x"}}, ["wandb", "[monitor] decides"]),
     ({"comet": {"enabled": True}}, ["comet", "[monitor] decides"]),
-    ({"autotuning": {"enabled": True, "results_dir": "../outside"}}, ["autotuning", "runs of its own"]),
+    ({"autotuning": {"enabled": True, "results_dir": "../outside"}}, ["autotuning", "separate runs"]),
     ({"hybrid_engine": {"enabled": True}}, ["hybrid_engine", "[rollout] decides"]),
     ({"flops_profiler": {"enabled": True, "output_file": "../outside/x"}}, ["flops_profiler.output_file", "remove it"]),
     ({"optimizer": {"type": "os.system"}}, ['optimizer.type ("os.system") contradicts', "the optimizer is AdamW"]),

@@ -76,11 +76,11 @@ def put(request: pytest.FixtureRequest) -> Put:
 def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
     put(here / ".lock")
     with (
-        pytest.raises(ConfigError, match=r"\.lock: (is no lock of ours|cannot be written)"),
-        FolderLock(pytest.fail) as folder_lock,
+        pytest.raises(ConfigError, match=r"\.lock: (is not a dsreason lock|cannot be written)"),
+        FolderLock(pytest.fail) as mine,
     ):
-        folder_lock.take(here)
-    with pytest.raises(ConfigError, match=r"\.lock: is no lock of ours"):
+        mine.take(here)
+    with pytest.raises(ConfigError, match=r"\.lock: is not a dsreason lock"):
         check_not_in_use(here)
 
 
@@ -88,7 +88,7 @@ def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> Non
 def test_a_run_s_folder_that_is_none_is_refused_before_the_model_is_loaded(name: str, put: Put, here: Path) -> None:
     put(here / name)
     if put is not folder:
-        with pytest.raises(ConfigError, match=f"{name}: is no folder; remove it"):
+        with pytest.raises(ConfigError, match=f"{name}: is not a folder; remove it"):
             check_output_dir(here, SFTConfig(), "auto")
 
 

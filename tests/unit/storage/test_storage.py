@@ -151,7 +151,7 @@ def test_an_export_whose_weights_are_torn_is_refused(tmp_path: Path, left: int) 
     weights.write_bytes(weights.read_bytes()[:left])
     with pytest.raises(
         CheckpointError,
-        match=r"final/model\.safetensors is truncated, damaged or a pointer of Git LFS \(.*; get it",
+        match=r"final/model\.safetensors is truncated, damaged or a Git LFS pointer \(.*; download or export it",
     ):
         open_package(folder)
 
@@ -213,7 +213,7 @@ def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() 
 
 
 def test_a_wrong_target_names_the_option() -> None:
-    with pytest.raises(ConfigError, match="^--to: 'folder' is not a place to upload to"):
+    with pytest.raises(ConfigError, match="^--to: 'folder' is not an upload target"):
         read_target("folder", "--to")
 
 

@@ -37,11 +37,11 @@ def config(folder: Path, **distill: Any) -> GRPOConfig:
     ("document", "said"),
     [
         ({}, "reward.functions names no reward; give at least one with its weight, or a teacher"),
-        ({"distill": {"coef": 0.5}}, "coef: only a teacher has a use for it"),
-        ({"distill": {"teacher": "t", "retries": 2}}, "retries: only a server has a use for it"),
+        ({"distill": {"coef": 0.5}}, "coef: only used with a teacher"),
+        ({"distill": {"teacher": "t", "retries": 2}}, "retries: only used with a server"),
         (
             {"distill": {"teacher": "http://t/v1", "server_model": "m", "offload": False}},
-            "offload: only a model folder has a use for it",
+            "offload: only used with a model folder",
         ),
         ({"distill": {"teacher": "http://t/v1"}}, "set server_model to the name of its model"),
         (
@@ -50,7 +50,7 @@ def config(folder: Path, **distill: Any) -> GRPOConfig:
         ),
         (
             {"distill": {"teacher": "t"}, "checkpoint": {"best_metric": "val/reward/mean"}},
-            "needs rewards, and reward.functions names none",
+            "needs rewards, but reward.functions names none",
         ),
     ],
 )

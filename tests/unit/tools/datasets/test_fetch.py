@@ -195,7 +195,7 @@ def test_a_gated_repository_names_its_page_and_the_token(hub: Hub, tmp_path: Pat
 def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.gated, hub.token = True, "hf_secret"
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    with pytest.raises(DataError, match="the present one has no access") as caught:
+    with pytest.raises(DataError, match="the current one has no access") as caught:
         fetch(plan(tmp_path))
     assert "hf_" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
