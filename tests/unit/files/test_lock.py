@@ -119,8 +119,8 @@ def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, m
     stopped = pytest.raises(
         Stopped, match=r"stopped by SIGTERM while it waited to see whether the holder of .*\.lock is alive"
     )
-    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as mine:
-        mine.take(tmp_path)
+    with stopped, FolderLock(pytest.fail, lambda: "SIGTERM") as folder_lock:
+        folder_lock.take(tmp_path)
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> Non
     put(here / ".lock")
     with (
         pytest.raises(ConfigError, match=r"\.lock: (is not a dsreason lock|cannot be written)"),
-        FolderLock(pytest.fail) as mine,
+        FolderLock(pytest.fail) as folder_lock,
     ):
-        mine.take(here)
+        folder_lock.take(here)
     with pytest.raises(ConfigError, match=r"\.lock: is not a dsreason lock"):
         check_not_in_use(here)
 
