@@ -60,7 +60,7 @@ def load_rows(file: Path = RESPONSES) -> list[Row]:
     return [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def ours(rows: Sequence[Row]) -> str:
+def read_ours(rows: Sequence[Row]) -> str:
     """Return the readings of our reader, one character per row."""
     return "".join(parse(row.response, "letter", options=row.options).answer or UNREAD for row in rows)
 
@@ -71,7 +71,7 @@ def load_others(file: Path = OTHERS) -> dict[str, str]:
     return readings
 
 
-def count(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
+def count_outcomes(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts:
     """Count the outcomes. If a row means B, `B` is read, `-` unread and `A` misread; if it means nothing, `B` is misread."""
     outcomes: Counter[str] = Counter()
     for row, reading in zip(rows, readings, strict=True):
@@ -84,14 +84,14 @@ def count(rows: Sequence[Row], readings: str, part: str | None = None) -> Counts
     return Counts(outcomes["read"], outcomes["unread"], outcomes["misread"])
 
 
-def table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
+def format_table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
     """Format a Markdown table of the read, unread and misread counts of each part and of all rows."""
     parts = [*dict.fromkeys(row.part for row in rows), None]
     sizes = {part: sum(part in (row.part, None) for row in rows) for part in parts}
     heads = [f"{part or 'all'} ({sizes[part]})" for part in parts]
     lines = [f"| read / unread / misread | {' | '.join(heads)} |", f"|---|{'--:|' * len(parts)}"]
     for name, row_readings in readings.items():
-        cells = [" / ".join(map(str, count(rows, row_readings, part))) for part in parts]
+        cells = [" / ".join(map(str, count_outcomes(rows, row_readings, part))) for part in parts]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -99,19 +99,19 @@ def table(rows: Sequence[Row], readings: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------- the others' rules
 
 
-def their_rules() -> dict[str, Rule]:
+def load_rules() -> dict[str, Rule]:
     """Return the rules of the installed packages by name."""
     rules: dict[str, Rule] = {}
     if importlib.util.find_spec("vlmeval"):
         version = importlib.metadata.version("ms-vlmeval")
-        rules[f"VLMEvalKit (ms-vlmeval {version}) can_infer"] = vlmeval_rule()
+        rules[f"VLMEvalKit (ms-vlmeval {version}) can_infer"] = build_vlmeval_rule()
     if importlib.util.find_spec("lmms_eval"):
         version = importlib.metadata.version("lmms-eval")
-        rules |= {f"lmms-eval {version} {name}": rule for name, rule in lmms_eval_rules().items()}
+        rules |= {f"lmms-eval {version} {name}": rule for name, rule in build_lmms_eval_rules().items()}
     return rules
 
 
-def without_init(package: str, *below: str) -> None:
+def skip_init(package: str, *below: str) -> None:
     """Make modules of a package importable without running its `__init__`, whose imports they do not need."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
@@ -121,8 +121,8 @@ def without_init(package: str, *below: str) -> None:
         sys.modules[module.__name__] = module
 
 
-def vlmeval_rule() -> Rule:
-    without_init("vlmeval", "smp", "utils")
+def build_vlmeval_rule() -> Rule:
+    skip_init("vlmeval", "smp", "utils")
     rules = import_module("vlmeval.utils.matching_util")
 
     def can_infer(response: str, options: dict[str, str] | None) -> str:
@@ -133,8 +133,8 @@ def vlmeval_rule() -> Rule:
     return can_infer
 
 
-def lmms_eval_rules() -> dict[str, Rule]:
-    without_init("lmms_eval", "tasks", "filters", "api")
+def build_lmms_eval_rules() -> dict[str, Rule]:
+    skip_init("lmms_eval", "tasks", "filters", "api")
     mmmu: Any = import_module("lmms_eval.tasks._task_utils.mmmu_mcq_utils")
     mmmu.random = SimpleNamespace(choice=lambda letters: UNREAD)
     extract = import_module("lmms_eval.tasks._task_utils.mcq_extract").extract_mcq_answer
@@ -162,7 +162,7 @@ def lmms_eval_rules() -> dict[str, Rule]:
     }
 
 
-def read_by(rule: Rule, rows: Sequence[Row]) -> str:
+def read_with(rule: Rule, rows: Sequence[Row]) -> str:
     def read_letter(row: Row) -> str:
         reading = rule(split_response(row.response).answer, row.options)
         return reading if reading in (row.options or NO_TEXTS) and len(reading) == 1 else UNREAD
@@ -178,15 +178,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="save the readings of the others' rules")
     arguments = parser.parse_args()
     rows = load_rows()
-    their_readings = {name: read_by(rule, rows) for name, rule in their_rules().items()}
+    their_readings = {name: read_with(rule, rows) for name, rule in load_rules().items()}
     if arguments.write:
         if not their_readings:
             parser.error(
                 "neither ms-vlmeval nor lmms-eval is installed, so there is nothing to write; install one of them"
             )
         OTHERS.write_text(json.dumps(their_readings, indent=1) + "\n", encoding="utf-8")
-    our_readings = ours(rows)
-    print(table(rows, {OURS: our_readings} | (their_readings or load_others())))
+    our_readings = read_ours(rows)
+    print(format_table(rows, {OURS: our_readings} | (their_readings or load_others())))
     for row, reading in zip(rows, our_readings, strict=True):
         if row.part == arguments.show and reading != (row.reading or UNREAD):
             print(f"\nread {reading}, means {row.reading or UNREAD}: {row.response!r}  {row.options}")

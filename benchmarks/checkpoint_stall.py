@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GOAL = 0.10
 
 
-def build(gib: float):
+def build_linear_engine(gib: float):
     """Build an engine whose checkpoint has about `gib` GiB: 12 bytes per parameter (fp32 weights and two moments)."""
     import torch
     from torch import nn
@@ -47,7 +47,7 @@ def build(gib: float):
     return build_engine(model, OptimConfig(lr=1e-4), config), width
 
 
-def step(engine, width: int) -> float:
+def run_step(engine, width: int) -> float:
     import torch
 
     started = time.perf_counter()
@@ -63,14 +63,14 @@ def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[s
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
-    engine, width = build(gib)
+    engine, width = build_linear_engine(gib)
     waiting = CheckpointWriter(engine, folder / "waiting", world, background=False)
     background = CheckpointWriter(engine, folder / "beside", world)
     seconds: dict[str, list[float]] = {
         name: [] for name in ("waited", "stall", "written", "step alone", "step meanwhile")
     }
     for number in range(rounds + 1):
-        seconds["step alone"] += [step(engine, width) for _ in range(3)]
+        seconds["step alone"] += [run_step(engine, width) for _ in range(3)]
         started = time.perf_counter()
         waiting.start(number, TrainerState(step=number))
         path = waiting.wait()
@@ -80,7 +80,7 @@ def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[s
         background.start(number, TrainerState(step=number))
         seconds["stall"].append(time.perf_counter() - started)
         while background.poll() is None:
-            seconds["step meanwhile"].append(step(engine, width))
+            seconds["step meanwhile"].append(run_step(engine, width))
         seconds["written"].append(time.perf_counter() - started)
         if world.is_main:
             for saves in (folder / "waiting", folder / "beside"):
@@ -88,12 +88,12 @@ def measure(folder: Path, gib: float, rounds: int, world: World) -> tuple[dict[s
     return seconds, size
 
 
-def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+def compute_medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Return the medians without the first round, which has to allocate memory for the copy."""
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> None:
     from dsreason.job.ranks import init_world
 
     world = init_world()
@@ -101,7 +101,7 @@ def rank(arguments: argparse.Namespace) -> None:
     if world.is_main:
         print(f"{size / 2**30:.2f} GiB per checkpoint, {world.size} ranks, load {os.getloadavg()[0]:.1f}")
         print(f"first background save, memory for the copy included: {seconds_by_name['stall'][0]:.3f} s")
-        typical = medians(seconds_by_name)
+        typical = compute_medians(seconds_by_name)
         for name, seconds in typical.items():
             print(f"{name:16}{seconds:8.3f} s")
         print(f"step while a checkpoint is written / alone: {typical['step meanwhile'] / typical['step alone']:.2f}")
@@ -119,7 +119,7 @@ def main() -> None:
 
     if launch.is_rank():
         launch.enter_rank()
-        rank(arguments)
+        run_rank(arguments)
         return
     launch.prepare_environment()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

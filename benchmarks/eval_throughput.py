@@ -52,7 +52,7 @@ def evaluate(folder: Path, name: str, batch_size: int, arguments: argparse.Names
     return float(re.search(r"([\d.]+) questions/s", completed.stderr)[1])
 
 
-def answers(folder: Path) -> dict[str, str]:
+def read_responses(folder: Path) -> dict[str, str]:
     """Return the full responses by question id."""
     items = [item for file in folder.glob("*/*/builtin/*.json") for item in json.loads(file.read_text())]
     return {item["id"]: item["full_response"] for item in items}
@@ -73,7 +73,7 @@ def main() -> None:
             for name, size in SIDES.items():
                 rates[name].append(evaluate(folder, f"{size}", size, arguments))
                 print(f"round {number + 1}: {name:14} {rates[name][-1]:8.2f} questions/s", flush=True)
-        responses = [answers(folder / str(size)) for size in SIDES.values()]
+        responses = [read_responses(folder / str(size)) for size in SIDES.values()]
     batched, single = (statistics.median(rates[name]) for name in SIDES)
     print(f"questions per second, batches / one at a time: {batched / single:.2f} (goal {GOAL}; {arguments.engine})")
     compare(*responses)

@@ -42,7 +42,7 @@ WARMUP = 2
 REWARD = "import random\n\n\ndef chance(completion, sample):\n    return random.random()\n"
 
 
-def on_gpu() -> bool:
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
@@ -56,12 +56,12 @@ def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
     import torch
     from transformers import AutoTokenizer, GenerationConfig
 
-    from dsreason.families import family_of
+    from dsreason.families import get_family
     from dsreason.models.tiny import build_tiny
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.rollout.protocol import find_media_token_ids
 
     model = folder / "model"
-    build_tiny("qwen3_vl", model, dtype=torch.bfloat16, device="cuda" if on_gpu() else "cpu", **SIZES[size])
+    build_tiny("qwen3_vl", model, dtype=torch.bfloat16, device="cuda" if has_gpu() else "cpu", **SIZES[size])
     tokenizer = AutoTokenizer.from_pretrained(model)
     never_drawn = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     GenerationConfig(eos_token_id=[never_drawn], pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
@@ -74,7 +74,7 @@ def prepare(task: str, size: str, folder: Path) -> dict[str, Any]:
     else:
         count = PROMPTS * STEPS["grpo"]
         rows = write_rows(folder, [512 - 44] * count, [1] * count)
-    media_ids = media_token_ids(tokenizer, family_of("qwen3_vl"))
+    media_ids = find_media_token_ids(tokenizer, get_family("qwen3_vl"))
     return {
         "model": str(model),
         "rows": str(rows),
@@ -91,7 +91,7 @@ def run_dsreason(task: str, facts: dict[str, Any], output: Path) -> None:
     from dsreason.job.launch import prepare_environment
 
     prepare_environment()
-    settings = materials.run_settings(Path(facts["model"]), Path(facts["rows"])) | {"deepspeed": "zero2.json"}
+    settings = materials.build_run_settings(Path(facts["model"]), Path(facts["rows"])) | {"deepspeed": "zero2.json"}
     settings["data"]["workers"] = 8
     settings["checkpoint"]["last"] = False
     settings["optim"]["lr"] = 1e-6
@@ -140,8 +140,8 @@ def run_trl(task: str, facts: dict[str, Any], output: Path) -> None:
         "max_steps": STEPS[task],
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
-        "bf16": on_gpu(),
-        "use_cpu": not on_gpu(),
+        "bf16": has_gpu(),
+        "use_cpu": not has_gpu(),
         "gradient_checkpointing": True,
         "dataloader_num_workers": 4,
         "save_strategy": "no",
@@ -196,7 +196,7 @@ def build_trl_grpo(
     ]
     features = Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": ImageFeature()})
     sampling: dict[str, Any] = {"use_vllm": False, "generation_kwargs": {"suppress_tokens": facts["media_ids"]}}
-    if on_gpu():
+    if has_gpu():
         sampling = {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -281,7 +281,7 @@ def main() -> None:
     if arguments.side:
         SIDES[arguments.side](arguments.task, arguments.facts, arguments.output)
         return
-    size = arguments.size or ("2B" if on_gpu() else "tiny")
+    size = arguments.size or ("2B" if has_gpu() else "tiny")
     with tempfile.TemporaryDirectory(prefix="gpu-vs-trl-") as scratch:
         facts = prepare(arguments.task, size, Path(scratch))
         seconds = {side: measure(side, arguments, facts, Path(scratch)) for side in arguments.sides}

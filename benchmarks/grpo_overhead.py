@@ -41,33 +41,33 @@ Seconds = np.ndarray[Any, np.dtype[np.float64]]
 """Seconds of wall-clock time and of CPU time."""
 
 
-class Clock:
+class PhaseClock:
     """Seconds by phase of each step, of wall-clock time and of this process's CPU time; phases do not nest."""
 
     def __init__(self) -> None:
         self.now: dict[str, Seconds] = defaultdict(lambda: np.zeros(2))
         self.steps: list[dict[str, Seconds]] = []
-        self.ended = moment()
+        self.ended = read_clocks()
 
-    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def add_clock(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_timed(*args: Any, **kwargs: Any) -> Any:
-            started = moment()
+            started = read_clocks()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.now[phase] += moment() - started
+                self.now[phase] += read_clocks() - started
 
         return call_timed
 
     def wrap(self, owner: Any, **phases: str) -> None:
         """Put a clock around each named attribute of `owner`."""
         for name, phase in phases.items():
-            setattr(owner, name, self.timed(phase, getattr(owner, name)))
+            setattr(owner, name, self.add_clock(phase, getattr(owner, name)))
 
-    def ends_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def end_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_end_step(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
-            ended = moment()
+            ended = read_clocks()
             self.steps.append({**self.now, "total": ended - self.ended})
             self.ended = ended
             self.now.clear()
@@ -76,29 +76,29 @@ class Clock:
         return call_and_end_step
 
 
-def moment() -> Seconds:
+def read_clocks() -> Seconds:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def watch(trainer: GRPOTrainer) -> Clock:
+def watch(trainer: GRPOTrainer) -> PhaseClock:
     """Put clocks around the calls of the loop."""
     from dsreason.train.grpo import loop as grpo
 
-    clock = Clock()
+    clock = PhaseClock()
     clock.wrap(trainer.engine, forward="forward", backward="backward", step="optimizer step")
     clock.wrap(trainer.sampler.rollout, generate="generate", sync="sync")
     clock.wrap(trainer.scorer, score="scoring")
     clock.wrap(grpo, cut="collation", show_rollouts="recording", finish_step="recording")
     trainer.rollouts.loader = Waiting(trainer.rollouts.loader, clock)
-    grpo.finish_step = clock.ends_step(grpo.finish_step)
+    grpo.finish_step = clock.end_step(grpo.finish_step)
     return clock
 
 
 class Waiting:
     """An iterator whose waits count as `prompts`."""
 
-    def __init__(self, items: Iterator[Any], clock: Clock) -> None:
-        self.take = clock.timed("prompts", items.__next__)
+    def __init__(self, items: Iterator[Any], clock: PhaseClock) -> None:
+        self.take = clock.add_clock("prompts", items.__next__)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -107,7 +107,7 @@ class Waiting:
         return self.take()
 
 
-def rank(arguments: argparse.Namespace) -> None:
+def run_rank(arguments: argparse.Namespace) -> None:
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
     from dsreason.train.grpo.loop import train
@@ -143,7 +143,7 @@ def report(steps: list[dict[str, Seconds]], num_ranks: int) -> None:
     print(f"share of a step that is the rest: {wall:.1%} of the time, {cpu:.1%} of the CPU time (goal {GOAL:.0%})")
 
 
-def run_config(arguments: argparse.Namespace, folder: Path, model: Path, rows: Path) -> dict[str, Any]:
+def build_run_config(arguments: argparse.Namespace, folder: Path, model: Path, rows: Path) -> dict[str, Any]:
     return {
         "deepspeed": arguments.ds_config,
         "model": {"path": str(model), "gradient_checkpointing": False, "max_length": 512},
@@ -185,7 +185,7 @@ def main() -> None:
     arguments = parse()
     if launch.is_rank():
         launch.enter_rank()
-        rank(arguments)
+        run_rank(arguments)
         return
     launch.prepare_environment()
     with tempfile.TemporaryDirectory() as scratch:
@@ -193,7 +193,7 @@ def main() -> None:
         model = build_endless(arguments, folder / "model")
         rows = write_rows(folder, [8 * (1 + i % 4) for i in range(64)], [4] * 64)
         (folder / "rewards.py").write_text(REWARD)
-        (folder / "run.json").write_text(json.dumps(run_config(arguments, folder, model, rows)))
+        (folder / "run.json").write_text(json.dumps(build_run_config(arguments, folder, model, rows)))
         command = [__file__, *sys.argv[1:], f"--folder={folder}"]
         launch.start_ranks(lambda attempt: command, ranks=arguments.nproc, log_dir=folder / "logs")
 

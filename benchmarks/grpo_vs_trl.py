@@ -89,7 +89,7 @@ def dsreason_side(task: dict[str, Any]) -> None:
         "validation": {"before_training": False, "generate": False},
         "checkpoint": {"every": 0, "export": "none"},
     }
-    sampling, updates = time_calls(RolloutSampler, "sample"), time_calls(loop, "grpo_step")
+    sampling, updates = time_calls(RolloutSampler, "sample"), time_calls(loop, "run_grpo_step")
     loop.run(GRPOConfig.model_validate(config), output_dir=output)
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     lengths = [line["completion/length_mean"] for line in metrics if "completion/length_mean" in line]
@@ -106,8 +106,8 @@ def trl_side(task: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    from dsreason.families import family_of
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.families import get_family
+    from dsreason.rollout.protocol import find_media_token_ids
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if task["side"] == TRL:
@@ -127,8 +127,8 @@ def trl_side(task: dict[str, Any]) -> None:
         features=Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": ImageFeature()}),
     )
     processor = AutoProcessor.from_pretrained(task["model"], padding_side="left", truncation_side="left")
-    family = family_of(AutoConfig.from_pretrained(task["model"]).model_type)
-    never = {*media_token_ids(processor.tokenizer, family), processor.tokenizer.eos_token_id}
+    family = get_family(AutoConfig.from_pretrained(task["model"]).model_type)
+    never = {*find_media_token_ids(processor.tokenizer, family), processor.tokenizer.eos_token_id}
     settings = GRPOConfig(
         output_dir=task["output"],
         max_steps=task["steps"],

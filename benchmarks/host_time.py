@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_report.materials import run_settings, write_rows  # noqa: E402 (the root is on the path only now)
+from benchmarks.gpu_report.materials import build_run_settings, write_rows  # noqa: E402 (the root is on the path only now)
 from benchmarks.gpu_report.parts import Setting  # noqa: E402
 
 WARMUP = 4
@@ -72,36 +72,36 @@ def build_model(family: str, folder: Path) -> Path:
     )
 
 
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def build_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = write_rows(Setting(arguments.scratch, cards=0, tiny=True), 48)
-    settings = run_settings(arguments.scratch / "model", rows)
+    settings = build_run_settings(arguments.scratch / "model", rows)
     settings["data"]["workers"] = 0
     settings["train"] |= {"global_batch_size": 4, "max_tokens_per_micro_batch": 4096}
     return settings | {"deepspeed": arguments.file}
 
 
-def open_sft(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+def iter_sft_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft.build import build_sft
-    from dsreason.train.sft.loop import sft_step
+    from dsreason.train.sft.loop import run_sft_step
 
-    config = SFTConfig.model_validate(settings_of(arguments))
+    config = SFTConfig.model_validate(build_settings(arguments))
     sft = stack.enter_context(build_sft(config, arguments.scratch / f"sft-{arguments.file}", None))
     for batches in sft.loader:
 
         def step(batches: Any = batches) -> int:
-            sft_step(sft.engine, batches, lr=1e-5, world=sft.world)
+            run_sft_step(sft.engine, batches, lr=1e-5, world=sft.world)
             return len(batches.micro_batches)
 
         yield step
 
 
-def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+def iter_dpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.config.schema_dpo import DPOConfig
     from dsreason.train.dpo.build import build_dpo
-    from dsreason.train.dpo.loop import dpo_step
+    from dsreason.train.dpo.loop import run_dpo_step
 
-    settings = settings_of(arguments)
+    settings = build_settings(arguments)
     del settings["validation"]["generate"]
     config = DPOConfig.model_validate(settings | {"dpo": {"reference": "model"}})
     dpo = stack.enter_context(build_dpo(config, arguments.scratch / f"dpo-{arguments.file}", None))
@@ -109,13 +109,13 @@ def open_dpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
 
         def step(batches: Any = batches) -> int:
             world = dpo.job.world
-            dpo_step(dpo.engine, batches, dpo.reference, dpo.baseline, lr=1e-5, config=config.dpo, world=world)
+            run_dpo_step(dpo.engine, batches, dpo.reference, dpo.baseline, lr=1e-5, config=config.dpo, world=world)
             return len(batches.micro_batches)
 
         yield step
 
 
-def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+def iter_grpo_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     """Yield two optimizer steps over a rollout's completions, including the log-probabilities that they need."""
     import torch
 
@@ -124,12 +124,12 @@ def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]
     from dsreason.data.sources import open_datasets
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.job.ranks import init_world
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
-    settings = settings_of(arguments)
+    settings = build_settings(arguments)
     del settings["train"]["global_batch_size"]
     settings["train"]["max_tokens_per_micro_batch"] = 512
     grpo = {"num_generations": 4, "prompts_per_step": 4, "kl_coef": 0.01, "optimizer_steps_per_rollout": 2}
@@ -140,7 +140,7 @@ def open_grpo(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]
     engine = build_policy_engine(config, deepspeed, folder)
     reference, encoder = ReferencePolicy(engine), build_encoder(config, folder)
     samples, _ = open_datasets(config.data)
-    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+    banned = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family))
     for first in range(0, 10_000, 4):
         prompts = [encoder.encode_prompt(samples[(first + i) % len(samples)]) for i in range(4)]
         halves = [make_rollouts(prompts[:2], first), make_rollouts(prompts[2:], first + 2)]
@@ -159,19 +159,19 @@ def make_rollouts(prompts: list[Any], seed: int) -> list[Any]:
     """Make four completions of made-up tokens for each prompt."""
     import numpy as np
 
-    from dsreason.rollout.protocol import single_turn
+    from dsreason.rollout.protocol import make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     random, rollouts = np.random.default_rng(seed), []
     for group, prompt in enumerate(prompts):
         for _ in range(4):
             ids = tuple(random.integers(5, 60, random.integers(10, 60)).tolist())
-            completion = single_turn(ids, "", tuple(random.normal(-5, 1, len(ids)).tolist()), "stop", 0)
+            completion = make_single_turn(ids, "", tuple(random.normal(-5, 1, len(ids)).tolist()), "stop", 0)
             rollouts.append(Rollout(prompt, completion, 0.0, {}, float(random.normal()), group))
     return rollouts
 
 
-def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
+def iter_world_steps(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step]:
     from dsreason.world.schema import WorldConfig
     from dsreason.world.training.build import build_world
     from dsreason.world.training.loop import prepare_parts, train_on_part
@@ -199,7 +199,7 @@ def open_world(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Step
         yield step
 
 
-TASKS = {"sft": open_sft, "grpo": open_grpo, "dpo": open_dpo, "world": open_world}
+TASKS = {"sft": iter_sft_steps, "grpo": iter_grpo_steps, "dpo": iter_dpo_steps, "world": iter_world_steps}
 
 
 def measure(arguments: argparse.Namespace) -> None:

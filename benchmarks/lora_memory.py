@@ -48,8 +48,8 @@ def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -
     from dsreason.data.collate import collate
     from dsreason.data.types import Sample
     from dsreason.job.ranks import init_world
-    from dsreason.losses.sft import sft_loss
-    from dsreason.monitor.flops import num_values
+    from dsreason.losses.sft import compute_sft_loss
+    from dsreason.monitor.flops import count_values
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
@@ -66,13 +66,16 @@ def measure(model: Path, lora_rank: int, ds_config: str, quantize: str | None) -
     engine = build_policy_engine(config, deepspeed, model)
     for step in range(2):
         engine.set_gradient_accumulation_boundary(True)
-        engine.backward(sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets)), scale_wrt_gas=False)
+        engine.backward(
+            compute_sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets)), scale_wrt_gas=False
+        )
         held = held_bytes(world.device) - before
         if step == 0:
             engine.step()
     policy = engine.module
     sizes = [
-        (num_values(policy, name, parameter), parameter.requires_grad) for name, parameter in policy.named_parameters()
+        (count_values(policy, name, parameter), parameter.requires_grad)
+        for name, parameter in policy.named_parameters()
     ]
     return {
         "bytes": held,
@@ -107,7 +110,9 @@ def main() -> None:
         for name, rank, more in sides:
             only = ["--only", str(rank), "--model", f"{folder}/model", *more]
             command = [sys.executable, __file__, *sys.argv[1:], *only]
-            output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment()).stdout
+            output = subprocess.run(
+                command, check=True, text=True, stdout=subprocess.PIPE, env=build_environment()
+            ).stdout
             result = json.loads(output.splitlines()[-1])
             held[name] = result["bytes"]
             print(
@@ -120,7 +125,7 @@ def main() -> None:
         print(f"adapters on 4 bits / all weights: {held['4 bits'] / held['all weights']:.3f}")
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
     accelerator = {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}

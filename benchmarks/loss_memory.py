@@ -21,22 +21,25 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dsreason.models.logprobs import token_logprobs
+from dsreason.models.logprobs import compute_token_logprobs
 
 GOAL = 0.25
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def compute_plain_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute the loss as transformers' causal language models do: logits of all tokens in float32, cross entropy."""
     logits = (hidden @ weight.t()).float()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return -token_logprobs(hidden, weight, targets)[0].sum()
+def compute_chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return -compute_token_logprobs(hidden, weight, targets)[0].sum()
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain, "chunked": chunked}
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "plain": compute_plain_loss,
+    "chunked": compute_chunked_loss,
+}
 
 
 class PeakMemory:

@@ -32,7 +32,7 @@ GENERATIONS, PROMPT, COMPLETION = 8, 1024, 128
 BUDGET = 4096
 
 
-def grpo_side(task: dict[str, Any]) -> None:
+def run_grpo_side(task: dict[str, Any]) -> None:
     from dsreason.config.schema import RunConfig
 
     if task["side"] == "each its own":
@@ -40,7 +40,7 @@ def grpo_side(task: dict[str, Any]) -> None:
     grpo_vs_trl.dsreason_side(task | {"side": "transformers"})
 
 
-def sft_side(task: dict[str, Any]) -> None:
+def run_sft_side(task: dict[str, Any]) -> None:
     sft_vs_trl.dsreason_side(task | {"packing": task["side"] == "packed"})
 
 
@@ -134,7 +134,7 @@ def write_video(folder: Path, tokens: int) -> Path:
     return folder / "rows.jsonl"
 
 
-def memory_side(task: dict[str, Any]) -> None:
+def run_memory_side(task: dict[str, Any]) -> None:
     """Run one rank; write what its second step added to its memory next to the rows."""
     from dsreason.job import launch
 
@@ -204,11 +204,11 @@ def compare(
 
 
 SIDES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "each its own": grpo_side,
-    "shared": grpo_side,
-    "padded": sft_side,
-    "packed": sft_side,
-    "memory": memory_side,
+    "each its own": run_grpo_side,
+    "shared": run_grpo_side,
+    "padded": run_sft_side,
+    "packed": run_sft_side,
+    "memory": run_memory_side,
 }
 PARTS = {"prompts": prompts, "rows": rows, "memory": memory}
 

@@ -101,7 +101,7 @@ class HeaderOnly:
 
 
 @contextmanager
-def without_decoding() -> Iterator[Any]:
+def patch_decoding() -> Iterator[Any]:
     """Patch qwen-vl-utils so that it reads all of `CLIPS` from their headers and reports its own errors."""
     from qwen_vl_utils import vision_process
 
@@ -118,7 +118,7 @@ def without_decoding() -> Iterator[Any]:
         yield vision_process
 
 
-def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | str:
+def show_with_qwen(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | str:
     """Return what qwen-vl-utils makes of a clip, or its error message if it refuses the clip."""
     part = {"type": "video", "video": clip.path, **settings}
     try:
@@ -134,7 +134,7 @@ def theirs(utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) 
 # ---------------------------------------------------------------- dsreason
 
 
-def published_model(tiny: Path, model_type: str, folder: Path) -> Path:
+def build_published(tiny: Path, model_type: str, folder: Path) -> Path:
     """Copy the tiny model, with the processors' files of the published models."""
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*processor_config.json"))
     for file in (PUBLISHED / model_type).iterdir():
@@ -148,11 +148,11 @@ def open_published(tiny: Path, model_type: str, folder: Path) -> Any:
 
     from dsreason.models.processors.loading import open_encoder
 
-    path = published_model(tiny, model_type, folder)
+    path = build_published(tiny, model_type, folder)
     return open_encoder(path, dtype=torch.bfloat16, max_length=10**6, max_length_key="model.max_length")
 
 
-def ours(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
+def show_with_dsreason(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
     from dsreason.data.types import Sample
     from dsreason.media import videos
     from dsreason.media.vision import VideoInfo
@@ -167,7 +167,7 @@ def ours(encoder: Any, clip: Clip, settings: dict[str, float]) -> Shown:
 # ---------------------------------------------------------------- the comparison
 
 
-def described(shown: Shown | str) -> str:
+def describe(shown: Shown | str) -> str:
     if isinstance(shown, str):
         return f"refused: {shown}"
     return f"{len(shown.indices):3} x {shown.size[1]}x{shown.size[0]} = {shown.tokens}"
@@ -181,13 +181,13 @@ class Comparison(NamedTuple):
 
 def compare(encoder: Any, utils: Any, clip: Clip, settings: dict[str, float], patch_size: int) -> Comparison:
     """Compare both sides; if qwen-vl-utils refuses the clip, try it again with `min_pixels` = 1."""
-    planned, reference = ours(encoder, clip, settings), theirs(utils, clip, settings, patch_size)
+    planned, reference = show_with_dsreason(encoder, clip, settings), show_with_qwen(utils, clip, settings, patch_size)
     if refused := isinstance(reference, str):
-        reference = theirs(utils, clip, {"min_pixels": 1, **settings}, patch_size)
+        reference = show_with_qwen(utils, clip, {"min_pixels": 1, **settings}, patch_size)
     setting_text = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     note = "  (with min_pixels 1; refused without)" if refused else ""
     return Comparison(
-        f"{clip.path:31} {setting_text:46} {described(planned):28} {described(reference)}{note}",
+        f"{clip.path:31} {setting_text:46} {describe(planned):28} {describe(reference)}{note}",
         planned == reference,
         refused,
     )
@@ -199,13 +199,15 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-    from dsreason.files.cache import cache_dir
-    from dsreason.models.load import tiny_model
+    from dsreason.files.cache import get_cache_dir
+    from dsreason.models.load import build_tiny_model
 
     print(f"{'family':11} {'clip':31} {'settings':46} {'ours: frames, size, tokens':28} qwen-vl-utils")
     for model_type, patch_size in PATCH_SIZES.items():
-        with without_decoding() as utils, tempfile.TemporaryDirectory() as folder:
-            encoder = open_published(tiny_model(model_type, cache_dir() / "models"), model_type, Path(folder, "model"))
+        with patch_decoding() as utils, tempfile.TemporaryDirectory() as folder:
+            encoder = open_published(
+                build_tiny_model(model_type, get_cache_dir() / "models"), model_type, Path(folder, "model")
+            )
             comparisons = [compare(encoder, utils, *case, patch_size) for case in product(CLIPS, SETTINGS + LIMITED)]
         for comparison in comparisons:
             if arguments.all or not comparison.same:

@@ -103,7 +103,7 @@ def build_model(case: Case, folder: Path) -> Path:
     )
 
 
-def run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> Any:
+def build_run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> Any:
     from dsreason.config.schema import SFTConfig
 
     document = {
@@ -121,7 +121,7 @@ def run_config(case: Case, model: Path, tokens: int, ds_config: Path) -> Any:
     return SFTConfig.model_validate(document)
 
 
-def conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
+def build_conversation(case: Case, folder: Path, side: int) -> list[dict[str, Any]]:
     """Build a conversation of about `case.tokens` tokens: pictures of `side` pixels, and an answer that fills the row."""
     random = np.random.default_rng(0)
     parts: list[dict[str, Any]] = []
@@ -144,15 +144,15 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
     from dsreason.data.micro_batches import align_micro_batches
     from dsreason.data.types import Sample
     from dsreason.job.ranks import gather_objects, init_world
-    from dsreason.losses.sft import sft_loss
+    from dsreason.losses.sft import compute_sft_loss
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     world = init_world()
-    config = run_config(case, model, case.tokens, ds_config)
+    config = build_run_config(case, model, case.tokens, ds_config)
     encoder = build_encoder(config, model)
     side = 16 * 2 * encoder.family.tiny.patch_size
-    sample = encoder.encode(Sample(id="0", messages=conversation(case, folder, side)))
+    sample = encoder.encode(Sample(id="0", messages=build_conversation(case, folder, side)))
     kind = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=kind, world_size=world.size)
     before = held_bytes(world.device)
@@ -163,7 +163,7 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
         engine.set_gradient_accumulation_boundary(True)
         results["held"] = held_bytes(world.device) - before
         with PeakMemory(world.device) as peak:
-            loss = sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets))
+            loss = compute_sft_loss(engine(batch.to(engine.device)), num_tokens=len(batch.targets))
             engine.backward(loss, scale_wrt_gas=False)
             del loss
         results["forward and backward"] = peak.added
@@ -175,22 +175,22 @@ def measure(case: Case, model: Path, ds_config: Path, folder: Path) -> dict[str,
 
 
 def estimate(case: Case, model: Path, ds_config: Path, results: dict[str, float], device: str) -> dict[str, Any]:
-    from dsreason.tools.planning.request import Machine, Request
-    from dsreason.tools.planning.states import states_of
-    from dsreason.tools.planning.training import forward_backward, optimizer_step
+    from dsreason.tools.planning.request import Machine, PlanRequest
+    from dsreason.tools.planning.states import compute_states
+    from dsreason.tools.planning.training import forward_backward, plan_optimizer_step
 
     machine = Machine(case.ranks, device=device)
     media = 256 * case.images or 4  # a row without media gets a small dummy image
-    config = run_config(case, model, int(results["tokens"]), ds_config)
+    config = build_run_config(case, model, int(results["tokens"]), ds_config)
     tokens = {"media_tokens": media, "trained_tokens": int(results["trained"])}
-    request = Request("sft", config, machine, str(ds_config), **tokens)
-    states = states_of(request)
+    request = PlanRequest("sft", config, machine, str(ds_config), **tokens)
+    states = compute_states(request)
     held = states.weights + states.persistent + states.gradients + states.optimizer
     held += states.host if device == "cpu" else 0
     return {
         "held": held + min(states.bucket, 4 * request.parameters.num_trained),
         "forward and backward": forward_backward(request, ()).total,
-        "optimizer": optimizer_step(request, ()).total,
+        "optimizer": plan_optimizer_step(request, ()).total,
         "parameters": request.parameters.numel,
         "items": {item.name: item.nbytes / 2**20 for item in forward_backward(request, ()).items},
     }
@@ -252,36 +252,36 @@ def vllm(arguments: argparse.Namespace, folder: Path) -> None:
     print(f"KV cache of vLLM: {tokens['estimate']:,} tokens estimated, {tokens['measured']:,} measured, {error:+.1%}")
 
 
-def vllm_side(task: dict[str, Any]) -> None:
+def run_vllm_side(task: dict[str, Any]) -> None:
     """Start the engine of a GRPO run, without a policy, and write the number of tokens that its cache holds."""
     from dsreason.cli.plan import find_machine
     from dsreason.config.schema_grpo import GRPOConfig
-    from dsreason.files.cache import cache_dir
+    from dsreason.files.cache import get_cache_dir
     from dsreason.job.ranks import init_world
     from dsreason.models.load import resolve_model
     from dsreason.models.processors.loading import load_processor
     from dsreason.rollout.opening import open_rollout_engine
-    from dsreason.tools.planning.request import Request
+    from dsreason.tools.planning.request import PlanRequest
     from dsreason.tools.planning.sampling import VLLM
-    from dsreason.train.grpo.build import engine_settings
+    from dsreason.train.grpo.build import build_engine_settings
 
     world = init_world()
     config = GRPOConfig.model_validate({"model": {"path": task["model"]}, "reward": {"functions": {"format": 1.0}}})
-    folder = resolve_model(config.model, cache_dir() / "models")
-    settings, tokenizer = engine_settings(config, world), load_processor(folder).tokenizer
+    folder = resolve_model(config.model, get_cache_dir() / "models")
+    settings, tokenizer = build_engine_settings(config, world), load_processor(folder).tokenizer
     with open_rollout_engine(folder, tokenizer, world, settings, dtype=torch.bfloat16) as engine:
         cache = engine.llm.llm_engine.vllm_config.cache_config  # type: ignore[attr-defined]
         measured = cache.num_gpu_blocks * cache.block_size
-    planned = VLLM(Request("grpo", config, find_machine(1, None, 8), config.deepspeed), config).cache_tokens
+    planned = VLLM(PlanRequest("grpo", config, find_machine(1, None, 8), config.deepspeed), config).cache_tokens
     (Path(task["folder"]) / "vllm.json").write_text(json.dumps({"measured": measured, "estimate": planned}))
 
 
-def rank_side(task: dict[str, Any]) -> None:
+def run_rank_side(task: dict[str, Any]) -> None:
     from dsreason.job import launch
 
     launch.enter_rank()
     if "case" not in task:
-        vllm_side(task)
+        run_vllm_side(task)
         return
     case = Case(**task["case"] | {"freeze": tuple(task["case"]["freeze"])})
     results = measure(case, Path(task["model"]), Path(task["ds_config"]), Path(task["folder"]))
@@ -308,7 +308,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.side:
-        rank_side(arguments.side)
+        run_rank_side(arguments.side)
         return
     for name in arguments.parts or PARTS:
         with tempfile.TemporaryDirectory() as scratch:

@@ -30,7 +30,7 @@ FIRST_STEP_GOAL = 0.5
 TIME_LIMIT_S = 900.0
 
 
-def commands(folder: Path) -> dict[str, list[str]]:
+def build_commands(folder: Path) -> dict[str, list[str]]:
     misspelt = folder / "misspelt.toml"
     misspelt.write_text("[optim]\nlrr = 1\n")
     return {
@@ -49,7 +49,7 @@ def start(tree: Path, arguments: list[str], folder: Path) -> subprocess.Popen[by
     return subprocess.Popen(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, **quiet)
 
 
-def whole(tree: Path, arguments: list[str], folder: Path) -> float:
+def time_command(tree: Path, arguments: list[str], folder: Path) -> float:
     """Return the CPU seconds of a command that ends by itself."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start(tree, arguments, folder).wait(TIME_LIMIT_S)
@@ -57,7 +57,7 @@ def whole(tree: Path, arguments: list[str], folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def to_first_step(tree: Path, folder: Path) -> float:
+def time_first_step(tree: Path, folder: Path) -> float:
     """Return the CPU seconds of the command and its ranks until the first step is done."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
         process = start(tree, ["sft", "--nproc=2", f"--output-dir={output}/run"], folder)
@@ -68,13 +68,13 @@ def to_first_step(tree: Path, folder: Path) -> float:
                 if process.poll() is not None or time.monotonic() > deadline:
                     sys.exit(f"{tree}: dsreason sft --nproc 2 finished no step; run it there to see why")
                 time.sleep(0.05)
-            return used(psutil.Process(process.pid))
+            return sum_cpu_seconds(psutil.Process(process.pid))
         finally:
             process.kill()  # the ranks end with the command
             process.wait()
 
 
-def used(process: psutil.Process) -> float:
+def sum_cpu_seconds(process: psutil.Process) -> float:
     """Return the CPU seconds of a process and its descendants, those that have ended included."""
     seconds = 0.0
     for member in [process, *process.children(recursive=True)]:
@@ -93,8 +93,10 @@ def measure(trees: list[Path], folder: Path, rounds: int) -> dict[str, list[floa
     rounds_by_name: dict[str, list[list[float]]] = {}
     for number in range(rounds):
         for side, tree in enumerate(trees):
-            seconds_by_name = {name: whole(tree, arguments, folder) for name, arguments in commands(folder).items()}
-            seconds_by_name[FIRST_STEP] = to_first_step(tree, folder)
+            seconds_by_name = {
+                name: time_command(tree, arguments, folder) for name, arguments in build_commands(folder).items()
+            }
+            seconds_by_name[FIRST_STEP] = time_first_step(tree, folder)
             for name, seconds in seconds_by_name.items():
                 rounds_by_name.setdefault(name, [[] for _ in trees])[side].append(seconds)
             print(f"round {number + 1}, {tree}: {seconds_by_name}", file=sys.stderr, flush=True)

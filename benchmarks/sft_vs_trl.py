@@ -72,7 +72,7 @@ def measure(model: Path, rows: Path) -> tuple[list[int], int]:
     return [len(sample) for sample in encoded], sum(int(sample.loss_mask.sum()) for sample in encoded)
 
 
-def largest_batch(longest: int, num_rows: int, budget: int) -> int:
+def compute_largest_batch(longest: int, num_rows: int, budget: int) -> int:
     """Return the number of rows per batch for TRL: the largest that fits and divides the step."""
     return max(size for size in range(1, num_rows + 1) if num_rows % size == 0 and size * longest <= budget)
 
@@ -239,7 +239,7 @@ def main() -> None:
             return
         data = make_rows(folder, arguments)
         lengths, num_trained = measure(model, data)
-        batch = largest_batch(max(lengths), arguments.rows, arguments.budget)
+        batch = compute_largest_batch(max(lengths), arguments.rows, arguments.budget)
         print(
             f"{platform.machine()}, {arguments.threads} threads, {arguments.ds_config}; {len(lengths)} rows of {min(lengths)} "
             f"to {max(lengths)} tokens, {sum(lengths)} per step, {num_trained} of them trained; dsreason fills rows of "

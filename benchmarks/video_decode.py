@@ -81,11 +81,11 @@ def start(name: str, threads: int) -> None:
 
 def load_processor() -> tuple[Any, Path]:
     """Load Qwen2.5-VL's processor, with its limits; return it and the folder of its tiny model."""
-    from dsreason.files.cache import cache_dir
-    from dsreason.models.load import tiny_model
+    from dsreason.files.cache import get_cache_dir
+    from dsreason.models.load import build_tiny_model
     from dsreason.models.processors import loading
 
-    folder = tiny_model("qwen2_5_vl", cache_dir() / "models")
+    folder = build_tiny_model("qwen2_5_vl", get_cache_dir() / "models")
     processor = loading.load_processor(folder)
     processor.video_processor.size = FRAME_LIMITS
     return processor, folder
@@ -96,21 +96,21 @@ class Ours:
         from functools import partial
 
         from dsreason.data.chat import Encoder
-        from dsreason.families import family_of
-        from dsreason.models.load import model_config
-        from dsreason.models.mrope import position_ids
+        from dsreason.families import get_family
+        from dsreason.models.load import read_model_config
+        from dsreason.models.mrope import compute_position_ids
 
         processor, folder = load_processor()
-        config = model_config(folder)
-        family = family_of(config.model_type)
-        positions = partial(position_ids, family.grids, config=config)
+        config = read_model_config(folder)
+        family = get_family(config.model_type)
+        positions = partial(compute_position_ids, family.grids, config=config)
         self.encoder = Encoder(processor, family, positions, max_length=10**9)
 
     def encode(self, messages: list[dict[str, Any]]) -> Encoded:
         from dsreason.data.types import Sample
         from dsreason.media import videos
 
-        videos._probed.cache_clear()
+        videos._probe_cached.cache_clear()
         prompt = self.encoder.encode_prompt(Sample("clip", messages))
         inputs, (_, metadata) = prompt.encoded.mm_kwargs, prompt.media[0]
         grid = inputs["video_grid_thw"][0].tolist()
@@ -156,7 +156,7 @@ def measure(messages: list[dict[str, Any]]) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
-def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
+def save_pixels(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[int]]:
     """Return frames and grid; save the pixels to `file`."""
     encoded = side.encode(messages)
     np.save(file, encoded.pixels)
@@ -166,7 +166,7 @@ def keep(messages: list[dict[str, Any]], file: Path) -> tuple[list[int], list[in
 # ---------------------------------------------------------------- in the parent
 
 
-def differences(ours: Path, theirs: Path) -> tuple[float, float]:
+def measure_differences(ours: Path, theirs: Path) -> tuple[float, float]:
     """Return the mean and the largest absolute difference of the normalised pixels, read piece by piece."""
     a, b = np.load(ours, mmap_mode="r"), np.load(theirs, mmap_mode="r")
     total, largest = 0.0, 0.0
@@ -176,7 +176,7 @@ def differences(ours: Path, theirs: Path) -> tuple[float, float]:
     return total / a.size, largest
 
 
-def conversation(file: Path, fps: float, max_pixels: int | None) -> list[dict[str, Any]]:
+def build_conversation(file: Path, fps: float, max_pixels: int | None) -> list[dict[str, Any]]:
     part: dict[str, Any] = {"type": "video", "video": str(file), "fps": fps}
     if max_pixels is not None:
         part |= {"max_pixels": max_pixels, "min_pixels": min(max_pixels, FRAME_LIMITS["shortest_edge"])}
@@ -199,7 +199,7 @@ def compare(
     apart: dict[str, str] = {}
     for name, process in sides.items():
         try:
-            encoding = process.submit(keep, messages, scratch / f"{name}.npy").result()
+            encoding = process.submit(save_pixels, messages, scratch / f"{name}.npy").result()
         except (RuntimeError, AttributeError, ImportError) as error:
             print(f"  {name} skipped: {str(error).splitlines()[0]}")
             continue
@@ -209,7 +209,7 @@ def compare(
         elif encoding != expected:
             apart[name] = "different"
         else:
-            mean, largest = differences(scratch / f"{OURS}.npy", scratch / f"{name}.npy")
+            mean, largest = measure_differences(scratch / f"{OURS}.npy", scratch / f"{name}.npy")
             apart[name] = f"same    {mean:9.5f} {largest:9.4f}"
     for _ in range(rounds):
         for name, side_times in times.items():
@@ -255,7 +255,7 @@ def main() -> None:
         files = arguments.media + [make_video(scratch / f"{s:g} s.mp4", s) for s in arguments.seconds]
         for file, fps, pixels in ((f, s, p) for f in files for s in arguments.fps for p in arguments.max_pixels):
             limit = None if pixels == "default" else int(pixels)
-            results = compare(sides, conversation(file, fps, limit), arguments.rounds, scratch)
+            results = compare(sides, build_conversation(file, fps, limit), arguments.rounds, scratch)
             dsreason = results[OURS]
             for name, result in results.items():
                 ratio = result.seconds / dsreason.seconds, result.cpu_seconds / dsreason.cpu_seconds

@@ -37,18 +37,18 @@ PLAIN = "one by one"
 Weights = Iterator[tuple[str, "Tensor"]]
 
 
-def one_by_one(engine: DeepSpeedEngine) -> Weights:
-    """Yield the weights as `full_parameters` does, but with a context for each parameter."""
+def iter_one_by_one(engine: DeepSpeedEngine) -> Weights:
+    """Yield the weights as `iter_full_parameters` does, but with a context for each parameter."""
     import deepspeed
 
-    from dsreason.engine.engine import hf_name, is_partitioned
+    from dsreason.engine.engine import is_partitioned, to_hf_name
 
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=is_partitioned(parameter)):
-            yield hf_name(name), parameter.detach()
+            yield to_hf_name(name), parameter.detach()
 
 
-def build(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine, TransformersEngine]:
+def build_engines(arguments: argparse.Namespace, world: World) -> tuple[DeepSpeedEngine, TransformersEngine]:
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -83,36 +83,36 @@ def inspect(engine: DeepSpeedEngine, weights: Weights) -> tuple[int, int]:
     return group._get_sequence_number_for_group() - before, peak
 
 
-def seconds(work: Callable[[], object]) -> float:
-    from dsreason.job.ranks import barrier
+def measure_seconds(work: Callable[[], object]) -> float:
+    from dsreason.job.ranks import wait_for_ranks
 
-    barrier()
+    wait_for_ranks()
     started = time.perf_counter()
     work()
-    barrier()
+    wait_for_ranks()
     return time.perf_counter() - started
 
 
-def exhaust(weights: Iterable[object]) -> None:
+def consume(weights: Iterable[object]) -> None:
     for _ in weights:
         pass
 
 
-def rank(arguments: argparse.Namespace) -> None:
-    from dsreason.engine.engine import full_parameters
+def run_rank(arguments: argparse.Namespace) -> None:
+    from dsreason.engine.engine import iter_full_parameters
     from dsreason.job.ranks import init_world, shutdown
 
     world = init_world()
-    engine, rollout = build(arguments, world)
-    walks: dict[str, Callable[[], Weights]] = {PLAIN: partial(one_by_one, engine)}
-    walks |= {f"{size:g} MiB": partial(full_parameters, engine, size) for size in arguments.buckets}
+    engine, rollout = build_engines(arguments, world)
+    walks: dict[str, Callable[[], Weights]] = {PLAIN: partial(iter_one_by_one, engine)}
+    walks |= {f"{size:g} MiB": partial(iter_full_parameters, engine, size) for size in arguments.buckets}
     facts = {name: inspect(engine, walk()) for name, walk in walks.items()}
     gather: dict[str, list[float]] = {name: [] for name in walks}
     sync: dict[str, list[float]] = {name: [] for name in walks}
     for number in range(arguments.rounds):
         for name, walk in walks.items():
-            gather[name].append(seconds(lambda walk=walk: exhaust(walk())))
-            sync[name].append(seconds(lambda walk=walk, number=number: rollout.sync(walk(), number)))
+            gather[name].append(measure_seconds(lambda walk=walk: consume(walk())))
+            sync[name].append(measure_seconds(lambda walk=walk, number=number: rollout.sync(walk(), number)))
     if world.is_main:
         count = sum(p.numel() == 0 for p in engine.module.parameters())
         size = sum(p.ds_numel * p.element_size() for p in engine.module.parameters()) / 2**20
@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parse()
     if launch.is_rank():
         launch.enter_rank()
-        rank(arguments)
+        run_rank(arguments)
         return
     launch.prepare_environment()
     from dsreason.models.tiny import build_tiny

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # nothing that imports torch before `launch.prepare_environme
     import torch
 
     from dsreason.world.training.build import WorldTrainer
-    from dsreason.world.training.clips import MicroBatch
+    from dsreason.world.training.clips import ClipMicroBatch
 
 GOAL = 1.0
 FRAMES, TEXT = 17, 64
@@ -50,7 +50,7 @@ def build_small(folder: Path, layers: int, heads: int) -> Path:
     return folder
 
 
-def run_config(folder: Path, ds_config: str, side: int, **sections: dict[str, Any]) -> dict[str, Any]:
+def build_run_config(folder: Path, ds_config: str, side: int, **sections: dict[str, Any]) -> dict[str, Any]:
     document: dict[str, Any] = {
         "deepspeed": ds_config,
         "model": {"path": str(folder), "max_prompt_length": TEXT, "gradient_checkpointing": False},
@@ -91,8 +91,8 @@ def open_pipeline(folder: Path) -> Any:
     return pipeline
 
 
-def by_pipeline(
-    pipeline: Any, batch: MicroBatch, negative: torch.Tensor, arguments: argparse.Namespace
+def sample_with_pipeline(
+    pipeline: Any, batch: ClipMicroBatch, negative: torch.Tensor, arguments: argparse.Namespace
 ) -> torch.Tensor:
     """Sample with the pipeline; return pixels `[B, 3, T, H, W]`, 0 to 1."""
     output = pipeline(
@@ -112,13 +112,13 @@ def by_pipeline(
 def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
     import torch
 
-    from dsreason.world.training.clips import Place
+    from dsreason.world.training.clips import ClipIndex
     from dsreason.world.training.rollout import PendingBatch, plan_steps, sample_batch
     from dsreason.world.training.validate import solve_ode
 
     maker = trainer.clip_maker
     pipeline = open_pipeline(maker.model_path)
-    places = tuple(Place(number, 0) for number in range(arguments.batch))
+    places = tuple(ClipIndex(number, 0) for number in range(arguments.batch))
     rows = range(arguments.batch)
     [batch] = maker.inputs.micro_batches([(places, True)], trainer.training, rows, 1, with_clean=False)
     negative = maker.inputs.negative(arguments.batch)
@@ -130,7 +130,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
 
     with torch.no_grad():
         sides: dict[str, Callable[[], Any]] = {
-            "pipeline": lambda: by_pipeline(pipeline, batch, negative, arguments),
+            "pipeline": lambda: sample_with_pipeline(pipeline, batch, negative, arguments),
             "solver": lambda: maker.codec.decode(solve_ode(maker, batch)),
             "rollout": run_rollout,
         }
@@ -152,7 +152,7 @@ def measure(trainer: WorldTrainer, arguments: argparse.Namespace) -> None:
         print(f"{name:10}{wall:8.3f} s per clip{cpu:8.3f} s of CPU time  / pipeline {ratio:.3f} (goal {GOAL:g})")
 
 
-def rank(arguments: argparse.Namespace, measure: Callable[[WorldTrainer, argparse.Namespace], None]) -> None:
+def run_rank(arguments: argparse.Namespace, measure: Callable[[WorldTrainer, argparse.Namespace], None]) -> None:
     import torch
 
     from dsreason.world.schema import WorldConfig
@@ -173,13 +173,13 @@ def on_one_rank(
     """Start `file` again as the only rank of a run whose configuration has these sections, and call `measure` in it."""
     if launch.is_rank():
         launch.enter_rank()
-        rank(arguments, measure)
+        run_rank(arguments, measure)
         return
     launch.prepare_environment()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = build_small(folder / "model", arguments.layers, arguments.heads)
-        document = run_config(model, arguments.ds_config, arguments.side, **sections)
+        document = build_run_config(model, arguments.ds_config, arguments.side, **sections)
         (folder / "run.json").write_text(json.dumps(document))
         command = [file, *sys.argv[1:], f"--folder={folder}"]
         launch.start_ranks(lambda attempt: command, ranks=1, log_dir=folder / "logs")

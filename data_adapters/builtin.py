@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from data_adapters import jsonl, llava
-from dsreason.builtin_task.clips import builtin_folder, mislabelled, with_rejected
+from dsreason.builtin_task.clips import add_rejected, get_builtin_folder, make_mislabelled
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 
 Row = dict[str, Any]
-SUBSETS: dict[str, Callable[[list[Row]], list[Row]]] = {"mislabelled": mislabelled, "preferences": with_rejected}
+SUBSETS: dict[str, Callable[[list[Row]], list[Row]]] = {"mislabelled": make_mislabelled, "preferences": add_rejected}
 
 
 def rows(data: Any) -> list[Row]:
-    folder = (Path(data.path).expanduser().absolute() if data.path else builtin_folder()) / data.split
+    folder = (Path(data.path).expanduser().absolute() if data.path else get_builtin_folder()) / data.split
     if Path(data.path).is_file():
         raise DataError(
             f"{data.path}: data.adapter is builtin, which reads only folders of the built-in task; to read your own rows, set "
@@ -46,13 +46,13 @@ def rows(data: Any) -> list[Row]:
 
 
 def to_sample(row: Row) -> Sample:
-    sample = plain_sample(row)
+    sample = to_plain_sample(row)
     if "rejected" not in row:
         return sample
     return replace(sample, rejected=[*sample.messages[:-1], {"role": "assistant", "content": row["rejected"]}])
 
 
-def plain_sample(row: Row) -> Sample:
+def to_plain_sample(row: Row) -> Sample:
     row = {key: value for key, value in row.items() if key != "rejected"}
     if "conversations" in row:
         return llava.to_sample(row)

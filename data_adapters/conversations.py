@@ -13,55 +13,55 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dsreason.data.rows import as_list
+from dsreason.data.rows import to_list
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.problems import parse_error
+from dsreason.problems import describe_parse_error
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
     column = "conversations" if "conversations" in row else "messages"
-    waiting = {kind: media_in_columns(row, kind) for kind in ("image", "video")}
-    messages = [with_media(message, waiting) for message in parse(row[column], column)]
+    waiting = {kind: collect_media(row, kind) for kind in ("image", "video")}
+    messages = [fill_media(message, waiting) for message in parse_messages(row[column], column)]
     for kind, unused in waiting.items():
-        has_part = any(part.get("type") == kind for message in messages for part in dict_parts(message))
-        if unused and (not has_part or len(unused) < len(media_in_columns(row, kind))):
+        has_part = any(part.get("type") == kind for message in messages for part in get_dict_parts(message))
+        if unused and (not has_part or len(unused) < len(collect_media(row, kind))):
             raise DataError(
                 f"field {column!r}: {len(unused)} of the row's {kind}s are not shown; give each a part of type {kind!r}"
             )
-    return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or last_reply(messages))
+    return Sample(str(row.get("id", "")), messages, answer=row.get("answer") or get_last_reply(messages))
 
 
-def parse(value: Any, column: str) -> list[Message]:
+def parse_messages(value: Any, column: str) -> list[Message]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(f"field {column!r}: not valid JSON: {parse_error(error)}") from error
+            raise DataError(f"field {column!r}: not valid JSON: {describe_parse_error(error)}") from error
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise DataError(f"field {column!r}: must be a list of messages with role and content")
     return value
 
 
-def media_in_columns(row: dict[str, Any], kind: str) -> list[Any]:
+def collect_media(row: dict[str, Any], kind: str) -> list[Any]:
     """Return the media in the columns `image` and `images` (`video`, `videos`); each column holds one item or a list."""
-    return [*as_list(row.get(kind)), *as_list(row.get(f"{kind}s"))]
+    return [*to_list(row.get(kind)), *to_list(row.get(f"{kind}s"))]
 
 
-def dict_parts(message: Message) -> list[dict[str, Any]]:
+def get_dict_parts(message: Message) -> list[dict[str, Any]]:
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
-def with_media(message: Message, waiting: dict[str, list[Any]]) -> Message:
+def fill_media(message: Message, waiting: dict[str, list[Any]]) -> Message:
     """Fill the parts that name no media item with the next ones of `waiting`, which are removed from it."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": [fill(part, waiting) if isinstance(part, dict) else part for part in content]}
+    return {**message, "content": [fill_part(part, waiting) if isinstance(part, dict) else part for part in content]}
 
 
-def fill(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
+def fill_part(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
     part = {key: value for key, value in part.items() if value is not None}  # Arrow gives all parts the same keys
     kind = part.get("type")
     if kind not in waiting or kind in part:
@@ -73,13 +73,13 @@ def fill(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, Any]:
     return {**part, kind: waiting[kind].pop(0)}
 
 
-def last_reply(messages: list[Message]) -> str | None:
+def get_last_reply(messages: list[Message]) -> str | None:
     """Return the text of the last message, the reference answer, if it is the assistant's; None otherwise."""
     last: Message = messages[-1] if messages else {}
-    return text_of(last["content"]) if last.get("role") == "assistant" else None
+    return get_text(last["content"]) if last.get("role") == "assistant" else None
 
 
-def text_of(content: Any) -> str:
+def get_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return str(content)

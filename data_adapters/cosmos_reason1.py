@@ -20,14 +20,14 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from data_adapters.conversations import last_reply, parse, text_of
+from data_adapters.conversations import get_last_reply, get_text, parse_messages
 from dsreason.config.schema import SourceConfig
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.archives import unpack
-from dsreason.files.hub import dataset_errors
+from dsreason.files.hub import convert_dataset_errors
 from dsreason.files.own_files import is_inside
 
 SUFFIXES = {"video": (".mp4", ".mov", ".mkv", ".webm", ".avi"), "image": (".jpg", ".jpeg", ".png", ".webp")}
@@ -38,13 +38,13 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         raise DataError("field 'qa_pairs': this row is a question; set data.adapter = \"cosmos_reason1_rl\"")
     clip = find_clip(text_field(row, "video"), data)
     messages: list[Message] = [
-        {"role": turn["role"], "content": text_of(turn["content"])}
-        for turn in parse(row["conversations"], "conversations")
+        {"role": turn["role"], "content": get_text(turn["content"])}
+        for turn in parse_messages(row["conversations"], "conversations")
     ]
     first = next((message for message in messages if message["role"] == "user"), None)
     if first is None:
         raise DataError("field 'conversations': no user turn to show the video in; add one")
-    answer = last_reply(messages)
+    answer = get_last_reply(messages)
     first["content"] = [{"type": "video", "video": str(clip)}, {"type": "text", "text": first["content"]}]
     return Sample(str(row.get("id", row["video"])), messages, answer=answer)
 
@@ -64,7 +64,7 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
                 )
             if (folder / video).is_file():
                 return (folder / video).absolute()
-        matches = clips.by_name.get((kind, clip_name(video, subset)), [])
+        matches = clips.by_name.get((kind, get_clip_name(video, subset)), [])
         if len(matches) > 1:
             raise DataError(
                 f"field {kind!r}: {video} may be {matches[0]} or {matches[1]}; give its path below {clips.folders[0]}"
@@ -74,7 +74,7 @@ def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
     return (indexes[0].folders[0] / video).absolute()
 
 
-def clip_name(video: str, subset: str) -> str:
+def get_clip_name(video: str, subset: str) -> str:
     return Path(video).name.split(".")[0] if subset == "av" else Path(video).name
 
 
@@ -97,19 +97,19 @@ def index_clips(path: str, subset: str, revision: str | None, media_path: str) -
     files = sorted({file.absolute() for root in searched for file in root.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     members = [file for root in unpacked for file in sorted(root.rglob("*"))]
-    return Clips(folders, by_name(files, subset)), Clips(unpacked, by_name(members, subset))
+    return Clips(folders, group_by_name(files, subset)), Clips(unpacked, group_by_name(members, subset))
 
 
-def by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], list[Path]]:
+def group_by_name(files: Iterable[Path], subset: str) -> dict[tuple[str, str], list[Path]]:
     paths: dict[tuple[str, str], list[Path]] = {}
     for file in files:
         for kind, suffixes in SUFFIXES.items():
             if file.suffix.lower() in suffixes:
-                paths.setdefault((kind, clip_name(file.name, subset)), []).append(file)
+                paths.setdefault((kind, get_clip_name(file.name, subset)), []).append(file)
     return paths
 
 
 def download(path: str, subset: str, revision: str | None) -> Path:
     patterns = [f"{subset}/clips*", f"{subset}/clips/*"]
-    with dataset_errors(path, revision):
+    with convert_dataset_errors(path, revision):
         return Path(snapshot_download(path, repo_type="dataset", revision=revision, allow_patterns=patterns))

@@ -22,14 +22,14 @@ import numpy as np
 from data_adapters.cosmos_reason1 import find_clip
 from dsreason.config.schema import SourceConfig
 from dsreason.data.options import option_lines, options_field, own_letter
-from dsreason.data.rows import Rows, optional_text, read_rows, text_field
+from dsreason.data.rows import NamedRows, get_optional_text, read_rows, text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
 REQUEST = "Answer with the option's letter from the given choices directly."
 
 
-def rows(data: SourceConfig) -> Rows:
+def rows(data: SourceConfig) -> NamedRows:
     return Questions(read_rows(data))
 
 
@@ -41,11 +41,11 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
         raise DataError(f"field 'qa_pairs' is {choice!r:.100}; it must have question, index2ans and answer")
     options = options_field(choice.get("index2ans"), "qa_pairs.index2ans")
     answer_field = "correct_answer" if choice.get("correct_answer") else "answer"
-    answer = (optional_text(choice, answer_field) or "").strip() or None
+    answer = (get_optional_text(choice, answer_field) or "").strip() or None
     lines = [text_field(choice, "question"), *option_lines(options)]
     if options is not None:
         if answer is not None:
-            answer = letter_of(answer, options)
+            answer = find_letter(answer, options)
         lines.append(REQUEST)
     content = [{"type": kind, kind: str(file)}, {"type": "text", "text": "\n".join(lines)}]
     messages: list[Message] = [{"role": "user", "content": content}]
@@ -54,19 +54,19 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
     return Sample(str(row.get("id") or row[kind]), messages, answer=answer, options=options)
 
 
-def letter_of(answer: str, options: dict[str, str]) -> str:
+def find_letter(answer: str, options: dict[str, str]) -> str:
     letter = own_letter(answer, options)
     if letter is None:
         raise DataError(f"field 'qa_pairs.answer' is {answer!r}; it must be one of {', '.join(options)}")
     return letter
 
 
-class Questions(Rows):
+class Questions(NamedRows):
     """Rows with one question each: a row whose `qa_pairs` is a list is split into its questions."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: NamedRows) -> None:
         self.rows = rows
-        counts = [num_questions(rows, index) for index in range(len(rows))]
+        counts = [count_questions(rows, index) for index in range(len(rows))]
         positions = [(index, number, count) for index, count in enumerate(counts) for number in range(count)]
         self.positions = np.array(positions, dtype=np.int64).reshape(-1, 3)  # row, question, questions of the row
 
@@ -80,12 +80,12 @@ class Questions(Rows):
             return row
         return {**row, "qa_pairs": row["qa_pairs"][number] if row["qa_pairs"] else None}
 
-    def location(self, index: int) -> str:
+    def describe_location(self, index: int) -> str:
         row_index, number, count = self.positions[index].tolist()
-        return self.rows.location(row_index) + (f", question {number + 1}" if count > 1 else "")
+        return self.rows.describe_location(row_index) + (f", question {number + 1}" if count > 1 else "")
 
 
-def num_questions(rows: Rows, index: int) -> int:
+def count_questions(rows: NamedRows, index: int) -> int:
     """Return the number of questions in a row; 1 for an unusable row, which is reported when it is read."""
     try:
         row = rows[index]

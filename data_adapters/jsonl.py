@@ -17,16 +17,16 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.data.options import option_lines, options_field
-from dsreason.data.rows import as_list, optional_text, text_field
+from dsreason.data.rows import get_optional_text, text_field, to_list
 from dsreason.data.types import Message, Sample
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
-    options = options_field(lettered(row.get("options")), "options")
+    options = options_field(add_letters(row.get("options")), "options")
     question = "\n".join([text_field(row, "question"), *option_lines(options)])
-    preferred, rejected = preference(row)
-    answer = optional_text(row, "answer") or preferred
-    media = [{"type": kind, kind: path} for kind in ("image", "video") for path in as_list(row.get(kind))]
+    preferred, rejected = read_preference(row)
+    answer = get_optional_text(row, "answer") or preferred
+    media = [{"type": kind, kind: path} for kind in ("image", "video") for path in to_list(row.get(kind))]
     content = [*media, {"type": "text", "text": question}]
     prompt: list[Message] = [{"role": "user", "content": content}]
     if row.get("system"):
@@ -34,25 +34,25 @@ def to_sample(row: dict[str, Any]) -> Sample:
     fields = {"id", "image", "video", "question", "options", "answer", "system", "chosen", "rejected"}
     return Sample(
         id=str(row.get("id", "")),
-        messages=prompt if answer is None else answered(prompt, preferred or answer),
+        messages=prompt if answer is None else append_answer(prompt, preferred or answer),
         answer=answer,
         options=options,
         meta={key: value for key, value in row.items() if key not in fields},
-        rejected=None if rejected is None else answered(prompt, rejected),
+        rejected=None if rejected is None else append_answer(prompt, rejected),
     )
 
 
-def preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
+def read_preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
     """Return the better and the worse answer, or None for both. KeyError if the row has only a worse one."""
     if row.get("rejected") is None:
         return None, None
-    preferred = optional_text(row, "chosen") or optional_text(row, "answer") or text_field(row, "chosen")
+    preferred = get_optional_text(row, "chosen") or get_optional_text(row, "answer") or text_field(row, "chosen")
     return preferred, text_field(row, "rejected")
 
 
-def answered(prompt: list[Message], answer: str) -> list[Message]:
+def append_answer(prompt: list[Message], answer: str) -> list[Message]:
     return [*prompt, {"role": "assistant", "content": answer}]
 
 
-def lettered(options: Any) -> Any:
+def add_letters(options: Any) -> Any:
     return {chr(ord("A") + i): text for i, text in enumerate(options)} if isinstance(options, list) else options

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from data_adapters.conversations import last_reply, media_in_columns
+from data_adapters.conversations import collect_media, get_last_reply
 from dsreason.data.rows import text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
@@ -26,7 +26,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise DataError("field 'conversations': must be a list of turns with 'from' and 'value'")
-    waiting = {kind: media_in_columns(row, kind) for kind in ("image", "video")}
+    waiting = {kind: collect_media(row, kind) for kind in ("image", "video")}
     for kind, paths in waiting.items():
         num_tags = sum(count_tags(turn, kind) for turn in turns)
         if len(paths) != num_tags:
@@ -36,7 +36,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
             )
     messages = [to_message(i, turn, waiting) for i, turn in enumerate(turns)]
     meta = {"kind": row["kind"]} if "kind" in row else {}
-    return Sample(str(row.get("id", "")), messages, answer=last_reply(messages), meta=meta)
+    return Sample(str(row.get("id", "")), messages, answer=get_last_reply(messages), meta=meta)
 
 
 def count_tags(turn: dict[str, Any], kind: str) -> int:

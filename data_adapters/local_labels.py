@@ -39,7 +39,7 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
     labels = {label.name.removesuffix(LABEL): label for label in (folder / "metas").glob(f"*{LABEL}")}
     files_by_id: dict[str, dict[str, Any]] = {name: {"label": str(label.absolute())} for name, label in labels.items()}
     for video in find_videos(folder / "videos", data.video_pattern):
-        name = video_id(video.name, labels, data.video_pattern)
+        name = get_video_id(video.name, labels, data.video_pattern)
         files_by_id.setdefault(name, {}).setdefault("videos", []).append(str(video.absolute()))
     return [{"id": name, **files} for name, files in sorted(files_by_id.items())]
 
@@ -49,7 +49,7 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos
-    matches = [video for video in videos if id_by_pattern(video.name, pattern)]
+    matches = [video for video in videos if extract_id(video.name, pattern)]
     if videos and not matches:
         raise DataError(
             f"{folder}: data.video_pattern ({pattern!r}) matches none of the {len(videos)} videos there, such as "
@@ -58,21 +58,21 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
     return matches
 
 
-def id_by_pattern(name: str, pattern: str) -> str:
+def extract_id(name: str, pattern: str) -> str:
     """Return the part of the name that `*` matches; "" if the pattern does not match."""
     before, after = pattern.split("*")
     is_match = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
     return name[len(before) : len(name) - len(after)] if is_match else ""
 
 
-def video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
+def get_video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
     """Return the id of a video: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
 
     It is also the id of `2023.05.01_a.mp4` if a label of that id exists. A shorter id is never returned:
     `run.4.camera_left.mp4` does not belong to `run`, even if the label of `run.4` is missing.
     """
     if pattern is not None:
-        return id_by_pattern(name, pattern)
+        return extract_id(name, pattern)
     stem = Path(name).stem
     return stem if stem in labels else Path(stem).stem
 

@@ -16,8 +16,8 @@ import json
 import re
 from typing import Any
 
-from data_adapters.conversations import dict_parts, media_in_columns, parse, text_of, with_media
-from dsreason.data.rows import optional_text, text_field
+from data_adapters.conversations import collect_media, fill_media, get_dict_parts, get_text, parse_messages
+from dsreason.data.rows import get_optional_text, text_field
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 
@@ -29,39 +29,39 @@ COLUMNS = {"id", "prompt", "question", "system", "chosen", "rejected", "answer",
 
 
 def to_sample(row: dict[str, Any]) -> Sample:
-    prompt = prompt_of(row)
-    preferred, rejected = (conversation(row, field, prompt) for field in ("chosen", "rejected"))
-    answer = optional_text(row, "answer") or text_of(preferred[-1].get("content"))
+    prompt = read_prompt(row)
+    preferred, rejected = (read_conversation(row, field, prompt) for field in ("chosen", "rejected"))
+    answer = get_optional_text(row, "answer") or get_text(preferred[-1].get("content"))
     return Sample(
         id=str(row.get("id", "")),
-        messages=shown(preferred, row, "chosen"),
+        messages=place_media(preferred, row, "chosen"),
         answer=answer,
         meta={name: value for name, value in row.items() if name not in COLUMNS},
-        rejected=shown(rejected, row, "rejected"),
+        rejected=place_media(rejected, row, "rejected"),
     )
 
 
-def prompt_of(row: dict[str, Any]) -> list[Message]:
+def read_prompt(row: dict[str, Any]) -> list[Message]:
     """Return the messages of the column `prompt` or `question`; empty if the row has neither."""
     field = "prompt" if row.get("prompt") is not None else "question"
-    content = as_messages(row.get(field), field)
+    content = to_messages(row.get(field), field)
     messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    system = optional_text(row, "system")
+    system = get_optional_text(row, "system")
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-def as_messages(raw: Any, field: str) -> str | list[Message]:
+def to_messages(raw: Any, field: str) -> str | list[Message]:
     """Return text unchanged, and messages, or JSON text of messages, without the null columns that Arrow adds."""
     if isinstance(raw, str):
-        listed = listed_messages(raw)
+        listed = parse_listed_messages(raw)
         if listed is None:
             return raw
         raw = listed
-    messages = parse([] if raw is None else raw, field)
+    messages = parse_messages([] if raw is None else raw, field)
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def listed_messages(text: str) -> list[Message] | None:
+def parse_listed_messages(text: str) -> list[Message] | None:
     """Return the messages that a JSON text lists; None if it lists other things, as an answer may list boxes.
 
     DataError if the items look like messages but not all have a role.
@@ -83,17 +83,17 @@ def listed_messages(text: str) -> list[Message] | None:
     return None
 
 
-def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
+def read_conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
     """Return the prompt followed by the answer in this column, or the column's whole conversation."""
     if row[field] is None:
         raise DataError(f"field {field!r} is null; it must be a text or messages")
-    messages = as_messages(row[field], field)
+    messages = to_messages(row[field], field)
     if isinstance(messages, str):
         messages = [{"role": "assistant", "content": text_field(row, field)}]
     if not messages:
         raise DataError(f"field {field!r}: the list is empty; it must have an answer")
     if messages[0].get("role") != "assistant":
-        return whole_conversation(messages, field, prompt)
+        return merge_prompt(messages, field, prompt)
     if not prompt:
         raise DataError(
             f"field {field!r} has an answer only, and the row has no prompt; add the column 'prompt', or put whole "
@@ -102,14 +102,14 @@ def conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list
     return [*prompt, *messages]
 
 
-def whole_conversation(messages: list[Message], field: str, prompt: list[Message]) -> list[Message]:
+def merge_prompt(messages: list[Message], field: str, prompt: list[Message]) -> list[Message]:
     """Add the row's system message to a whole conversation. DataError if the conversation lacks a message of the prompt."""
     if messages[0].get("role") not in ("system", "user"):
         return messages  # the check of all messages rejects its role later
     if prompt and prompt[0].get("role") == "system" and messages[0]["role"] != "system":
         messages = [prompt[0], *messages]
-    present = [plain(message) for message in messages]
-    for required in map(plain, prompt):
+    present = [get_role_and_text(message) for message in messages]
+    for required in map(get_role_and_text, prompt):
         if required[1] and required not in present:
             raise DataError(
                 f"field {field!r} is a whole conversation without the {required[0]} message beside it, {required[1]!r:.200}; "
@@ -118,18 +118,18 @@ def whole_conversation(messages: list[Message], field: str, prompt: list[Message
     return messages
 
 
-def plain(message: Message) -> tuple[Any, str]:
+def get_role_and_text(message: Message) -> tuple[Any, str]:
     """Return the role and the text without marks such as `<image>`."""
-    return message.get("role"), MARK.sub("", text_of(message.get("content") or "")).strip()
+    return message.get("role"), MARK.sub("", get_text(message.get("content") or "")).strip()
 
 
-def shown(messages: list[Message], row: dict[str, Any], field: str) -> list[Message]:
+def place_media(messages: list[Message], row: dict[str, Any], field: str) -> list[Message]:
     """Put the media of the row's columns into the messages. DataError if some are not shown."""
-    waiting = {kind: media_in_columns(row, kind) for kind in KINDS}
-    has_media_parts = any(part.get("type") in KINDS for message in messages for part in dict_parts(message))
-    messages = [with_media(message, waiting) for message in messages]
+    waiting = {kind: collect_media(row, kind) for kind in KINDS}
+    has_media_parts = any(part.get("type") in KINDS for message in messages for part in get_dict_parts(message))
+    messages = [fill_media(message, waiting) for message in messages]
     if not has_media_parts:
-        return with_media_first(messages, [{"type": kind, kind: item} for kind in KINDS for item in waiting[kind]])
+        return put_media_first(messages, [{"type": kind, kind: item} for kind in KINDS for item in waiting[kind]])
     for kind, unused in waiting.items():
         if unused:
             raise DataError(
@@ -139,7 +139,7 @@ def shown(messages: list[Message], row: dict[str, Any], field: str) -> list[Mess
     return messages
 
 
-def with_media_first(messages: list[Message], media: list[dict[str, Any]]) -> list[Message]:
+def put_media_first(messages: list[Message], media: list[dict[str, Any]]) -> list[Message]:
     """Put the media before the text of the first user message."""
     first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
     if not media or first is None:

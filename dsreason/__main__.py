@@ -15,7 +15,7 @@ SEARCHED = ("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "COMPILER_PATH", "CPATH",
 """Variables that list folders; an empty entry, as in `LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/x`, means the current folder."""
 
 
-def leave_current_folder() -> None:
+def remove_current_folder() -> None:
     """Remove the current folder from the import path of this process and its children, unless PYTHONPATH names it."""
     try:
         here = os.getcwd()
@@ -39,7 +39,7 @@ def leave_current_folder() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "dsreason")  # any text works; this one shows reward workers who set it
 
 
-def leave_empty_entries() -> None:
+def remove_empty_entries() -> None:
     """Keep child processes from looking for programs, shared libraries and headers in the current folder."""
     for name in SEARCHED:
         entries = os.environ.get(name, "").split(os.pathsep)
@@ -52,8 +52,8 @@ def leave_empty_entries() -> None:
     os.environ.setdefault("LD_LIBRARY_PATH", os.path.dirname(os.path.abspath(__file__)))
 
 
-leave_current_folder()
-leave_empty_entries()
+remove_current_folder()
+remove_empty_entries()
 
 import signal  # noqa: E402
 

@@ -14,7 +14,7 @@ EXTRAS = {"similarity": "sentence-transformers>=5", "wandb": "wandb>=0.31"}
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def make_imports_fast() -> Iterator[None]:
     """Pause the garbage collector and hide scikit-learn while torch, transformers and DeepSpeed are imported.
 
     The imports create a million objects that live until the process ends. The collector would traverse them again and again
@@ -38,7 +38,7 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
-def install_command(extra: str) -> str:
+def build_install_command(extra: str) -> str:
     """Return the command that adds an extra to the environment that runs this process.
 
     It installs the extra's package, since dsreason is not on a package index. An environment created by uv has no pip.

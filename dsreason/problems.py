@@ -18,20 +18,20 @@ MOST_LEVELS = 100
 """Deepest nesting allowed in the fields of a row."""
 
 
-def config_error(problems: Sequence[str]) -> ConfigError:
+def build_config_error(problems: Sequence[str]) -> ConfigError:
     """Build one error that lists all problems, one per line: `file: key: what is wrong; what to do`."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError(f"{len(problems)} problems in the configuration\n" + "\n".join(f"  {text}" for text in problems))
 
 
-def listed(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
+def join_first(texts: Sequence[str], most: int = 20, *, separator: str = "; ") -> str:
     """Return the first `most` texts and the number of the others: `a; b; and 3 more`."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return separator.join([*texts[:most], *more])
 
 
-def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
+def describe_first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> str:
     """Describe the first invalid value and what it should be: `scores.bleu is 'x': input should be a valid number`.
 
     `hide` masks secrets. It is applied to the value before that is truncated, and to the whole message.
@@ -43,14 +43,14 @@ def first_problem(error: ValidationError, hide: Callable[[str], str] = str) -> s
     return hide(f"{place} is {hide(repr(problem['input'])):.80}: {message}" if place else message)
 
 
-def parse_error(error: Exception) -> str:
+def describe_parse_error(error: Exception) -> str:
     """Return the message of a JSON, TOML or YAML parser in one line, without Python's advice to programmers on long numbers."""
     text = " ".join(str(error).split())
     return re.sub(r"Exceeds the limit \((\d+) digits\).*", r"a number of more than \1 digits", text)
 
 
-def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the candidate most similar to `word`, None if all differ too much: `nearest("temprature", ["temperature"])`."""
+def find_nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the candidate most similar to `word`, None if all differ too much: `find_nearest("temprature", ["temperature"])`."""
     matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -69,6 +69,6 @@ def is_nested_deeper(value: Any, most: int = MOST_LEVELS) -> bool:
     return True
 
 
-def instead_of_file(place: Path) -> str:
+def describe_missing_file(place: Path) -> str:
     """Return what is wrong with a path that should be a file, as part of a message."""
     return "is not a file" if place.exists() else "no such file"

@@ -1,7 +1,7 @@
 """Safe output to the terminal and to logs: no text can control the terminal or imitate a separate line.
 
-File names, rows, models and servers may contain any character. All output passes through `say` and `write`, the formatter of
-log lines (`dsreason.secrets`) or the console of tables and bars (`dsreason.monitor.console`), and each of them escapes control
+File names, rows, models and servers may contain any character. All output passes through `print_message`, `write`, the formatter
+of log lines (`dsreason.secrets`) or the console of tables and bars (`dsreason.monitor.console`), and each of them escapes control
 characters; a test reports any other way to the terminal.
 """
 
@@ -32,11 +32,11 @@ class Terminal(io.FileIO):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            lead_nowhere(self.fileno())
+            discard_output(self.fileno())
             return memoryview(content).nbytes
 
 
-def outlive_terminal() -> None:
+def wrap_terminal() -> None:
     """Wrap stdout and stderr in a `Terminal` if they are one, and escape characters that their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -47,40 +47,40 @@ def outlive_terminal() -> None:
                 setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""Escape control characters the way JSON does, `\u001b`; keep tabs and line breaks."""
-    return CONTROL.sub(escaped, text)
+    return CONTROL.sub(escape_match, text)
 
 
-def escaped(match: re.Match[str]) -> str:
+def escape_match(match: re.Match[str]) -> str:
     return re.sub("(....)", r"\\u\1", match[0].encode("utf-16-be", "surrogatepass").hex())
 
 
-def in_one_line(text: str) -> str:
-    r"""Escape tabs and line breaks as well as what `visible` escapes: for foreign text in a message."""
-    return visible(text).replace("\t", r"\t").replace("\n", r"\n")
+def to_one_line(text: str) -> str:
+    r"""Escape tabs and line breaks as well as what `escape_control` escapes: for foreign text in a message."""
+    return escape_control(text).replace("\t", r"\t").replace("\n", r"\n")
 
 
-def as_message(text: str) -> str:
-    """Apply `visible` and indent every line after the first, so that a foreign line break cannot start a separate message."""
-    return re.sub(r"\n(?=\S)", "\n  ", visible(text))
+def format_message(text: str) -> str:
+    """Apply `escape_control` and indent every line after the first, so that a foreign line break cannot start a message."""
+    return re.sub(r"\n(?=\S)", "\n  ", escape_control(text))
 
 
-def say(text: object = "", *, err: bool = False) -> None:
-    """Print a message, formatted by `as_message`."""
-    write(as_message(str(text)), file=sys.stderr if err else sys.stdout)
+def print_message(text: object = "", *, err: bool = False) -> None:
+    """Print a message, formatted by `format_message`."""
+    write(format_message(str(text)), file=sys.stderr if err else sys.stdout)
 
 
 def write(text: str, *, file: TextIO | None = None, end: str = "\n", dim: bool = False) -> None:
     """Print a text of several lines, such as an answer, JSON or a traceback, to stdout or `file`."""
-    escaped_text, stream = visible(text), file or sys.stdout
+    escaped_text, stream = escape_control(text), file or sys.stdout
     try:
         print(f"{DIM}{escaped_text}{PLAIN}" if dim else escaped_text, file=stream, end=end, flush=True)
     except BrokenPipeError:  # the reader, such as `| head -1`, has ended
-        lead_nowhere(stream.fileno())
+        discard_output(stream.fileno())
 
 
-def lead_nowhere(descriptor: int) -> None:
+def discard_output(descriptor: int) -> None:
     """Redirect a file descriptor to /dev/null."""
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, descriptor)

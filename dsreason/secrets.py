@@ -1,7 +1,7 @@
 """Masking of keys and tokens in everything that is displayed, logged or written.
 
 Logs, errors and tracebacks pass through `hide_secrets` when they become text (`HidingFormatter`, `failures.py`); the
-configuration that a run writes passes through `hidden`.
+configuration that a run writes passes through `hide_in_json`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
-from dsreason.screen import as_message, visible
+from dsreason.screen import escape_control, format_message
 
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY",
@@ -53,7 +53,7 @@ MASK = re.compile(
     r"|\bauthorization\s*[:=]\s*(?:basic|bearer|token)\s+…",
     re.IGNORECASE,
 )
-"""Pattern of the masks that `PATTERNS` and `without_credentials` leave in a text."""
+"""Pattern of the masks that `PATTERNS` and `mask_credentials` leave in a text."""
 VERBOSE_LOGGERS = (
     "boto3",
     "botocore",
@@ -70,15 +70,15 @@ VERBOSE_LOGGERS = (
 
 def hide_secrets(text: str) -> str:
     """Replace the values of secret variables in a text by their names, and mask other secrets, such as `user:password@`."""
-    for name, value in secret_variables(len(os.environ)):
+    for name, value in list_secret_variables(len(os.environ)):
         text = text.replace(value, f"<{name}>").replace(quote(value, safe=""), f"<{name}>")
     for pattern, replacement in PATTERNS.items():
         text = pattern.sub(replacement, text)
-    return without_credentials(text)
+    return mask_credentials(text)
 
 
 @lru_cache(maxsize=1)
-def secret_variables(count: int) -> list[tuple[str, str]]:
+def list_secret_variables(count: int) -> list[tuple[str, str]]:
     """List name and value of every variable that holds a secret, longest value first because it may contain a shorter one.
 
     The environment is scanned once, and again when its number of variables (`count`) changes: user code may load keys.
@@ -92,24 +92,24 @@ def secret_variables(count: int) -> list[tuple[str, str]]:
     return sorted(long_values.items(), key=lambda item: -len(item[1]))
 
 
-def hidden(value: Any) -> Any:
+def hide_in_json(value: Any) -> Any:
     """Mask JSON values before they are written: secrets in texts, queries of URLs and the values of secret keys."""
     if isinstance(value, str):
-        return ADDRESS.sub(without_query, hide_secrets(value))
+        return ADDRESS.sub(strip_query, hide_secrets(value))
     if isinstance(value, dict):
-        return {key: "…" if holds_secret(key) and is_set(item) else hidden(item) for key, item in value.items()}
-    return [hidden(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: "…" if is_secret_key(key) and is_set(item) else hide_in_json(item) for key, item in value.items()}
+    return [hide_in_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def masked(value: Any, place: str = "") -> Iterator[str]:
-    """Iterate over the keys of JSON values that `hidden` has masked: `reward.options.judge.api_key`."""
+def iter_masked_keys(value: Any, place: str = "") -> Iterator[str]:
+    """Iterate over the keys of JSON values that `hide_in_json` has masked: `reward.options.judge.api_key`."""
     if isinstance(value, dict):
         for key, item in value.items():
             below = f"{place}.{key}" if place else str(key)
-            yield from [below] if item == "…" and holds_secret(key) else masked(item, below)
+            yield from [below] if item == "…" and is_secret_key(key) else iter_masked_keys(item, below)
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from masked(item, f"{place}.{number}")
+            yield from iter_masked_keys(item, f"{place}.{number}")
     elif isinstance(value, str):
         names = (*VARIABLES, *(name for name in os.environ if SECRET_NAME.search(name)))
         queries = any("?…" in address for address in ADDRESS.findall(value))
@@ -117,17 +117,17 @@ def masked(value: Any, place: str = "") -> Iterator[str]:
             yield place
 
 
-def holds_secret(key: str) -> bool:
+def is_secret_key(key: str) -> bool:
     """Return whether a key names a secret: `api_key`, `hf_token`, `Authorization`; not `max_tokens` or `judge.py:token`."""
     return SECRET_KEY.fullmatch(key) is not None
 
 
-def without_query(address: re.Match[str]) -> str:
+def strip_query(address: re.Match[str]) -> str:
     place, mark, query = address[0].partition("?")
     return f"{place}?…" if query else place + mark
 
 
-def fits_header(secret: str) -> bool:
+def is_header_safe(secret: str) -> bool:
     """Return whether an HTTP header can hold the secret. Otherwise the client's error would quote it escaped, unmasked."""
     return secret.isascii() and secret.isprintable()
 
@@ -140,20 +140,20 @@ class VisibleRecord(logging.LogRecord):
     """Log record that masks secrets itself, because libraries' own handlers print messages unchanged."""
 
     def getMessage(self) -> str:
-        return as_message(hide_secrets(super().getMessage()))
+        return format_message(hide_secrets(super().getMessage()))
 
 
 class HidingFormatter(logging.Formatter):
     """Formatter of log lines that masks secrets, escapes control characters and indents the continuation lines of a message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return as_message(super().formatMessage(record))
+        return format_message(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(hide_secrets(super().format(record)))
+        return escape_control(hide_secrets(super().format(record)))
 
 
-def without_credentials(text: str) -> str:
+def mask_credentials(text: str) -> str:
     """Mask user and password in URLs: `s3://key:secret@bucket` → `s3://…@bucket`. A secret may contain slashes."""
 
     def mask_user(match: re.Match[str]) -> str:

@@ -41,17 +41,17 @@ def split_response(text: str) -> Response:
     return Response(TAG.sub("", thoughts).strip(), answer.strip(), bool(blocks))
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """Normalise a text for comparison, ignoring case and the amount of white space."""
     return " ".join(text.split()).casefold()
 
 
-def normalized_answer(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Normalise an answer for comparison, ignoring case, the amount of white space and a final full stop."""
-    return normalized(text).removesuffix(".").rstrip()
+    return normalize(text).removesuffix(".").rstrip()
 
 
-def bare(text: str) -> str:
-    """Normalise the text of an option: `normalized`, without final punctuation and without enclosing brackets or quotes."""
-    plain = normalized(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
+def normalize_option(text: str) -> str:
+    """Normalise the text of an option: `normalize`, without final punctuation and without enclosing brackets or quotes."""
+    plain = normalize(unicodedata.normalize("NFKC", text)).rstrip(" .!;,")
     return plain[1:-1] if re.fullmatch(r"\([^()]*\)|\"[^\"]*\"|'[^']*'", plain) else plain

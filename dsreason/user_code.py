@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from dsreason.errors import ConfigError
-from dsreason.problems import instead_of_file, nearest
+from dsreason.problems import describe_missing_file, find_nearest
 
 FILE_MODULE = "dsreason_file_"
 """Prefix of the names of modules that were imported by path."""
@@ -41,7 +41,7 @@ class UserCodeFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if path is not None:  # a submodule is found through its package
             return None
-        folders = self.folders.get(fullname) or self.folders.get(_importer())
+        folders = self.folders.get(fullname) or self.folders.get(_find_importer())
         spec = PathFinder.find_spec(fullname, folders) if folders else None
         if spec is not None and folders is not None:
             self.folders[fullname] = folders
@@ -56,7 +56,7 @@ class UserCodeFinder(MetaPathFinder):
 FINDER = UserCodeFinder()
 
 
-def _importer() -> str:
+def _find_importer() -> str:
     """Return the top-level module whose code runs the current import statement (or `import_module`)."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -84,13 +84,13 @@ def find_code(name: str, what: str, known: Sequence[str], advice: str) -> Any:
     else:
         module = import_module(target, what, known, advice)
     if attribute and attribute not in vars(module):
-        near = nearest(attribute, vars(module))
+        near = find_nearest(attribute, vars(module))
         hint = f'; did you mean "{near}"?' if near else ""
         raise ConfigError(f'{what}: {target} has no "{attribute}"{hint}')
     return vars(module)[attribute] if attribute else module
 
 
-def code_file(name: str) -> Path | None:
+def find_code_file(name: str) -> Path | None:
     """Return the file that `find_code` would import for this name, None if no plain file exists."""
     target = name.partition(":")[0]
     if target.endswith(".py") or "/" in target:
@@ -105,7 +105,7 @@ def code_file(name: str) -> Path | None:
 def import_file(path: Path, what: str) -> ModuleType:
     """Import the module in a `.py` file, once per process."""
     if not path.is_file():
-        raise ConfigError(f"{what}: {path.absolute()}: {instead_of_file(path)}")
+        raise ConfigError(f"{what}: {path.absolute()}: {describe_missing_file(path)}")
     path = path.resolve()
     stem = path.stem.replace(".", "_")
     module_name = f"{FILE_MODULE}{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -135,7 +135,7 @@ def import_module(target: str, what: str, known: Sequence[str], advice: str) -> 
     except ModuleNotFoundError as error:
         if error.name is None or not (target == error.name or target.startswith(f"{error.name}.")):
             raise ConfigError(f"{what} needs a package that is not installed: {error.name}") from error
-        near = nearest(target, known)
+        near = find_nearest(target, known)
         hint = f'; did you mean "{near}"?' if near else "."
         raise ConfigError(f"{what} was not found{hint} {advice}") from error
     except (Exception, SystemExit) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from dsreason.secrets import secret_variables
+from dsreason.secrets import list_secret_variables
 
 
 def pytest_configure() -> None:
@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 @pytest.fixture(autouse=True)
 def own_environment() -> None:
     """A test that sets as many variables as the one before it is not shown that one's secrets."""
-    secret_variables.cache_clear()
+    list_secret_variables.cache_clear()
 
 
 def _build(family: str, factory: pytest.TempPathFactory) -> Path:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.families.family import GridRule
-from dsreason.models.mrope import IMAGE, VIDEO, row_positions
+from dsreason.models.mrope import IMAGE, VIDEO, compute_row_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def patch_positions(model: PreTrainedModel) -> None:
-    model.model.get_rope_index = partial(batch_positions, family_of(model.config.model_type).grids, model.config)
+    model.model.get_rope_index = partial(batch_positions, get_family(model.config.model_type).grids, model.config)
 
 
 def batch_positions(
@@ -39,7 +39,7 @@ def batch_positions(
     positions = torch.zeros(3, *input_ids.shape, dtype=torch.int64, device=input_ids.device)
     deltas = []
     for row, remaining in enumerate(mask.bool()):
-        part = row_positions(mm_token_type_ids[row][remaining].tolist(), runs)
+        part = compute_row_positions(mm_token_type_ids[row][remaining].tolist(), runs)
         positions[:, row, remaining] = part.to(input_ids.device)
         deltas.append(int(part.max()) + 1 - part.shape[1] if part.numel() else 0)
     return positions, torch.tensor(deltas, device=input_ids.device).unsqueeze(1)

@@ -1,6 +1,6 @@
 """What tests/distributed.py imports in the process that its ranks are forked from."""
 
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 
-with quick_imports():
+with make_imports_fast():
     import dsreason.train.sft.loop  # noqa: F401

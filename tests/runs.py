@@ -18,7 +18,7 @@ from dsreason.monitor.profile import StepProfiler
 from dsreason.monitor.progress import Progress
 from dsreason.storage.uploads import Uploads
 from dsreason.train.common.job import TrainingJob
-from dsreason.train.common.nonfinite import finite_check
+from dsreason.train.common.nonfinite import build_finite_check
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.saving import Checkpoints, WriteExport
 
@@ -56,7 +56,7 @@ class UploadsStandIn(Uploads):
     def add(self, folder: Path, *, last: bool) -> None:
         self.added.append(folder.name)
 
-    def in_use(self) -> set[Path]:
+    def list_in_use(self) -> set[Path]:
         return self.waiting
 
 
@@ -102,7 +102,7 @@ def make_run(
         memory=MemoryLedger(job.world.device),
         profiler=StepProfiler((), job.output_dir, job.world.device, progress),
         checkpoints=checkpoints,
-        finite=finite_check(job.config, job.output_dir, job.world, state),
+        finite=build_finite_check(job.config, job.output_dir, job.world, state),
         total_steps=total_steps,
         state=state,
     )

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.status import Status
 
 from benchmarks.gpu_report.parts import BY_NAME, CHECKS_SHARE, PARTS, SHORT, Part, Setting
-from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, read_records, record_of, write_report
-from benchmarks.gpu_report.runner import Ended, limit_of, run_part
+from benchmarks.gpu_report.report import GOOD, MARKDOWN_FILE, build_record, read_records, write_report
+from benchmarks.gpu_report.runner import Ended, get_limit, run_part
 from dsreason.job import launch
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 console = Console(highlight=False)
@@ -38,7 +38,7 @@ SHORTEST = 15
 """Seconds below which a part is not started, as it could not measure anything."""
 
 
-def chosen(names: str) -> list[Part]:
+def choose_parts(names: str) -> list[Part]:
     """Return the named parts in the table's order; all parts if `names`, separated by blanks or commas, is empty.
 
     `ledger` stands for `ledger_05b` and all other parts that begin with `ledger_`.
@@ -47,7 +47,7 @@ def chosen(names: str) -> list[Part]:
     for name in names.replace(",", " ").split():
         matches = {part for part in BY_NAME if part == name or part.startswith(f"{name}_")}
         if not matches:
-            likely = nearest(name, BY_NAME)
+            likely = find_nearest(name, BY_NAME)
             hint = f"; did you mean {likely!r}?" if likely else ""
             raise typer.BadParameter(f"unknown part {name!r}{hint} (parts: {', '.join(BY_NAME)})")
         selected |= matches
@@ -89,13 +89,13 @@ def main(
     ] = False,
 ) -> None:
     """Measure what dsreason does on a GPU; nothing is downloaded. The exit code is 1 if a part fails or misses a goal."""
-    selected = chosen(parts)
+    selected = choose_parts(parts)
     if seconds:
         selected = [BY_NAME[name] for name in SHORT if BY_NAME[name] in selected]
     stopped = listen()
     launch.prepare_environment()
-    gpus = launch.gpu_count()
-    cards = gpus if launch.device_kind(gpus) == "cuda" else 0
+    gpus = launch.count_gpus()
+    cards = gpus if launch.get_device_kind(gpus) == "cuda" else 0
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     records = read_records(out)
@@ -103,9 +103,9 @@ def main(
         setting = Setting(Path(folder), cards, tiny or not cards)
         runner = Runner(setting, logs, stopped, status)
         for part, result in runner.run_within(selected, seconds) if seconds else runner.run_all(selected):
-            records[part.name] = record_of(part, result, setting)
+            records[part.name] = build_record(part, result, setting)
             write_report(out, records)
-            tell(part, records[part.name])
+            print_verdict(part, records[part.name])
     if stopped.is_set():
         console.print("stopped; the report has the measurements made so far")
         raise typer.Exit(130)
@@ -127,15 +127,15 @@ class Runner:
         for number, part in enumerate(parts):
             if self.stopped.is_set():
                 return
-            later = sum(limit_of(other, self.setting) for other in parts[number + 1 :])
-            yield part, self.run(part, limit_of(part, self.setting), later)
+            later = sum(get_limit(other, self.setting) for other in parts[number + 1 :])
+            yield part, self.run(part, get_limit(part, self.setting), later)
 
     def run_within(self, parts: list[Part], seconds: float) -> Iterator[tuple[Part, Ended]]:
         """Run the checks in parallel, then the timed parts one by one until the time is over."""
         deadline = time.monotonic() + seconds
         checks = [part for part in parts if part.beside]
         with ThreadPoolExecutor(max(1, len(checks))) as pool:
-            limits = {part: min(limit_of(part, self.setting), CHECKS_SHARE * seconds) for part in checks}
+            limits = {part: min(get_limit(part, self.setting), CHECKS_SHARE * seconds) for part in checks}
             futures = {pool.submit(self.run, part, limit): part for part, limit in limits.items()}
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -148,7 +148,7 @@ class Runner:
             if remaining < SHORTEST:
                 yield part, Ended("skipped", 0.0, {}, f"no time left of {seconds:g} s")
             else:
-                yield part, self.run(part, min(limit_of(part, self.setting), remaining))
+                yield part, self.run(part, min(get_limit(part, self.setting), remaining))
 
     def run(self, part: Part, limit: float, later: float = 0.0) -> Ended:
         """Run a part; show its time and that of the later parts on the screen."""
@@ -164,7 +164,7 @@ class Runner:
         return run_part(part, self.setting, self.logs, show_progress, limit)
 
 
-def tell(part: Part, record: dict[str, object]) -> None:
+def print_verdict(part: Part, record: dict[str, object]) -> None:
     console.print(
         f"{part.name:25}{record['verdict']:10}{record['seconds']:7} of {record['limit']} s  {record['reason']}"
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.runner import environment
+from benchmarks.gpu_report.runner import build_environment
 
 LAST_LINES = 25
 
@@ -51,7 +51,7 @@ class Running:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "dsreason", command, *arguments],
                 cwd=folder,
-                env=environment(),
+                env=build_environment(),
                 stdout=log,
                 stderr=log,
             )

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.timing import Function, forward_and_backward, seconds_of
+from benchmarks.gpu_report.timing import Function, measure_seconds, run_forward_backward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +21,9 @@ def fused(setting: Setting) -> Iterator[tuple[str, Value]]:
     has_liger = bool(setting.cards) and importlib.util.find_spec("liger_kernel") is not None
     yield "Liger-Kernel takes part", has_liger
     for operation, inputs, functions in (
-        ("RMSNorm", norm_inputs(setting), norms(has_liger)),
-        ("SwiGLU", swiglu_inputs(setting), swiglus(has_liger)),
-        ("rotary positions", rotary_inputs(setting), rotaries(has_liger)),
+        ("RMSNorm", build_norm_inputs(setting), build_norms(has_liger)),
+        ("SwiGLU", build_swiglu_inputs(setting), build_swiglus(has_liger)),
+        ("rotary positions", build_rotary_inputs(setting), build_rotaries(has_liger)),
     ):
         yield from compare(operation, inputs, functions, setting)
 
@@ -35,19 +35,19 @@ def compare(
     import torch
 
     plain = functions["transformers"]
-    exact = forward_and_backward(plain, [tensor.float() for tensor in inputs])
+    exact = run_forward_backward(plain, [tensor.float() for tensor in inputs])
     if setting.cards:
         functions |= {"torch.compile": torch.compile(plain, dynamic=True)}
     for library, function in functions.items():
         own_inputs = [tensor.clone() for tensor in inputs]  # some of Liger's kernels write into them
-        pairs = zip(forward_and_backward(function, own_inputs), exact, strict=True)
+        pairs = zip(run_forward_backward(function, own_inputs), exact, strict=True)
         yield f"{operation}, {library}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
-        run = partial(forward_and_backward, function, own_inputs)
-        seconds = seconds_of(run, times=10)
+        run = partial(run_forward_backward, function, own_inputs)
+        seconds = measure_seconds(run, times=10)
         yield f"{operation}, {library}: forward and backward, ms", 1e3 * seconds
 
 
-def random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:
+def build_random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:
     import torch
 
     return [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
@@ -56,12 +56,12 @@ def random_tensors(setting: Setting, *shapes: tuple[int, ...]) -> list[Tensor]:
 # ---------------------------------------------------------------- RMSNorm: hidden states and weight
 
 
-def norm_inputs(setting: Setting) -> list[Tensor]:
+def build_norm_inputs(setting: Setting) -> list[Tensor]:
     tokens, width = (64, 128) if setting.tiny else (16_384, 2048)
-    return random_tensors(setting, (1, tokens, width), (width,))
+    return build_random_tensors(setting, (1, tokens, width), (width,))
 
 
-def norms(has_liger: bool) -> dict[str, Function]:
+def build_norms(has_liger: bool) -> dict[str, Function]:
     from torch.func import functional_call
     from torch.nn.functional import rms_norm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -83,12 +83,12 @@ def norms(has_liger: bool) -> dict[str, Function]:
 # ---------------------------------------------------------------- SwiGLU: gate and up projections
 
 
-def swiglu_inputs(setting: Setting) -> list[Tensor]:
+def build_swiglu_inputs(setting: Setting) -> list[Tensor]:
     shape = (1, 64, 128) if setting.tiny else (1, 16_384, 6144)
-    return random_tensors(setting, shape, shape)
+    return build_random_tensors(setting, shape, shape)
 
 
-def swiglus(has_liger: bool) -> dict[str, Function]:
+def build_swiglus(has_liger: bool) -> dict[str, Function]:
     from torch.nn.functional import silu
 
     functions: dict[str, Function] = {"transformers": lambda gate, up: (silu(gate) * up,)}
@@ -102,12 +102,12 @@ def swiglus(has_liger: bool) -> dict[str, Function]:
 # ---------------------------------------------------------------- rotary positions: queries, keys, cosines and sines
 
 
-def rotary_inputs(setting: Setting) -> list[Tensor]:
+def build_rotary_inputs(setting: Setting) -> list[Tensor]:
     tokens = 64 if setting.tiny else 16_384
-    return random_tensors(setting, (1, tokens, 16, 128), (1, tokens, 8, 128))
+    return build_random_tensors(setting, (1, tokens, 16, 128), (1, tokens, 8, 128))
 
 
-def rotaries(has_liger: bool) -> dict[str, Function]:
+def build_rotaries(has_liger: bool) -> dict[str, Function]:
     import torch
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 

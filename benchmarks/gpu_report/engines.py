@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.gpu_report.materials import (
+    build_grpo_settings,
+    build_random_model,
+    build_tiny_model,
     check_fits,
-    grpo_settings,
-    largest_size,
-    random_model,
-    tiny_model,
+    find_largest_size,
     write_rows,
 )
 from benchmarks.gpu_report.parts import Setting, SkipPart, Value
-from benchmarks.gpu_report.timing import seconds_of, synchronize
+from benchmarks.gpu_report.timing import measure_seconds, sync_device
 from benchmarks.gpu_report.training import count_parameters, train_on_a_clip
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class Opened:
 
 
 @contextmanager
-def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True) -> Iterator[Opened]:
+def open_policy(
+    setting: Setting, model: Path, deepspeed: str = "zero3.json", *, train: bool = True
+) -> Iterator[Opened]:
     """Open policy and engine; with `train`, after one step, which creates the optimizer's moments."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema_grpo import GRPOConfig
@@ -67,9 +69,9 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import DTYPES, build_encoder
     from dsreason.train.common.sampler import open_sampler
-    from dsreason.train.grpo.build import engine_settings
+    from dsreason.train.grpo.build import build_engine_settings
 
-    settings = grpo_settings(setting, model, prompts=1, generations=2, length=64)
+    settings = build_grpo_settings(setting, model, prompts=1, generations=2, length=64)
     config = GRPOConfig.model_validate(settings)
     with ExitStack() as stack:
         world = init_world()
@@ -81,12 +83,12 @@ def opened(setting: Setting, model: Path, deepspeed: str = "zero3.json", *, trai
         if train:
             train_on_a_clip(policy, encoder)
         tokenizer, dtype = encoder.processor.tokenizer, DTYPES[config.train.precision]
-        engine = open_rollout_engine(model, tokenizer, world, engine_settings(config, world), dtype=dtype)
+        engine = open_rollout_engine(model, tokenizer, world, build_engine_settings(config, world), dtype=dtype)
         sampler = open_sampler(policy, engine, watchdog, stack)
-        yield Opened(sampler, encoder, prompts_of(setting, encoder))
+        yield Opened(sampler, encoder, encode_prompts(setting, encoder))
 
 
-def prompts_of(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
+def encode_prompts(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
     from dsreason.config.schema import SFTConfig
     from dsreason.data.sources import open_datasets
 
@@ -98,12 +100,12 @@ def prompts_of(setting: Setting, encoder: Encoder) -> list[EncodedPrompt]:
 # ---------------------------------------------------------------- memory and sync
 
 
-def ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
+def measure_ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
     """Hand memory over for three rollouts; seconds are the best of those after the first, which warms up."""
-    model = random_model(setting, check_fits(setting, size))
+    model = build_random_model(setting, check_fits(setting, size))
     large = size == "7B"
     started = time.perf_counter()
-    with opened(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
+    with open_policy(setting, model, "zero3_offload.json" if large else "zero3.json", train=not large) as run:
         yield "policy and engine built, s", time.perf_counter() - started
         yield "parameters, billions", count_parameters(run.sampler.policy) / 1e9
         ledgers = []
@@ -116,10 +118,10 @@ def ledger(setting: Setting, *, size: str) -> Iterator[tuple[str, Value]]:
             yield f"{phase}, s", min(values[f"memory/{phase}/seconds"] for values in ledgers[1:])
         yield "wake + sync, s", min(v["memory/wake/seconds"] + v["memory/sync/seconds"] for v in ledgers[1:])
         if setting.cards:
-            yield from memory_of(ledgers[-1])
+            yield from measure_memory(ledgers[-1])
 
 
-def memory_of(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
+def measure_memory(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
     """Yield the driver's count of memory at the end of each phase of a rollout, and the share that is given back."""
     import torch
 
@@ -135,25 +137,25 @@ def memory_of(values: dict[str, float]) -> Iterator[tuple[str, Value]]:
     yield "device left beside torch's own while asleep, GiB", outside_torch / 2**30
 
 
-ledger_05b = partial(ledger, size="0.5B")
-ledger_2b = partial(ledger, size="2B")
+ledger_05b = partial(measure_ledger, size="0.5B")
+ledger_2b = partial(measure_ledger, size="2B")
 
 
 def ledger_7b(setting: Setting) -> Iterator[tuple[str, Value]]:
-    from dsreason.monitor.memory import available_bytes
+    from dsreason.monitor.memory import count_available_bytes
 
-    available = available_bytes() / 2**30
+    available = count_available_bytes() / 2**30
     if not setting.tiny and available < HOST_GIB_7B:
         raise SkipPart(f"7B parameters need {HOST_GIB_7B} GiB of host memory; {available:.0f} are available")
-    yield from ledger(setting, size="7B")
+    yield from measure_ledger(setting, size="7B")
 
 
 def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Time the sync by bucket size, and for reference a copy of the same number of bytes on the device."""
-    with opened(setting, random_model(setting, largest_size(setting)), train=False) as run:
+    with open_policy(setting, build_random_model(setting, find_largest_size(setting)), train=False) as run:
         size = sum(2 * shape.numel() for shape in run.sampler.rollout.expected.values())
         yield "weights, GB", size / 1e9
-        copied = device_copy(size, setting.device)
+        copied = time_device_copy(size, setting.device)
         yield "device copy, s", copied
         yield "device copy, GB/s", size / copied / 1e9
         version = 0
@@ -169,12 +171,12 @@ def sync(setting: Setting) -> Iterator[tuple[str, Value]]:
             yield f"buckets of {bucket:.0f} MiB: sync / device copy", min(seconds) / copied
 
 
-def device_copy(size: int, device: str) -> float:
+def time_device_copy(size: int, device: str) -> float:
     """Return the seconds of a copy of `size` bytes on the device."""
     import torch
 
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return seconds_of(lambda: target.copy_(source))
+    return measure_seconds(lambda: target.copy_(source))
 
 
 # ---------------------------------------------------------------- what sleep loses
@@ -183,35 +185,35 @@ GARBAGE = (255, 127)
 """Bytes to fill memory with: NaN and negative integers, then numbers too large for sums and indices."""
 
 
-def state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
+def check_state_poison(setting: Setting, *, family: str) -> Iterator[tuple[str, Value]]:
     """Check that answers do not change if the memory that vLLM gets back holds data of others, then garbage."""
     from dsreason.rollout.sleep_state import DROPPED
 
-    with opened(replace(setting, tiny=True), tiny_model(setting, family), train=False) as run:
+    with open_policy(replace(setting, tiny=True), build_tiny_model(setting, family), train=False) as run:
         engine = run.sampler.rollout
-        before = answers(run, 1)
+        before = generate_answers(run, 1)
         fill_free_memory(setting)
-        yield "same answers after others have used the memory", answers(run, 2) == before
-        state = look_again(engine)
+        yield "same answers after others have used the memory", generate_answers(run, 2) == before
+        state = read_state(engine)
         for tag in DROPPED:
             size = sum(part.nbytes for part in state.memory.get(tag, []))
             yield f"{tag}: bytes that vLLM does not write back", size
         yield "tensors that dsreason does not write back either", count_unknown(state, engine.state)
         for version, byte in enumerate(GARBAGE, start=3):
-            with spoiling(engine.llm, state, byte):
-                yield f"same answers after memory full of {byte}", answers(run, version) == before
+            with fill_with_garbage(engine.llm, state, byte):
+                yield f"same answers after memory full of {byte}", generate_answers(run, version) == before
 
 
-state_poison_qwen2_5_vl = partial(state_poison, family="qwen2_5_vl")
-state_poison_qwen3_vl = partial(state_poison, family="qwen3_vl")
+state_poison_qwen2_5_vl = partial(check_state_poison, family="qwen2_5_vl")
+state_poison_qwen3_vl = partial(check_state_poison, family="qwen3_vl")
 
 
-def look_again(engine: VLLMEngine) -> SleepState:
+def read_state(engine: VLLMEngine) -> SleepState:
     """Return the state in vLLM's pools after it has worked; empty on a CPU, which has no pools."""
-    from dsreason.rollout.sleep_state import find_sleep_state, vllm_pools
+    from dsreason.rollout.sleep_state import find_pools, find_sleep_state
 
     (runner,) = engine.llm.collective_rpc(lambda worker: worker.model_runner)
-    return find_sleep_state(runner, vllm_pools())
+    return find_sleep_state(runner, find_pools())
 
 
 def count_unknown(state: SleepState, known: SleepState) -> int:
@@ -220,7 +222,7 @@ def count_unknown(state: SleepState, known: SleepState) -> int:
 
 
 @contextmanager
-def spoiling(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
+def fill_with_garbage(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
     """Fill a pool's memory with garbage as soon as vLLM has mapped it again, before anything is written back."""
     wake_up = llm.wake_up
 
@@ -234,16 +236,16 @@ def spoiling(llm: LLM, state: SleepState, byte: int) -> Iterator[None]:
         yield
 
 
-def answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
+def generate_answers(run: Opened, version: int) -> list[tuple[Any, ...]]:
     """Return greedy completions of a round of wake, sync, generate and sleep.
 
     Text comes first, in a separate batch: data of a picture in its batch would hide the garbage.
     """
-    from dsreason.engine.engine import full_parameters
+    from dsreason.engine.engine import iter_full_parameters
 
     engine = run.sampler.rollout
     engine.wake()
-    engine.sync(full_parameters(run.sampler.policy), version)
+    engine.sync(iter_full_parameters(run.sampler.policy), version)
     completions = [
         completion for prompt in run.prompts for completion in replace(run, prompts=[prompt]).generate(engine, version)
     ]
@@ -260,7 +262,7 @@ def fill_free_memory(setting: Setting) -> None:
     torch.cuda.empty_cache()
     count = torch.cuda.mem_get_info()[0] // 2**30 - 1
     junk = [torch.full((2**29,), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-    synchronize()
+    sync_device()
     del junk
     torch.cuda.empty_cache()
 
@@ -308,7 +310,7 @@ def start_llm(setting: Setting) -> LLM:
     from vllm import LLM
 
     return LLM(
-        str(tiny_model(setting)),
+        str(build_tiny_model(setting)),
         dtype="bfloat16",
         max_model_len=4096,
         enforce_eager=True,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.timing import seconds_of
+from benchmarks.gpu_report.timing import measure_seconds
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "NCCL_DEBUG")
 
@@ -17,25 +17,25 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_C
 def environment(setting: Setting) -> Iterator[tuple[str, Value]]:
     import torch
 
-    from dsreason.job.record import git_state, versions
-    from dsreason.monitor.memory import available_bytes
+    from dsreason.job.record import read_git_state, read_versions
+    from dsreason.monitor.memory import count_available_bytes
 
-    yield from versions().items()
-    git = git_state()
+    yield from read_versions().items()
+    git = read_git_state()
     yield "commit", f"{git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git else "not a checkout"
     yield "cuDNN", str(torch.backends.cudnn.version())
     yield "CUDA that torch was built for", str(torch.version.cuda)
-    yield "driver (CUDA 13 needs 580 or newer)", queried("driver_version")
+    yield "driver (CUDA 13 needs 580 or newer)", query_nvidia_smi("driver_version")
     yield "cores", len(os.sched_getaffinity(0))
-    yield "host memory that can be had, GiB", available_bytes() / 2**30
+    yield "host memory that can be had, GiB", count_available_bytes() / 2**30
     yield "disk free for models and runs, GiB", shutil.disk_usage(setting.scratch).free / 2**30
     yield from ((name, os.environ[name]) for name in VARIABLES if name in os.environ)
     if setting.cards:
-        yield from cards()
-    yield from speeds(setting)
+        yield from iter_cards()
+    yield from measure_speeds(setting)
 
 
-def cards() -> Iterator[tuple[str, Value]]:
+def iter_cards() -> Iterator[tuple[str, Value]]:
     import torch
 
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
@@ -46,12 +46,12 @@ def cards() -> Iterator[tuple[str, Value]]:
         yield f"card {number}", f"{card.name}, compute capability {card.major}.{card.minor}"
         yield f"card {number}: memory, GiB", total / 2**30
         yield f"card {number}: in use before anything ran, GiB", (total - free) / 2**30
-        yield f"card {number}: power limit", queried("power.limit", number)
+        yield f"card {number}: power limit", query_nvidia_smi("power.limit", number)
     for peer in range(1, torch.cuda.device_count()):
         yield f"card 0 reads card {peer} directly", torch.cuda.can_device_access_peer(0, peer)
 
 
-def queried(field: str, number: int = 0) -> str:
+def query_nvidia_smi(field: str, number: int = 0) -> str:
     """Return a field that nvidia-smi reports."""
     if shutil.which("nvidia-smi") is None:
         return "unknown: nvidia-smi is missing"
@@ -61,17 +61,17 @@ def queried(field: str, number: int = 0) -> str:
     return lines[min(number, len(lines) - 1)] if completed.returncode == 0 and lines else "unknown: nvidia-smi failed"
 
 
-def speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
+def measure_speeds(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Yield the upper bounds for training and syncing on this machine."""
     import torch
 
     device, side, size = setting.device, *((256, 2**20) if setting.tiny else (8192, 2**31))
     matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    yield f"bf16 matrix product of {side}, TFLOP/s", 2 * side**3 / seconds_of(lambda: matrix @ matrix) / 1e12
+    yield f"bf16 matrix product of {side}, TFLOP/s", 2 * side**3 / measure_seconds(lambda: matrix @ matrix) / 1e12
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    yield "copy on the device, GB/s", size / seconds_of(lambda: target.copy_(source)) / 1e9
+    yield "copy on the device, GB/s", size / measure_seconds(lambda: target.copy_(source)) / 1e9
     if setting.cards:
         for kind, pinned in (("pinned", True), ("pageable", False)):
             host = torch.zeros(size // 4, dtype=torch.uint8, pin_memory=pinned)
-            seconds = seconds_of(partial(host.copy_, target[: size // 4]))
+            seconds = measure_seconds(partial(host.copy_, target[: size // 4]))
             yield f"copy from the device to {kind} memory, GB/s", len(host) / seconds / 1e9

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.timing import forward_and_backward, peak_gib, seconds_of
+from benchmarks.gpu_report.timing import measure_peak_gib, measure_seconds, run_forward_backward
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,21 +25,21 @@ def attention(setting: Setting) -> Iterator[tuple[str, Value]]:
     from dsreason.job.ranks import init_world, shutdown
 
     init_world()
-    yield from kernels_of("as dsreason sets it", setting)
-    yield from decoding("as dsreason sets it", setting)
-    yield from nonfinite_gradients("as dsreason sets it", setting)
-    yield from packed_rows(setting)
+    yield from measure_kernels("as dsreason sets it", setting)
+    yield from time_decoding("as dsreason sets it", setting)
+    yield from count_nonfinite_gradients("as dsreason sets it", setting)
+    yield from compare_packed_rows(setting)
     if setting.cards:
         for allowed in (True, False):
             how = f"cuDNN {'allowed' if allowed else 'off'}"
             torch.backends.cuda.enable_cudnn_sdp(allowed)
-            yield from kernels_of(how, setting)
-            yield from decoding(how, setting)
-            yield from nonfinite_gradients(how, setting)
+            yield from measure_kernels(how, setting)
+            yield from time_decoding(how, setting)
+            yield from count_nonfinite_gradients(how, setting)
     shutdown()
 
 
-def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def measure_kernels(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     """Yield the kernel and the time of forward and backward, with and without a mask, and the cost of a new length."""
     import torch
     from torch.nn.attention import SDPBackend
@@ -50,41 +50,41 @@ def kernels_of(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         name = f"{how}: {'padded' if masked else 'whole'} rows"
 
         def run(length: int, masked: bool = masked) -> None:
-            query, mask = attention_input(setting, rows, heads, length, masked)
+            query, mask = build_attention_input(setting, rows, heads, length, masked)
             output = scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=not masked)
             output.backward(output.detach())
 
-        query, mask = attention_input(setting, rows, heads, length, masked)
+        query, mask = build_attention_input(setting, rows, heads, length, masked)
         number = torch._fused_sdp_choice(query, query, query, mask, 0.0, not masked)
         yield f"{name} kernel", SDPBackend(number).name
-        yield f"{name}, forward and backward, ms", 1e3 * seconds_of(lambda run=run: run(length))
+        yield f"{name}, forward and backward, ms", 1e3 * measure_seconds(lambda run=run: run(length))
         lengths = range(length + 1, length + 1 + NEW_SHAPES)
-        first = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
-        repeated = seconds_of(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
+        first = measure_seconds(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
+        repeated = measure_seconds(lambda run=run, lengths=lengths: [run(n) for n in lengths], times=1, warm_up=False)
         yield f"{name}, a new length more than a seen one, ms", 1e3 * (first - repeated) / NEW_SHAPES
 
 
-def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
+def compare_packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Compare a row of samples, and a prompt with its completions, in dsreason's attention and part by part."""
     import torch
 
     from dsreason.data.types import Segment
-    from dsreason.models.attention import by_segment, row_layout, text_attention
+    from dsreason.models.attention import attend_by_segment, attend_text, build_row_layout
 
     length, count = (32, 4) if setting.tiny else (1024, 8)
     samples = [Segment(i * length, length) for i in range(count)]
     shared = [Segment(0, length), *(Segment(length + i * length // 8, length // 8, parent=0) for i in range(count))]
     for name, segments in (("samples", samples), ("shared prompt", shared)):
-        layout = row_layout(segments, torch.device(setting.device))
+        layout = build_row_layout(segments, torch.device(setting.device))
         shapes = [(1, heads, segments[-1].end, 128) for heads in (16, 8, 8)]
         inputs = [torch.randn(shape, device=setting.device, dtype=torch.bfloat16) for shape in shapes]
 
         def run_packed(layout: Any = layout, inputs: Any = inputs) -> list[Tensor]:
-            attended = partial(text_attention, torch.nn.Identity(), attention_mask=None, layout=layout)
-            return forward_and_backward(lambda *tensors: attended(*tensors)[:1], inputs)
+            attended = partial(attend_text, torch.nn.Identity(), attention_mask=None, layout=layout)
+            return run_forward_backward(lambda *tensors: attended(*tensors)[:1], inputs)
 
         def run_by_parts(segments: Any = segments, inputs: Any = inputs) -> list[Tensor]:
-            return forward_and_backward(lambda *tensors: (by_segment(*tensors, segments, None),), inputs)
+            return run_forward_backward(lambda *tensors: (attend_by_segment(*tensors, segments, None),), inputs)
 
         pairs = [
             (packed.float(), separate.float()) for packed, separate in zip(run_packed(), run_by_parts(), strict=True)
@@ -93,11 +93,13 @@ def packed_rows(setting: Setting) -> Iterator[tuple[str, Value]]:
             f"packed {name}: difference",
             max(float((packed - separate).norm() / separate.norm()) for packed, separate in pairs),
         )
-        yield f"packed {name}, forward and backward, ms", 1e3 * seconds_of(run_packed)
-        yield f"packed {name}, part by part, ms", 1e3 * seconds_of(run_by_parts)
+        yield f"packed {name}, forward and backward, ms", 1e3 * measure_seconds(run_packed)
+        yield f"packed {name}, part by part, ms", 1e3 * measure_seconds(run_by_parts)
 
 
-def attention_input(setting: Setting, rows: int, heads: int, length: int, masked: bool) -> tuple[Tensor, Tensor | None]:
+def build_attention_input(
+    setting: Setting, rows: int, heads: int, length: int, masked: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return random queries `[rows, heads, length, 128]` and, if `masked`, a causal mask with padding in the second row."""
     import torch
 
@@ -109,7 +111,7 @@ def attention_input(setting: Setting, rows: int, heads: int, length: int, masked
     return query, mask
 
 
-def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def time_decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     """Time decoding as in `generate` of transformers: one query, and one more key per token."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
@@ -121,10 +123,10 @@ def decoding(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
         for length in range(first, last):
             scaled_dot_product_attention(query, keys[:, :, :length], keys[:, :, :length])
 
-    yield f"{how}: decoding, ms a token", 1e3 * seconds_of(run, times=1, warm_up=False) / (last - first)
+    yield f"{how}: decoding, ms a token", 1e3 * measure_seconds(run, times=1, warm_up=False) / (last - first)
 
 
-def nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def count_nonfinite_gradients(how: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     """Count non-finite gradients for queries and keys that agree in one strong channel, as Qwen2.5's do.
 
     With a mask, cuDNN's backward pass gives NaN if a row's scores are far below zero and the length is 64 above a multiple
@@ -170,20 +172,20 @@ def vision(setting: Setting) -> Iterator[tuple[str, Value]]:
         grid = torch.tensor([[2, 16, 20] if setting.tiny else [30, 20, 28]], device=setting.device)
         patch = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
         pixels = torch.randn(int(grid.prod()), patch, device=setting.device, dtype=tower.dtype)
-        yield from towers_of(family, tower, pixels, grid)
-        yield from patch_embedding(family, plain, pixels[: 2**9])
+        yield from compare_towers(family, tower, pixels, grid)
+        yield from time_patch_embedding(family, plain, pixels[: 2**9])
 
 
-def towers_of(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
+def compare_towers(family: str, tower: nn.Module, pixels: Tensor, grid: Tensor) -> Iterator[tuple[str, Value]]:
     """Yield time and relative difference, the larger of output's and gradient's, of each implementation."""
     from dsreason.models.attention import VISION
 
-    plain = tower_run(tower, "sdpa", pixels, grid)()
+    plain = build_tower_run(tower, "sdpa", pixels, grid)()
     for name, implementation in (("by windows", "sdpa"), ("as dsreason computes it", VISION)):
-        run = tower_run(tower, implementation, pixels, grid)
+        run = build_tower_run(tower, implementation, pixels, grid)
         pairs = zip(run(), plain, strict=True)
         yield f"{family} {name}: difference", max(float((a - b).norm() / b.norm()) for a, b in pairs)
-        yield f"{family} {name}: forward and backward, s", seconds_of(run)
+        yield f"{family} {name}: forward and backward, s", measure_seconds(run)
 
 
 def build_tower(family: str, config_name: str, model_name: str, setting: Setting) -> nn.Module:
@@ -204,7 +206,7 @@ def build_tower(family: str, config_name: str, model_name: str, setting: Setting
         return model_class._from_config(config, dtype=dtype, attn_implementation="sdpa").to(setting.device)
 
 
-def tower_run(
+def build_tower_run(
     tower: nn.Module, implementation: str, pixels: Tensor, grid: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a function that runs forward and backward: output and gradient of the first block's matrix, both float32."""
@@ -221,11 +223,11 @@ def tower_run(
     return run
 
 
-def patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:
+def time_patch_embedding(family: str, convolution: nn.Module, pixels: Tensor) -> Iterator[tuple[str, Value]]:
     """Time the first layer as a convolution, as transformers does, and as the equivalent matrix product."""
     cubes, matrix = pixels.view(-1, *convolution.weight.shape[1:]), convolution.weight.flatten(1)
-    yield f"{family} 512 patches by matrix product, s", seconds_of(lambda: pixels @ matrix.T)
-    yield f"{family} 512 patches by convolution, s", seconds_of(lambda: convolution(cubes), times=1)
+    yield f"{family} 512 patches by matrix product, s", measure_seconds(lambda: pixels @ matrix.T)
+    yield f"{family} 512 patches by convolution, s", measure_seconds(lambda: convolution(cubes), times=1)
 
 
 # ---------------------------------------------------------------- head
@@ -235,7 +237,7 @@ def head(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Time forward and backward of log-probabilities with entropy; `own choice` is the chunk size of a training run."""
     import torch
 
-    from dsreason.models.logprobs import token_logprobs
+    from dsreason.models.logprobs import compute_token_logprobs
 
     tokens, width, vocabulary = (64, 32, 1000) if setting.tiny else (8192, 4096, 151_936)
     hidden, weight = (
@@ -251,8 +253,8 @@ def head(setting: Setting) -> Iterator[tuple[str, Value]]:
 
         def run(chunk: int | None = chunk) -> None:
             hidden.grad = weight.grad = None
-            logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_size=chunk, with_entropy=True)
+            logprobs, entropy = compute_token_logprobs(hidden, weight, targets, chunk_size=chunk, with_entropy=True)
             (logprobs.sum() + entropy.sum()).backward()
 
-        yield f"{name}: forward and backward, s", seconds_of(run)
-        yield f"{name}: peak, GiB", peak_gib(run)
+        yield f"{name}: forward and backward, s", measure_seconds(run)
+        yield f"{name}: peak, GiB", measure_peak_gib(run)

@@ -30,7 +30,7 @@ QUESTIONS = ("What colour is the ball?", "Which way does the ball move?", "Descr
 ANSWER = "The ball moves to the left, and the square is green."
 
 
-def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+def build_random_model(setting: Setting, size: str, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
     """Return a folder with random weights; it is built once per call, on the device that trains."""
     from dsreason.models.tiny import build_tiny
     from dsreason.train.common.preflight import DTYPES
@@ -41,24 +41,24 @@ def random_model(setting: Setting, size: str, family: str = "qwen3_vl", precisio
     return build_once(setting.scratch / "models" / f"{family}-{size}-{precision}", build)
 
 
-def tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
+def build_tiny_model(setting: Setting, family: str = "qwen3_vl", precision: str = "bf16") -> Path:
     """Return a tiny model, for parts whose question does not depend on size."""
-    return random_model(replace(setting, tiny=True), "tiny", family, precision)
+    return build_random_model(replace(setting, tiny=True), "tiny", family, precision)
 
 
-def largest_size(setting: Setting) -> str:
+def find_largest_size(setting: Setting) -> str:
     """Return the larger of 2 and 0.5 billion parameters that fits on the card. SkipPart if neither fits."""
-    return "2B" if setting.tiny or card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
+    return "2B" if setting.tiny or get_card_gib() >= DEVICE_GIB["2B"] else check_fits(setting, "0.5B")
 
 
 def check_fits(setting: Setting, size: str) -> str:
     """Return the size. SkipPart if it does not fit on the card."""
-    if not setting.tiny and card_gib() < DEVICE_GIB[size]:
-        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB; this one has {card_gib():.0f}")
+    if not setting.tiny and get_card_gib() < DEVICE_GIB[size]:
+        raise SkipPart(f"{size} parameters need a card of {DEVICE_GIB[size]} GiB; this one has {get_card_gib():.0f}")
     return size
 
 
-def card_gib() -> float:
+def get_card_gib() -> float:
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -97,7 +97,7 @@ def fill_with_rows(setting: Setting, count: int, folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
+def build_run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[str, Any]:
     """Build the settings that all runs of the report share: no generated validation, intermediate checkpoints or export.
 
     `train.max_steps` is more than any run takes.
@@ -113,14 +113,14 @@ def run_settings(model: Path, rows: Path, *, precision: str = "bf16") -> dict[st
     }
 
 
-def grpo_settings(
+def build_grpo_settings(
     setting: Setting, model: Path, *, prompts: int, generations: int, length: int, precision: str = "bf16"
 ) -> dict[str, Any]:
     """Build the settings of a GRPO run without KL that rewards vowels; vLLM gets 0.4 of the card's memory."""
     rows = write_rows(setting, 24)
     reward = rows.with_name("rewards.py")
     write_file(reward, REWARD)
-    settings = run_settings(model, rows, precision=precision)
+    settings = build_run_settings(model, rows, precision=precision)
     settings["train"] |= {"max_tokens_per_micro_batch": 4096 if setting.tiny else 16384}
     return settings | {
         "grpo": {"prompts_per_step": prompts, "num_generations": generations, "kl_coef": 0.0},

@@ -26,9 +26,9 @@ class Goal:
     """True if the goal also counts in a run without a GPU."""
 
     def __str__(self) -> str:
-        return f"{self.relation} {shown(self.bound)}"
+        return f"{self.relation} {format_value(self.bound)}"
 
-    def matches(self, name: str) -> bool:
+    def match_name(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
     def is_met(self, value: Value) -> bool:
@@ -55,7 +55,7 @@ class Part:
     """True if the part only checks correctness, so that it may run in parallel with other parts."""
 
 
-def shown(value: Value) -> str:
+def format_value(value: Value) -> str:
     """Format a value: four significant digits, `yes` or `no`."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report.environment import queried
-from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, shown
-from benchmarks.gpu_report.runner import Ended, limit_of
+from benchmarks.gpu_report.environment import query_nvidia_smi
+from benchmarks.gpu_report.parts import PARTS, Part, Setting, Value, format_value
+from benchmarks.gpu_report.runner import Ended, get_limit
 from dsreason.files.atomic import write_file
-from dsreason.job.record import git_state
+from dsreason.job.record import read_git_state
 from dsreason.secrets import hide_secrets
 
 JSON_FILE, MARKDOWN_FILE = "gpu-report.json", "gpu-report.md"
@@ -25,42 +25,46 @@ Record = dict[str, Any]
 """Record of a part: verdict, reason, seconds, limit, when, commit, device, tiny, measurements, log."""
 
 
-def record_of(part: Part, ended: Ended, setting: Setting) -> Record:
+def build_record(part: Part, ended: Ended, setting: Setting) -> Record:
     """Build the record of a part; secrets, paths and the machine's name are removed from its texts."""
-    git = git_state()
-    rows = judged(part, ended.measured, on_gpu=bool(setting.cards)) if ended.how == "done" else unjudged(ended.measured)
+    git = read_git_state()
+    rows = (
+        check_goals(part, ended.measured, on_gpu=bool(setting.cards))
+        if ended.how == "done"
+        else build_rows(ended.measured)
+    )
     return {
-        "verdict": verdict_of(ended, rows),
+        "verdict": get_verdict(ended, rows),
         "reason": hide_machine(ended.reason),
         "seconds": round(ended.seconds, 1),
-        "limit": limit_of(part, setting),
+        "limit": get_limit(part, setting),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git["commit"][:12] + ("" if not git["dirty"] else ", changed") if git else "",
-        "device": queried("name") if setting.cards else "cpu",
+        "device": query_nvidia_smi("name") if setting.cards else "cpu",
         "tiny": setting.tiny,
-        "measurements": [{key: cleaned(value) for key, value in row.items()} for row in rows],
+        "measurements": [{key: clean_value(value) for key, value in row.items()} for row in rows],
         "log": hide_machine(ended.log),
     }
 
 
-def unjudged(measured: dict[str, Value]) -> list[Record]:
+def build_rows(measured: dict[str, Value]) -> list[Record]:
     return [{"name": name, "value": value, "goal": None, "ok": None} for name, value in measured.items()]
 
 
-def judged(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Record]:
+def check_goals(part: Part, measured: dict[str, Value], *, on_gpu: bool) -> list[Record]:
     """Return every measurement with its goal, and every goal without a measurement."""
     goals = [goal for goal in part.goals if on_gpu or goal.on_cpu]
-    rows = unjudged(measured)
+    rows = build_rows(measured)
     for row in rows:
-        if goal := next((goal for goal in goals if goal.matches(row["name"])), None):
+        if goal := next((goal for goal in goals if goal.match_name(row["name"])), None):
             row |= {"goal": str(goal), "ok": goal.is_met(row["value"])}
-    unmeasured = [goal for goal in goals if not any(goal.matches(name) for name in measured)]
+    unmeasured = [goal for goal in goals if not any(goal.match_name(name) for name in measured)]
     return rows + [
         {"name": goal.pattern, "value": "not measured", "goal": str(goal), "ok": False} for goal in unmeasured
     ]
 
 
-def verdict_of(ended: Ended, rows: list[Record]) -> str:
+def get_verdict(ended: Ended, rows: list[Record]) -> str:
     """Return `ok`, `missed` (a goal), `measured` (without a goal), `skipped`, `timed out` or `failed`."""
     if ended.how != "done":
         return ended.how
@@ -70,17 +74,17 @@ def verdict_of(ended: Ended, rows: list[Record]) -> str:
 
 def hide_machine(text: str) -> str:
     """Remove secrets, the machine's name, and the folders of files."""
-    text = PATH.sub(shortened, hide_secrets(text))
+    text = PATH.sub(shorten_path, hide_secrets(text))
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", text)
 
 
-def shortened(path: re.Match[str]) -> str:
+def shorten_path(path: re.Match[str]) -> str:
     """Return at most the last two parts of a path, never its first two, which may be a person's folder."""
     parts = path.group().split("/")[3:]
     return "/".join(["…", *parts[-2:]])
 
 
-def cleaned(value: Any) -> Any:
+def clean_value(value: Any) -> Any:
     return hide_machine(value) if isinstance(value, str) else value
 
 
@@ -94,17 +98,17 @@ def write_report(folder: Path, records: dict[str, Record]) -> None:
     """Write both files, each atomically."""
     ordered = {part.name: records[part.name] for part in PARTS if part.name in records}
     write_file(folder / JSON_FILE, json.dumps({"format": 1, "parts": ordered}, indent=1, ensure_ascii=False) + "\n")
-    write_file(folder / MARKDOWN_FILE, markdown(ordered))
+    write_file(folder / MARKDOWN_FILE, format_markdown(ordered))
 
 
-def markdown(records: dict[str, Record]) -> str:
+def format_markdown(records: dict[str, Record]) -> str:
     lines = ["# dsreason on a GPU", ""]
     if any(record["device"] == "cpu" for record in records.values()):
         lines += [
             "Parts marked *cpu* ran without a GPU, in tiny sizes: they show that the script works, not its speed.",
             "",
         ]
-    lines += table(("part", "verdict", "seconds", "device", "what"), map(summary, records.items()))
+    lines += format_table(("part", "verdict", "seconds", "device", "what"), map(format_summary, records.items()))
     for part in PARTS:
         if part.name in records:
             lines += [
@@ -112,12 +116,12 @@ def markdown(records: dict[str, Record]) -> str:
                 f"## {part.name}",
                 "",
                 part.about[0].upper() + part.about[1:] + ".",
-                *details(records[part.name]),
+                *format_details(records[part.name]),
             ]
     return "\n".join(lines) + "\n"
 
 
-def summary(item: tuple[str, Record]) -> tuple[str, ...]:
+def format_summary(item: tuple[str, Record]) -> tuple[str, ...]:
     name, record = item
     missed = [row["name"] for row in record["measurements"] if row["ok"] is False]
     remark = record["reason"] or ", ".join(missed)
@@ -125,25 +129,25 @@ def summary(item: tuple[str, Record]) -> tuple[str, ...]:
     return f"[{name}](#{name})", f"**{record['verdict']}**", f"{record['seconds']} of {record['limit']}", device, remark
 
 
-def details(record: Record) -> list[str]:
+def format_details(record: Record) -> list[str]:
     ended = f"{record['verdict']}: {record['reason']}" if record["reason"] else record["verdict"]
     lines = ["", f"{ended} ({record['when']}, commit {record['commit'] or 'unknown'})", ""]
     rows = (
         (
             row["name"],
-            shown(row["value"]),
+            format_value(row["value"]),
             row["goal"] or "",
             "" if row["ok"] is None else "ok" if row["ok"] else "**no**",
         )
         for row in record["measurements"]
     )
     if record["measurements"]:
-        lines += table(("measurement", "value", "goal", ""), rows)
+        lines += format_table(("measurement", "value", "goal", ""), rows)
     if record["log"]:
         lines += ["", "```", record["log"].replace("```", "'''"), "```"]
     return lines
 
 
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+def format_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     cells = [head, ("---",) * len(head), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells]

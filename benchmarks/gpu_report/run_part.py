@@ -21,14 +21,14 @@ def main(task: str) -> None:
     with Path(settings["results"]).open("a", buffering=1) as file:
         try:
             for name, value in measure(setting):
-                file.write(json.dumps({"name": name, "value": as_json(value)}) + "\n")
+                file.write(json.dumps({"name": name, "value": to_json_value(value)}) + "\n")
         except SkipPart as skip:
             file.write(json.dumps({"skipped": str(skip)}) + "\n")
         else:
             file.write(json.dumps({"done": True}) + "\n")
 
 
-def as_json(value: Value) -> Value:
+def to_json_value(value: Value) -> Value:
     """Convert infinities and NaN, which JSON does not have, to strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -68,10 +68,10 @@ def run_part(
     task = json.dumps(settings, default=str)
     command = [sys.executable, "-m", "benchmarks.gpu_report.run_part", task]
     started = time.monotonic()
-    limit = limit_of(part, setting) if limit is None else limit
+    limit = get_limit(part, setting) if limit is None else limit
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=build_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             while process.poll() is None and time.monotonic() - started < limit:
@@ -81,15 +81,15 @@ def run_part(
             code = process.poll()
         finally:
             end(process)
-    return ended(code, time.monotonic() - started, results, log)
+    return read_result(code, time.monotonic() - started, results, log)
 
 
-def limit_of(part: Part, setting: Setting) -> int:
+def get_limit(part: Part, setting: Setting) -> int:
     """Return the time limit in seconds; a CPU gets more, as vLLM and DeepSpeed compile there, and its cores may be shared."""
     return part.seconds if setting.cards else 10 * part.seconds
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """Build an environment that is offline, outside of any job, and has this checkout's packages first on the path."""
     variables = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -110,7 +110,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(children, timeout=GONE_WITHIN)  # the next part needs their memory on the card
 
 
-def ended(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
+def read_result(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
     """Build the result of a part from its files; `code` is None if its time was over."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     measured = {line["name"]: line["value"] for line in lines if "name" in line}
@@ -122,8 +122,8 @@ def ended(code: int | None, seconds: float, results: Path, log: Path) -> Ended:
     written = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
     if code is None:
         return Ended("timed out", seconds, measured, f"killed after {seconds:.0f} s", written)
-    return Ended("failed", seconds, measured, how_it_ended(code), written)
+    return Ended("failed", seconds, measured, describe_exit(code), written)
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
-from benchmarks.gpu_report.materials import FAMILIES, grpo_settings, largest_size, random_model, tiny_model
+from benchmarks.gpu_report.materials import (
+    FAMILIES,
+    build_grpo_settings,
+    build_random_model,
+    build_tiny_model,
+    find_largest_size,
+)
 from benchmarks.gpu_report.parts import Setting, Value
-from benchmarks.gpu_report.training import sft_settings, sft_steps, speeds
+from benchmarks.gpu_report.training import build_sft_settings, compute_speeds, run_sft_steps
 from dsreason.job import launch
 
 PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
@@ -25,10 +31,10 @@ PHASES = ("offload", "wake", "sync", "generate", "sleep", "reload", "train")
 # ---------------------------------------------------------------- parity and leaks: the command, on tiny models
 
 
-def parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
+def measure_parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
     """Run two steps of `dsreason grpo` per family; its self-test stops the run if weights are lost."""
     for family in FAMILIES[:1] if setting.tiny else FAMILIES:
-        run = tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
+        run = run_tiny_grpo(setting, f"parity-{family}-{precision}", family, precision, steps=2)
         yield f"{family}: from start to the first step, s", run.seconds_to_first_step
         for key in sorted(name for name in run.steps[0] if name.startswith("mismatch/")):
             value = max(step[key] for step in run.steps if key in step)
@@ -37,13 +43,13 @@ def parity(setting: Setting, *, precision: str) -> Iterator[tuple[str, Value]]:
                 yield f"{family}: {key.replace('kl', 'root_mean_square_logprob')}", math.sqrt(2 * value)
 
 
-parity_bf16 = partial(parity, precision="bf16")
-parity_fp32 = partial(parity, precision="fp32")
+parity_bf16 = partial(measure_parity, precision="bf16")
+parity_fp32 = partial(measure_parity, precision="fp32")
 
 
 def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     count, (first, last), late = (4, (1, 2), 2) if setting.tiny else (20, (2, 8), 12)
-    run = tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=count)
+    run = run_tiny_grpo(setting, "leaks", "qwen3_vl", "bf16", steps=count)
     for name in ("allocated", "device"):
         held = [step[f"memory/train/{name}_gib"] for step in run.steps if f"memory/train/{name}_gib" in step]
         if held:  # on a CPU no driver counts memory
@@ -54,10 +60,10 @@ def leaks(setting: Setting) -> Iterator[tuple[str, Value]]:
     yield "from start to end, s", run.seconds
 
 
-def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
+def run_tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps: int) -> Run:
     tiny = replace(setting, tiny=True)
-    model = tiny_model(setting, family, precision)
-    settings = grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
+    model = build_tiny_model(setting, family, precision)
+    settings = build_grpo_settings(tiny, model, prompts=6, generations=4, length=16, precision=precision)
     settings["train"]["max_steps"] = steps
     # The cache has a fixed size, as vLLM would otherwise measure free memory, which parallel parts change.
     settings["rollout"] |= {"gpu_memory_utilization": 0.1, "engine_options": {"kv_cache_memory_bytes": 2**30}}
@@ -69,18 +75,18 @@ def tiny_grpo(setting: Setting, name: str, family: str, precision: str, *, steps
 
 def grpo(setting: Setting) -> Iterator[tuple[str, Value]]:
     output = setting.scratch / "grpo"
-    for measurement in grpo_steps(real_grpo(setting), output, 2 if setting.tiny else 5):
+    for measurement in run_grpo_steps(build_real_grpo(setting), output, 2 if setting.tiny else 5):
         yield measurement
         yield from split(read_metrics(output))  # after each step, so that measurements survive a time limit
 
 
-def real_grpo(setting: Setting) -> dict[str, Any]:
+def build_real_grpo(setting: Setting) -> dict[str, Any]:
     prompts, generations, length = (2, 2, 8) if setting.tiny else (16, 8, 256)
-    model = random_model(setting, largest_size(setting))
-    return grpo_settings(setting, model, prompts=prompts, generations=generations, length=length)
+    model = build_random_model(setting, find_largest_size(setting))
+    return build_grpo_settings(setting, model, prompts=prompts, generations=generations, length=length)
 
 
-def grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
+def run_grpo_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
     """Start `dsreason grpo` and run its first steps, without the final checkpoint. Every rank of a job calls it."""
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.train.grpo.build import build_grpo
@@ -128,26 +134,28 @@ def split(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
 
 def cards_sft(setting: Setting) -> Iterator[tuple[str, Value]]:
     ranks = setting.cards or 2
-    settings = sft_settings(setting, largest_size(setting))
+    settings = build_sft_settings(setting, find_largest_size(setting))
     settings["train"]["global_batch_size"] *= ranks
     yield "cards", ranks
-    yield from speeds(on_ranks("sft", settings, setting, ranks, 4 if setting.tiny else 10))
+    yield from compute_speeds(run_on_ranks("sft", settings, setting, ranks, 4 if setting.tiny else 10))
 
 
 def cards_grpo(setting: Setting, *, tensor_parallel_size: int = 1) -> Iterator[tuple[str, Value]]:
     ranks = setting.cards or 2
     ranks -= ranks % tensor_parallel_size
-    settings = real_grpo(setting)
+    settings = build_real_grpo(setting)
     settings["grpo"]["prompts_per_step"] *= ranks
     settings["rollout"]["tensor_parallel_size"] = tensor_parallel_size
     yield "cards", ranks
-    yield from split(on_ranks("grpo", settings, setting, ranks, 2 if setting.tiny else 4))
+    yield from split(run_on_ranks("grpo", settings, setting, ranks, 2 if setting.tiny else 4))
 
 
 cards_grpo_tp2 = partial(cards_grpo, tensor_parallel_size=2)
 
 
-def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int) -> list[dict[str, Any]]:
+def run_on_ranks(
+    command: str, settings: dict[str, Any], setting: Setting, ranks: int, steps: int
+) -> list[dict[str, Any]]:
     """Run the first steps of a job of `ranks` processes on this machine, and return its metrics."""
     folder = Path(tempfile.mkdtemp(dir=setting.scratch))
     task = json.dumps({"command": command, "settings": settings, "output": str(folder / "run"), "steps": steps})
@@ -156,13 +164,13 @@ def on_ranks(command: str, settings: dict[str, Any], setting: Setting, ranks: in
     return read_metrics(folder / "run")
 
 
-def rank(task: str) -> None:
+def run_rank(task: str) -> None:
     launch.enter_rank()
     settings = json.loads(task)
-    steps = {"sft": sft_steps, "grpo": grpo_steps}[settings["command"]]
+    steps = {"sft": run_sft_steps, "grpo": run_grpo_steps}[settings["command"]]
     for _ in steps(settings["settings"], Path(settings["output"]), settings["steps"]):
         pass
 
 
 if __name__ == "__main__":
-    rank(sys.argv[1])
+    run_rank(sys.argv[1])

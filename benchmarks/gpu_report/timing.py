@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Function = Callable[..., tuple["Tensor", ...]]
 
 
-def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+def run_forward_backward(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a function and the gradients of its inputs."""
     import torch
 
@@ -23,26 +23,26 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> list[T
     return [*(output.detach() for output in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def seconds_of(work: Callable[[], object], *, times: int = 3, warm_up: bool = True) -> float:
+def measure_seconds(work: Callable[[], object], *, times: int = 3, warm_up: bool = True) -> float:
     """Return the mean seconds of `times` calls, after a warm-up call that does not count."""
     if warm_up:
         work()
-    synchronize()
+    sync_device()
     started = time.perf_counter()
     for _ in range(times):
         work()
-    synchronize()
+    sync_device()
     return (time.perf_counter() - started) / times
 
 
-def synchronize() -> None:
+def sync_device() -> None:
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def peak_gib(work: Callable[[], object]) -> float:
+def measure_peak_gib(work: Callable[[], object]) -> float:
     """Return the peak memory in GiB that torch allocated during the work; 0 on a CPU."""
     import torch
 

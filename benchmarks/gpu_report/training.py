@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu_report.commands import Run, Running, read_metrics
 from benchmarks.gpu_report.materials import (
     FAMILIES,
+    build_random_model,
+    build_run_settings,
+    build_tiny_model,
     check_fits,
-    largest_size,
-    random_model,
-    run_settings,
-    tiny_model,
+    find_largest_size,
     write_rows,
 )
 from benchmarks.gpu_report.parts import Setting, Value
@@ -42,27 +42,27 @@ def zero(setting: Setting) -> Iterator[tuple[str, Value]]:
     for file in DEEPSPEED_FILES:
         for family in FAMILIES:
             try:
-                yield from first_step(f"{file} {family}", file, family, setting)
+                yield from run_first_step(f"{file} {family}", file, family, setting)
             except Exception as error:  # noqa: BLE001 (this part reports any error)
                 yield f"{file} {family}: ran", f"{type(error).__name__}: {error}"[:500]
     shutdown()
 
 
-def first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[tuple[str, Value]]:
+def run_first_step(name: str, file: str, family: str, setting: Setting) -> Iterator[tuple[str, Value]]:
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.engine.engine import engine_grad_norm
+    from dsreason.engine.engine import get_grad_norm
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
-    model = tiny_model(setting, family)
+    model = build_tiny_model(setting, family)
     config, started = SFTConfig(), time.perf_counter()
     policy = build_policy_engine(config, resolve_deepspeed(file, config, device=setting.device, world_size=1), model)
     yield f"{name}: built, s", time.perf_counter() - started
     yield f"{name}: buffers elsewhere", sum(buffer.device != policy.device for buffer in policy.module.buffers())
     started = time.perf_counter()
     train_on_a_clip(policy, build_encoder(config, model))
-    norm = engine_grad_norm(policy)
+    norm = get_grad_norm(policy)
     yield f"{name}: ran", norm > 0 and norm != float("inf")
     yield f"{name}: step, s", time.perf_counter() - started
 
@@ -75,7 +75,7 @@ def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
 
     from dsreason.data.collate import collate
 
-    clip = encoder.dummy("video")
+    clip = encoder.build_dummy("video")
     clip = replace(clip, id="0", loss_mask=torch.arange(len(clip)) > 0)
     logprobs = policy(collate([clip], pad_id=0).to(policy.device))
     policy.set_gradient_accumulation_boundary(True)
@@ -87,7 +87,7 @@ def train_on_a_clip(policy: DeepSpeedEngine, encoder: Encoder) -> None:
 
 
 def sft(setting: Setting, *, file: str = "zero3.json") -> Iterator[tuple[str, Value]]:
-    settings = sft_settings(setting, largest_size(setting)) | {"deepspeed": file}
+    settings = build_sft_settings(setting, find_largest_size(setting)) | {"deepspeed": file}
     yield from measure_sft(setting, settings, f"sft-{file}")
 
 
@@ -95,21 +95,21 @@ sft_zero2 = partial(sft, file="zero2.json")
 
 
 def lora_8b(setting: Setting) -> Iterator[tuple[str, Value]]:
-    settings = sft_settings(setting, check_fits(setting, "8B")) | {"lora": {"rank": 16}}
+    settings = build_sft_settings(setting, check_fits(setting, "8B")) | {"lora": {"rank": 16}}
     yield from measure_sft(setting, settings, "lora-8b")
 
 
 def measure_sft(setting: Setting, settings: dict[str, Any], folder: str) -> Iterator[tuple[str, Value]]:
     """Yield the speeds after each step, so that measurements survive a time limit."""
     output = setting.scratch / folder
-    for measurement in sft_steps(settings, output, 4 if setting.tiny else 10):
+    for measurement in run_sft_steps(settings, output, 4 if setting.tiny else 10):
         yield measurement
-        yield from speeds(read_metrics(output))
+        yield from compute_speeds(read_metrics(output))
 
 
-def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
-    model, rows = random_model(setting, size), write_rows(setting, 24 if setting.tiny else 192)
-    settings = run_settings(model, rows)
+def build_sft_settings(setting: Setting, size: str) -> dict[str, Any]:
+    model, rows = build_random_model(setting, size), write_rows(setting, 24 if setting.tiny else 192)
+    settings = build_run_settings(model, rows)
     settings["train"] |= {
         "global_batch_size": 8 if setting.tiny else 64,
         "max_tokens_per_micro_batch": 4096 if setting.tiny else 16384,
@@ -117,7 +117,7 @@ def sft_settings(setting: Setting, size: str) -> dict[str, Any]:
     return settings
 
 
-def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
+def run_sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tuple[str, Value]]:
     """Run the first steps of `dsreason sft`, without the final checkpoint. Every rank of a job calls it."""
     from dsreason.config.schema import SFTConfig
     from dsreason.train.sft.build import build_sft
@@ -131,20 +131,20 @@ def sft_steps(settings: dict[str, Any], output: Path, steps: int) -> Iterator[tu
             yield "steps", number + 1
             if number == 0:
                 yield "micro-batches a step", len(batches.micro_batches)
-                yield "padding, share of tokens", padding(batches)
+                yield "padding, share of tokens", compute_padding(batches)
 
 
-def padding(batches: StepBatches) -> float:
+def compute_padding(batches: StepBatches) -> float:
     return 1 - batches.work.tokens / sum(batch.input_ids.numel() for batch in batches.micro_batches)
 
 
 def count_parameters(engine: DeepSpeedEngine) -> int:
-    from dsreason.engine.engine import full_shape
+    from dsreason.engine.engine import get_full_shape
 
-    return sum(full_shape(parameter).numel() for parameter in engine.module.parameters())
+    return sum(get_full_shape(parameter).numel() for parameter in engine.module.parameters())
 
 
-def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
+def compute_speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
     """Yield means over the steps of an SFT run after the second; nothing before the third step."""
     steps = [line for line in lines if "train/loss" in line]
     late = steps[2:]
@@ -161,19 +161,19 @@ def speeds(lines: list[dict[str, Any]]) -> Iterator[tuple[str, Value]]:
 
 
 def checkpoint(setting: Setting) -> Iterator[tuple[str, Value]]:
-    yield from stall(setting)
+    yield from measure_stall(setting)
     yield from stop_and_resume(setting)
 
 
-def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
-    from benchmarks.checkpoint_stall import measure, medians
+def measure_stall(setting: Setting) -> Iterator[tuple[str, Value]]:
+    from benchmarks.checkpoint_stall import compute_medians, measure
     from dsreason.job.ranks import init_world, shutdown
 
     seconds_by_name, size = measure(
         setting.scratch / "stall", 0.05 if setting.tiny else 4.0, 1 if setting.tiny else 2, init_world()
     )
     shutdown()
-    typical = medians(seconds_by_name)
+    typical = compute_medians(seconds_by_name)
     yield "checkpoint, GiB", size / 2**30
     yield "first stall, memory for the copy included, s", seconds_by_name["stall"][0]
     yield from ((f"{name}, s", seconds) for name, seconds in typical.items())
@@ -183,8 +183,8 @@ def stall(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 def stop_and_resume(setting: Setting) -> Iterator[tuple[str, Value]]:
     """Send SIGTERM after the third step of a tiny run, and run the same command again."""
-    model = tiny_model(setting)
-    settings = run_settings(model, write_rows(setting, 24))
+    model = build_tiny_model(setting)
+    settings = build_run_settings(model, write_rows(setting, 24))
     settings["train"] |= {"global_batch_size": 4}
     running = Running("sft", settings, setting.scratch / "stopped")
     running.wait_for_steps(3)

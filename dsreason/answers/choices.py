@@ -28,9 +28,9 @@ from dsreason.answers.phrases import (
     SECOND_THOUGHT,
     SUPPORTED,
 )
-from dsreason.answers.text import EAST_ASIAN, cleaned, last_boxed, split_sentences, text_before
-from dsreason.answers.verdicts import UNREAD, is_refused, read_yes_no, verdicts
-from dsreason.text import normalized
+from dsreason.answers.text import EAST_ASIAN, clean_text, find_last_boxed, split_sentences, take_text_before
+from dsreason.answers.verdicts import UNREAD, is_refused, iter_verdicts, read_yes_no
+from dsreason.text import normalize
 
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
 """The next key of a JSON object."""
@@ -47,17 +47,17 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
 
     Without `options` any single letter A to Z counts, and option texts cannot be recognised.
     """
-    boxed = last_boxed(text)
+    boxed = find_last_boxed(text)
     if boxed is not None:
         key, _ = read_option(boxed, options)
         return (key, "boxed") if key else UNREAD
     reader = _Reader(options)
-    plain = reader.without_list(cleaned(text))
+    plain = reader.remove_option_list(clean_text(text))
     for rule, find in (
-        ("only letter", reader.only_letter),
-        ("option text", reader.option_text),
+        ("only letter", reader.read_only_letter),
+        ("option text", reader.find_by_text),
         ("answer is", reader.verdict),
-        ("yes or no", reader.yes_or_no),
+        ("yes or no", reader.find_yes_or_no),
         ("letter and text", reader.chosen),
     ):
         key_or_unread = find(plain)
@@ -66,17 +66,17 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
     key_by_rule = {
         rule: rule_key
         for rule, find in (
-            ("own line", reader.own_line),
-            ("conclusion", reader.conclusion),
-            ("only one right", reader.only_one_right),
-            ("letter and text", reader.letter_and_text),
+            ("own line", reader.find_own_line),
+            ("conclusion", reader.find_conclusion),
+            ("only one right", reader.find_only_right),
+            ("letter and text", reader.read_letter_and_text),
         )
         if (rule_key := find(plain)) is not None
     }
     if key_by_rule:
         rule, key = next(iter(key_by_rule.items()))
         return (key, rule) if set(key_by_rule.values()) == {key} else UNREAD
-    for rule, find in (("only option named", reader.only_one_named), ("option text named", reader.only_text_named)):
+    for rule, find in (("only option named", reader.find_only_named), ("option text named", reader.find_only_text)):
         named_key = find(plain)
         if named_key is not None:
             return named_key, rule
@@ -114,13 +114,13 @@ class _Reader:
             rf"(?:(?i:{ASIDE}).{{0,200}}?|(?i:[,;]?\s+\(?(?:and\s+)?not\s+(?:option\s+)?))[(\[]?(?<!\w)(?:{self.letter})(?!\w).*"
         )
 
-    def _key(self, letter: str) -> str | None:
+    def to_key(self, letter: str) -> str | None:
         return self.keys.get(letter.upper())  # a Turkish İ matches I in the pattern but is not a key
 
-    def without_list(self, text: str) -> str:
+    def remove_option_list(self, text: str) -> str:
         """Remove lines that only repeat the options, if two or more follow in order."""
         lines = text.splitlines()
-        positions = [self._place_of_item(line) for line in lines]
+        positions = [self._find_item_index(line) for line in lines]
         steps = [
             position is not None and following == position + 1
             for position, following in zip(positions, positions[1:], strict=False)
@@ -128,24 +128,24 @@ class _Reader:
         listed = {i + j for i, is_step in enumerate(steps) if is_step for j in (0, 1)}
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
-    def _place_of_item(self, line: str) -> int | None:
+    def _find_item_index(self, line: str) -> int | None:
         """Return 1 for `B. to the right`: the index of an option whose letter and text make up the line."""
         letter, mark, remainder = self._split(line)
-        return self.order.index(letter) if letter and mark and self.option_text(remainder) == letter else None
+        return self.order.index(letter) if letter and mark and self.find_by_text(remainder) == letter else None
 
     # ------------------------------------------------------------ the whole text
 
-    def only_letter(self, text: str) -> str | None:
+    def read_only_letter(self, text: str) -> str | None:
         match = re.fullmatch(rf"{BEFORE_LETTER}({self.letter}){AFTER_LETTER}", text, re.IGNORECASE)
-        return self._key(match[1]) if match else None
+        return self.to_key(match[1]) if match else None
 
-    def option_text(self, text: str) -> str | None:
-        return self.texts.key_of(text)
+    def find_by_text(self, text: str) -> str | None:
+        return self.texts.find_key(text)
 
-    def yes_or_no(self, text: str) -> str | None:
+    def find_yes_or_no(self, text: str) -> str | None:
         """Return the option that says yes or no, if the options include both."""
         by_text = {option: key for key, option in self.texts.bare.items()}
-        if not {"yes", "no"} <= by_text.keys() or self._named(text):
+        if not {"yes", "no"} <= by_text.keys() or self._find_named_keys(text):
             return None
         return by_text.get(read_yes_no(text)[0])
 
@@ -156,11 +156,11 @@ class _Reader:
         reason = REASON.search(line)
         clause = line[: reason.start()] if reason and not SECOND_THOUGHT.search(line[reason.start() :]) else ""
         for text in (line.strip(), clause if clause != "a" else ""):  # "a not so slow car" names no letter
-            key = self.only_letter(text) or self.option_text(text)
+            key = self.read_only_letter(text) or self.find_by_text(text)
             if key is not None:
                 return key
             letter, _, remainder = self._split(text)
-            if letter is not None and self.option_text(remainder) == letter:
+            if letter is not None and self.find_by_text(remainder) == letter:
                 return letter
         return None
 
@@ -168,36 +168,36 @@ class _Reader:
 
     def verdict(self, text: str) -> str | None:
         """Return the last verdict, since a text that corrects itself ends with its answer; "" if another option follows."""
-        verdict_keys = [(start, self._said(line)) for start, line in verdicts(text)]
+        verdict_keys = [(start, self._read_verdict_line(line)) for start, line in iter_verdicts(text)]
         verdict_keys += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())
         ]
         chosen_keys = [(start, key) for start, key in verdict_keys if key]
         if not chosen_keys:
             return None
-        key = self._last(text, chosen_keys)
+        key = self._take_last_verdict(text, chosen_keys)
         later = split_sentences(text[max(chosen_keys)[0] :])[1:]
-        return key if key and self.conclusion("\n".join(later)) in (None, key) else ""
+        return key if key and self.find_conclusion("\n".join(later)) in (None, key) else ""
 
-    def conclusion(self, text: str) -> str | None:
+    def find_conclusion(self, text: str) -> str | None:
         """Return the last option that a clause concludes with ("it should be B", "so B") or favours ("B fits")."""
         thought = SECOND_THOUGHT.search(text)
         for match in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
-            key = self._key(match[1])
+            key = self.to_key(match[1])
             if key is None or not self._is_concluded(text, match):
                 continue
-            if thought and thought.start() < match.start() and self._named(text[: match.start(1)]):
+            if thought and thought.start() < match.start() and self._find_named_keys(text[: match.start(1)]):
                 return None
-            return self._last(text, [(match.end(), key)])
+            return self._take_last_verdict(text, [(match.end(), key)])
         return None
 
     def _is_concluded(self, text: str, match: re.Match[str]) -> bool:
-        before = text_before(text, match.start(1), WINDOW)
+        before = take_text_before(text, match.start(1), WINDOW)
         after = text[match.end(1) : match.end(1) + WINDOW]
-        lead = text_before(text, match.start(), WINDOW)
+        lead = take_text_before(text, match.start(), WINDOW)
         sentence, following = re.split(r"[.!?\n]", lead)[-1], re.split(r"(?<=[.!?])\s|\n", after)[0]
         joined = re.search(rf"(?<!\w)(?:{self.letter})[)\]]?,? (?:and|or) $", lead)
-        if HEDGE.match(text, match.start()) and self._named(sentence + following):
+        if HEDGE.match(text, match.start()) and self._find_named_keys(sentence + following):
             return False
         if joined or is_refused(text, match.start(1)) or POSSIBLY.search(sentence) or following.endswith("?"):
             return False
@@ -205,65 +205,65 @@ class _Reader:
             return False
         if match[1] == "I" and not re.match(r"\W*(?:$|[\n.;:!])", after):
             return False
-        return not self._contradicts(match[1] + after)
+        return not self._has_other_text(match[1] + after)
 
-    def _last(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
+    def _take_last_verdict(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
         """Return the last verdict; None if another option follows on second thought, on a separate line, or at the end."""
         if not verdict_keys:
             return None
         start, key = max(verdict_keys, key=lambda verdict: verdict[0])
         thought = SECOND_THOUGHT.search(text, start)
-        if thought and self._named(text[thought.start() :]) - {key}:
+        if thought and self._find_named_keys(text[thought.start() :]) - {key}:
             return None
         lines, sentences = text[start:].splitlines()[1:], split_sentences(text[start:])[1:]
         later = [*lines, *(line.rpartition(":")[2] for line in lines[-1:]), *sentences[-1:]]
         return key if {self.chosen(line) for line in later} <= {None, key} else None
 
-    def _said(self, line: str) -> str | None:
+    def _read_verdict_line(self, line: str) -> str | None:
         line = NEXT_FIELD.split(line)[0]
         sentence = re.split(r"(?<=[.!?;])\s", line)[0]
-        if self._contradicts(line):
+        if self._has_other_text(line):
             return None
-        return self.chosen(line) or self.chosen(sentence) or self._letter_and_words(REASON.sub("", sentence))
+        return self.chosen(line) or self.chosen(sentence) or self._read_letter_and_words(REASON.sub("", sentence))
 
     # ------------------------------------------------------------ how a text is laid out
 
-    def own_line(self, text: str) -> str | None:
+    def find_own_line(self, text: str) -> str | None:
         """Return the only option that has a line to itself."""
         key_of_line = {line: self.chosen(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
-        if len(keys) != 1 or any(SECOND_THOUGHT.search(line) or self._contradicts(line) for line in other_lines):
+        if len(keys) != 1 or any(SECOND_THOUGHT.search(line) or self._has_other_text(line) for line in other_lines):
             return None
         return keys.pop()
 
-    def letter_and_text(self, text: str) -> str | None:
+    def read_letter_and_text(self, text: str) -> str | None:
         """Read `C. move left`: a letter that is set off, then words, unless these go on with the next option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
-            return self._letter_and_words(text)
+            return self._read_letter_and_words(text)
         after = self.order[self.order.index(letter) + 1 :]
         items = re.findall(rf"(?:^|\s)[(\[]?({self.letter})[)\].:]+\s", remainder)
         is_list = bool(after and items) and items[0] == after[0].upper()
         joined = re.match(
-            rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._without_articles(remainder)
+            rf"(?:(?:and|or)\s+|[&/]\s*)?[(\[]?({self.letter})(?![\w'’-])", self._remove_articles(remainder)
         )
         is_another = any(self.chosen(line) not in (None, letter) for line in remainder.splitlines())
-        if is_list or joined or is_another or self._contradicts(text):
+        if is_list or joined or is_another or self._has_other_text(text):
             return None
         return None if self._is_remark(mark, remainder) else letter
 
-    def _letter_and_words(self, text: str) -> str | None:
+    def _read_letter_and_words(self, text: str) -> str | None:
         """Read a letter that is set off, then words about its option and no other."""
         letter, mark, remainder = self._split(text)
-        if letter is None or not mark or self._contradicts(text) or self._named(remainder) - {letter}:
+        if letter is None or not mark or self._has_other_text(text) or self._find_named_keys(remainder) - {letter}:
             return None
         return None if self._is_remark(mark, remainder) else letter
 
     def _is_remark(self, mark: str, remainder: str) -> bool:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
-    def only_one_right(self, text: str) -> str | None:
+    def find_only_right(self, text: str) -> str | None:
         """Return the only option judged right, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
@@ -273,27 +273,31 @@ class _Reader:
 
     # ------------------------------------------------------------ the only option named
 
-    def only_one_named(self, text: str) -> str | None:
+    def find_only_named(self, text: str) -> str | None:
         """Return the only option named: `(C)`, `option C`, or a separate C, in sentences that do not deny it."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]
-        named_keys = set().union(*map(self._named, sentences))
+        named_keys = set().union(*map(self._find_named_keys, sentences))
         if len(named_keys) != 1 or SECOND_THOUGHT.search(text) or self._is_contradictory(text):
             return None
         [key] = named_keys
-        naming = [sentence for sentence in sentences if self._named(sentence)]
+        naming = [sentence for sentence in sentences if self._find_named_keys(sentence)]
         if any(is_denied(sentence) or PROVISIONAL.search(sentence) for sentence in naming) or self._is_taken_back(
             sentences
         ):
             return None
         naming = [self.mentioned.sub("", sentence) for sentence in naming]
-        return key if any(self._marked(sentence) or self.stands_alone.search(sentence) for sentence in naming) else None
+        return (
+            key
+            if any(self._find_marked_keys(sentence) or self.stands_alone.search(sentence) for sentence in naming)
+            else None
+        )
 
-    def only_text_named(self, text: str) -> str | None:
+    def find_only_text(self, text: str) -> str | None:
         """Return the one option whose text the response answers with; see `mentions`."""
         sentences = split_sentences(text)
-        key = self.texts.answered(sentences, self._named(text))
+        key = self.texts.answered(sentences, self._find_named_keys(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
             return None
         return key
@@ -308,38 +312,38 @@ class _Reader:
 
     # ------------------------------------------------------------ letters in a text
 
-    def _contradicts(self, line: str) -> bool:
+    def _has_other_text(self, line: str) -> bool:
         """Return whether a letter is followed by another option's text."""
         letter, mark, remainder = self._split(line)
-        return mark != "" and self.option_text(remainder.partition("\n")[0]) not in (None, letter)
+        return mark != "" and self.find_by_text(remainder.partition("\n")[0]) not in (None, letter)
 
     def _is_contradictory(self, text: str) -> bool:
         """Return whether any letter has another option's text: `A. to the right` or `to the right (A)` if A is `to the left`."""
         for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
-            before = text_before(text, match.start(), WINDOW)
-            before_text = normalized(before).rstrip(" ([")
+            before = take_text_before(text, match.start(), WINDOW)
+            before_text = normalize(before).rstrip(" ([")
             other_texts = self.texts.others(self.keys[match[1]])
             is_other = before.endswith("(") and any(before_text.endswith(other) for other in other_texts if other)
-            if is_other or self._contradicts(text[match.start() : match.start() + WINDOW]):
+            if is_other or self._has_other_text(text[match.start() : match.start() + WINDOW]):
                 return True
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
         """Return (the letter that a text begins with, the mark that sets it off, what follows)."""
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
-        return (self._key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
+        return (self.to_key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
-    def _marked(self, text: str) -> set[str]:
+    def _find_marked_keys(self, text: str) -> set[str]:
         marks = rf"(?<!\w)[(\[]({self.letter})[)\]]|\b(?:option|choice)\s+({self.letter})\b"
-        return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self._key("".join(pair)))}
+        return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self.to_key("".join(pair)))}
 
-    def _named(self, text: str) -> set[str]:
+    def _find_named_keys(self, text: str) -> set[str]:
         """Return all options that the text may mean, including bare capitals but not "A" and "I" of ordinary sentences."""
-        words = re.sub(r"\bI\b", "", self._without_articles(text))
+        words = re.sub(r"\bI\b", "", self._remove_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
-        return self._marked(text) | {self.keys[letter] for letter in bare}
+        return self._find_marked_keys(text) | {self.keys[letter] for letter in bare}
 
-    def _without_articles(self, text: str) -> str:
+    def _remove_articles(self, text: str) -> str:
         return re.sub(
             r"(?:^|(?<=\n)|(?<=[.!?:] ))A (?!(?:is|are|was|and|or|has|does|would|seems|fits|matches)\b)(?=[a-z])",
             "",

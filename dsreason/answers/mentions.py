@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from dsreason.answers.phrases import DENIAL, POSSIBLY, PROVISIONAL
-from dsreason.answers.text import cleaned, text_before
-from dsreason.text import bare, normalized
+from dsreason.answers.text import clean_text, take_text_before
+from dsreason.text import normalize, normalize_option
 
 PART = re.compile(r"[,;]|\bbut\b")
 """The boundary between a denied part and its replacement."""
@@ -134,15 +134,19 @@ class OptionTexts:
     """The texts of a question's options, for finding the one that a response means."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
-        self.bare = {key: bare(cleaned(text)) for key, text in (options or {}).items()}
+        self.bare = {key: normalize_option(clean_text(text)) for key, text in (options or {}).items()}
         longest_first = sorted(self.bare.items(), key=lambda item: -len(item[1]))
         times = Counter(self.bare.values())
         self.phrases = {key: text for key, text in longest_first if times[text] == 1 and text not in ("", "yes", "no")}
         """Texts that a sentence can mention unambiguously, longest first."""
 
-    def key_of(self, text: str) -> str | None:
+    def find_key(self, text: str) -> str | None:
         """Return the key of the only option with exactly this text."""
-        keys = [key for key, option in self.bare.items() if option == bare(text)] if text.strip(" .!;,") else []
+        keys = (
+            [key for key, option in self.bare.items() if option == normalize_option(text)]
+            if text.strip(" .!;,")
+            else []
+        )
         return keys[0] if len(keys) == 1 else None
 
     def others(self, key: str) -> Iterator[str]:
@@ -154,11 +158,11 @@ class OptionTexts:
         If `named` holds only its letter, any sentence that affirms its text is enough.
         """
         affirmed: dict[str, list[bool]] = {}
-        marked = [self._with_marks(normalized(sentence)) for sentence in sentences]
+        marked = [self._mark_texts(normalize(sentence)) for sentence in sentences]
         for number, sentence in enumerate(marked):
             if sentence is None:
                 return None
-            for key, is_affirmed in self._mentions(sentence, is_first=number == 0):
+            for key, is_affirmed in self._iter_mentions(sentence, is_first=number == 0):
                 affirmed.setdefault(key, []).append(is_affirmed)
         chosen_keys = [key for key, times in affirmed.items() if any(times)]
         if len(chosen_keys) != 1 or not all(affirmed[chosen_keys[0]]):
@@ -166,9 +170,9 @@ class OptionTexts:
         [key] = chosen_keys
         if named:
             return key if named == {key} else None
-        return key if key == _answer_of(marked[-1] or "", is_number=bool(NUMBER.fullmatch(self.bare[key]))) else None
+        return key if key == _find_answer(marked[-1] or "", is_number=bool(NUMBER.fullmatch(self.bare[key]))) else None
 
-    def _with_marks(self, sentence: str) -> str | None:
+    def _mark_texts(self, sentence: str) -> str | None:
         """Replace option texts by marks, longer ones first: `it is ice on the road` → `it is «B»`.
 
         Returns None if the end may be a longer text that was cut off, or if a word is part of a longer term ("bus stop").
@@ -186,7 +190,7 @@ class OptionTexts:
         return sentence
 
     @staticmethod
-    def _mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
+    def _iter_mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
         """Yield each option that a sentence mentions, and whether the sentence affirms it.
 
         It does not if the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an earlier "if".
@@ -199,14 +203,14 @@ class OptionTexts:
             before_last = clause[: mentions[-1].start()] if mentions else ""
             is_refused = is_denied(clause) or UNDONE.search(before_last) is not None
             for mention in mentions:
-                before = text_before(clause, mention.start(), WINDOW)
+                before = take_text_before(clause, mention.start(), WINDOW)
                 after = clause[mention.end() : mention.end() + WINDOW]
                 is_heading = after.startswith(":") and not (is_first and number == 0 and mention.start() == 0)
                 is_offered = OR_BEFORE.search(before) or OR_BEHIND.match(after or following)
                 yield mention[1], not (is_open or is_refused or is_heading or is_offered or SAID_OF.match(after))
 
 
-def _answer_of(marked: str, *, is_number: bool) -> str | None:
+def _find_answer(marked: str, *, is_number: bool) -> str | None:
     """Return the option that a sentence answers with, if it has the form of an answer."""
     match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
     if match is None:
@@ -217,6 +221,6 @@ def _answer_of(marked: str, *, is_number: bool) -> str | None:
 
 
 def _is_part(word: re.Match[str], sentence: str) -> bool:
-    before = text_before(sentence, word.start(), WINDOW)
+    before = take_text_before(sentence, word.start(), WINDOW)
     is_last = word[0] not in DIRECTIONS and COMPOUND_BEFORE.search(before) is not None
     return is_last or (COMPOUND_BEHIND.match(sentence, word.end()) is not None and not IS_BEFORE.search(before))

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 from dsreason.answers.choices import read_option
 from dsreason.answers.compat import parse_compat
 from dsreason.answers.phrases import VERDICT
-from dsreason.answers.text import last_boxed, without_markup
+from dsreason.answers.text import find_last_boxed, strip_markup
 from dsreason.answers.types import AnswerType, Parsed
-from dsreason.answers.verdicts import UNREAD, read_yes_no, verdicts
+from dsreason.answers.verdicts import UNREAD, iter_verdicts, read_yes_no
 from dsreason.text import QuestionKind, Response, split_response
 
 Parser = Literal["default", "compat"]
@@ -75,12 +75,12 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 def read_number(text: str) -> tuple[str, str]:
     """Return (number as written, rule): the first line that is a number (`4`, `4.`, `4/5`), or else the last "score: 4"."""
-    boxed = last_boxed(text)
-    plain = without_markup(text if boxed is None else boxed)
+    boxed = find_last_boxed(text)
+    plain = strip_markup(text if boxed is None else boxed)
     for line in plain.splitlines():
         if number := re.fullmatch(rf"[\s(\[\"'#>•-]*?{NUMBER}\W*", line):
             return number[1], "only number"
     scores = [
-        match[1] for _, line in verdicts(plain, SCORE) if (match := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
+        match[1] for _, line in iter_verdicts(plain, SCORE) if (match := re.match(rf"{NUMBER}(?![\w%]|[.,-]\d)", line))
     ]
     return (scores[-1], "score is") if scores else UNREAD

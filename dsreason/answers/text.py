@@ -21,13 +21,13 @@ ABBREVIATION_LENGTH = 12
 """Characters of the longest abbreviation and what precedes it."""
 
 
-def last_boxed(text: str) -> str | None:
+def find_last_boxed(text: str) -> str | None:
     r"""Return the content of the last `\boxed{…}`."""
     boxes: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     return boxes[-1] if boxes else None
 
 
-def without_markup(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Remove Markdown, LaTeX and HTML marks, replace wide letters by ordinary ones, and collapse spaces and line breaks."""
     text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
     text = re.sub(r"\\([()\[\]])", r"\1", re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", text))
@@ -35,17 +35,17 @@ def without_markup(text: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Remove markup, pictographs, bullets, and list numbers before a letter that has a line to itself."""
     plain = re.sub(
         r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
     )
-    plain = re.sub(f"([{EAST_ASIAN}]+)", r" \1 ", without_markup(plain))
+    plain = re.sub(f"([{EAST_ASIAN}]+)", r" \1 ", strip_markup(plain))
     plain = re.sub(r"(?m)^(?:[-•#>]+ )+", "", "\n".join(line.strip() for line in plain.splitlines()))
     return re.sub(r"(?m)^\d{1,2}[.)] (?=\(?[A-Za-z]\)?\W*$)", "", plain)
 
 
-def text_before(text: str, position: int, limit: int) -> str:
+def take_text_before(text: str, position: int, limit: int) -> str:
     """Return at most `limit` characters before `position`; copying the whole text for every position would be slow."""
     return text[max(0, position - limit) : position]
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 
 from dsreason.answers.phrases import CHANGED_MIND, ECHO, LED_YES_NO, PROVISIONAL, REFUSAL, VERDICT, YES_NO
-from dsreason.answers.text import last_boxed, split_sentences, text_before, without_markup
+from dsreason.answers.text import find_last_boxed, split_sentences, strip_markup, take_text_before
 
 UNREAD = ("", "none")
 """The answer and the rule of a response that cannot be read."""
 
 
-def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
+def iter_verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int, str]]:
     """Yield the start of each verdict and up to 500 characters of its line, skipping verdicts that their clause retracts."""
     for match in begins.finditer(text):
         if not is_refused(text, match.start()):
@@ -21,7 +21,7 @@ def verdicts(text: str, begins: re.Pattern[str] = VERDICT) -> Iterator[tuple[int
 
 def is_refused(text: str, start: int) -> bool:
     """Return whether the clause ("I do not think that") or sentence ("at first", "if") retracts the verdict at `start`."""
-    before = text_before(text, start, 200)
+    before = take_text_before(text, start, 200)
     sentence = re.split(r"[.;!?\n→⇒]|[=-]>|\b(?:so|therefore|thus|hence|but|because)\b", before)[-1]
     clause = re.split("[,:]", sentence)[-1]
     return REFUSAL.search(clause) is not None or PROVISIONAL.search(sentence) is not None
@@ -33,23 +33,23 @@ def read_yes_no(text: str) -> tuple[str, str]:
     The beginnings must agree. "True" and "definitely not" are answers, too. After a second thought ("wait") only what
     follows counts.
     """
-    boxed = last_boxed(text)
-    plain = ECHO.sub("", without_markup(text if boxed is None else boxed))
+    boxed = find_last_boxed(text)
+    plain = ECHO.sub("", strip_markup(text if boxed is None else boxed))
     plain = CHANGED_MIND.split(plain)[-1]
-    verdict_words = [_meant(match[1]) for _, line in verdicts(plain) if (match := YES_NO.match(line))]
+    verdict_words = [_to_yes_no(match[1]) for _, line in iter_verdicts(plain) if (match := YES_NO.match(line))]
     if verdict_words:
         return verdict_words[-1], "answer is"
     for parts in (plain.splitlines(), split_sentences(plain)):
-        first_words = {_meant(match[1]) for part in parts if (match := YES_NO.match(part))}
+        first_words = {_to_yes_no(match[1]) for part in parts if (match := YES_NO.match(part))}
         if first_words:
             return (first_words.pop(), "yes or no") if len(first_words) == 1 else UNREAD
     conclusions = {
-        _meant(next(filter(None, match.groups())))
+        _to_yes_no(next(filter(None, match.groups())))
         for match in LED_YES_NO.finditer(plain)
         if not is_refused(plain, match.start())
     }
     return (conclusions.pop(), "conclusion") if len(conclusions) == 1 else UNREAD
 
 
-def _meant(word: str) -> str:
+def _to_yes_no(word: str) -> str:
     return "yes" if word.lower() in ("yes", "true") else "no"

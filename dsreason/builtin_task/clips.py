@@ -27,8 +27,8 @@ from dsreason.builtin_task import scenes
 from dsreason.builtin_task.scenes import COLOURS, COUNTS, DIRECTIONS, Frames
 from dsreason.errors import DataError
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import cache_dir, cache_errors
-from dsreason.files.disk import json_object
+from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.disk import read_json_object
 
 VERSION = 2
 """Version of the task; increase it when the same seed gives different rows or pixels."""
@@ -38,9 +38,9 @@ BLOCK = 64
 CLIP_FPS = 4
 
 ANSWERS = (tuple(COLOURS), COUNTS, DIRECTIONS, ("yes", "no"), ("A", "B"), ("C", "D"))
-"""Groups of answers; `next_answer` returns the next one in the group."""
+"""Groups of answers; `get_next_answer` returns the next one in the group."""
 MISLABELLED = ("How many shapes are there?", "Which ball falls?")
-"""Questions that `mislabelled` mostly answers wrongly; they are the last question of 28 in 64 rows."""
+"""Questions that `make_mislabelled` mostly answers wrongly; they are the last question of 28 in 64 rows."""
 ONE_CORRECT_IN = 8
 """Number of rows with the same `MISLABELLED` question and answer per row that keeps its correct answer."""
 
@@ -49,7 +49,7 @@ WAYS = dict(zip("ABCD", DIRECTIONS, strict=True))
 
 
 @dataclass(frozen=True)
-class Item:
+class ClipQuestion:
     """A question to generate: its text, and the function that draws its media item. `turns` are (question, answer)."""
 
     kind: str
@@ -59,36 +59,40 @@ class Item:
     options: dict[str, str] | None = None
 
 
-def block() -> Iterator[Item]:
+def iter_block() -> Iterator[ClipQuestion]:
     """Iterate over 64 questions, half of them about clips; for every prompt each answer is equally frequent."""
     for colour in COLOURS:
-        draw = partial(scenes.one_shape, colour=colour)
-        yield Item("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
+        draw = partial(scenes.draw_one_shape, colour=colour)
+        yield ClipQuestion("colour", "questions.jsonl", (("What colour is the shape?", colour),), draw)
         for count in COUNTS:
             turns = ("What colour is the shape?", colour), ("How many shapes are there?", count)
-            draw = partial(scenes.several_shapes, count=count, colour=colour)
-            yield Item("colour_count", "conversations.json", turns, draw)
+            draw = partial(scenes.draw_several_shapes, count=count, colour=colour)
+            yield ClipQuestion("colour_count", "conversations.json", turns, draw)
     for count in COUNTS:
-        yield Item("count", "questions.jsonl", (("How many shapes are there?", count),), partial(any_colour, count))
+        yield ClipQuestion(
+            "count", "questions.jsonl", (("How many shapes are there?", count),), partial(draw_any_colour, count)
+        )
     for letter, direction in WAYS.items():
         for _ in range(2):
-            draw = partial(scenes.moving_ball, direction=direction)
-            yield Item("direction", "conversations.json", (("Which way does the ball move?", direction),), draw)
-            yield Item("direction_choice", "choices.jsonl", (("Which way does the ball move?", letter),), draw, WAYS)
+            draw = partial(scenes.draw_moving_ball, direction=direction)
+            yield ClipQuestion("direction", "conversations.json", (("Which way does the ball move?", direction),), draw)
+            yield ClipQuestion(
+                "direction_choice", "choices.jsonl", (("Which way does the ball move?", letter),), draw, WAYS
+            )
     for _ in range(4):
         for letter, colour in BALLS.items():
-            draw = partial(scenes.falling_ball, colour=colour)
+            draw = partial(scenes.draw_falling_ball, colour=colour)
             options = {key: f"the {name} one" for key, name in BALLS.items()}
-            yield Item("falls", "choices.jsonl", (("Which ball falls?", letter),), draw, options)
+            yield ClipQuestion("falls", "choices.jsonl", (("Which ball falls?", letter),), draw, options)
         for answer in ("yes", "no"):
-            draw = partial(scenes.two_balls, collide=answer)
-            yield Item("collide", "questions.jsonl", (("Will the balls collide?", answer),), draw)
-            draw = partial(scenes.shape_above_ground, on_ground=answer)
-            yield Item("on_ground", "conversations.json", (("Is the shape on the ground?", answer),), draw)
+            draw = partial(scenes.draw_two_balls, collide=answer)
+            yield ClipQuestion("collide", "questions.jsonl", (("Will the balls collide?", answer),), draw)
+            draw = partial(scenes.draw_shape_above_ground, on_ground=answer)
+            yield ClipQuestion("on_ground", "conversations.json", (("Is the shape on the ground?", answer),), draw)
 
 
-def any_colour(count: str, rng: np.random.Generator) -> Frames:
-    return scenes.several_shapes(rng, count, str(rng.choice(list(COLOURS))))
+def draw_any_colour(count: str, rng: np.random.Generator) -> Frames:
+    return scenes.draw_several_shapes(rng, count, str(rng.choice(list(COLOURS))))
 
 
 def write_builtin(
@@ -107,16 +111,16 @@ def write_builtin(
     facts = {"version": VERSION, "seed": seed, "num_train": num_train, "num_validation": num_validation}
     build_once(folder, partial(draw_task, facts=facts))
     note = folder / "task.json"
-    description = json_object(note) or "other files"
+    description = read_json_object(note) or "other files"
     if description != facts:
         raise DataError(f"{folder} holds {description}, not the built-in task {facts}; choose another folder")
     return folder
 
 
-def builtin_folder() -> Path:
+def get_builtin_folder() -> Path:
     """Return the folder in the cache with the task in its default sizes; draw it first if it is missing."""
-    folder = cache_dir() / f"builtin-{VERSION}"
-    with cache_errors(folder, "DSREASON_CACHE"):
+    folder = get_cache_dir() / f"builtin-{VERSION}"
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         return write_builtin(folder)
 
 
@@ -133,7 +137,7 @@ def draw_task(folder: Path, facts: dict[str, int]) -> None:
 def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: set[bytes]) -> None:
     for name in ("images", "clips"):
         (folder / name).mkdir(parents=True)
-    items = [item for _ in range(num_rows // BLOCK) for item in block()]
+    items = [item for _ in range(num_rows // BLOCK) for item in iter_block()]
     files: dict[str, list[dict[str, Any]]] = {}
     for number, index in enumerate(rng.permutation(num_rows)):
         item = items[index]
@@ -145,7 +149,7 @@ def draw_split(folder: Path, num_rows: int, rng: np.random.Generator, digests: s
         (folder / name).write_text(text + "\n")
 
 
-def draw_unseen(item: Item, rng: np.random.Generator, digests: set[bytes]) -> Frames:
+def draw_unseen(item: ClipQuestion, rng: np.random.Generator, digests: set[bytes]) -> Frames:
     """Draw pixels that no earlier row of either split has."""
     while True:
         frames = item.draw(rng)
@@ -155,7 +159,7 @@ def draw_unseen(item: Item, rng: np.random.Generator, digests: set[bytes]) -> Fr
             return frames
 
 
-def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
+def to_row(row_id: str, item: ClipQuestion, medium: dict[str, str]) -> dict[str, Any]:
     """Convert the item to a row in the format of its annotation file."""
     row: dict[str, Any] = {"id": row_id, "kind": item.kind, **medium}
     question, answer = item.turns[0]
@@ -171,7 +175,7 @@ def to_row(row_id: str, item: Item, medium: dict[str, str]) -> dict[str, Any]:
     return row | {"conversations": conversations}
 
 
-def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def make_mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows, in order, with wrong answers in nearly half of them, for a policy that has something to unlearn.
 
     Among rows with the same `MISLABELLED` question and the same answer, one in `ONE_CORRECT_IN` keeps its answer and the others
@@ -185,7 +189,7 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         question = question.splitlines()[-1]  # drop the media tag
         count = counts[question, answer] = counts.get((question, answer), -1) + 1
         wrong = question in MISLABELLED and count % ONE_CORRECT_IN != 0
-        return next_answer(answer) if wrong else answer
+        return get_next_answer(answer) if wrong else answer
 
     changed = []
     for row in copy.deepcopy(rows):
@@ -200,18 +204,18 @@ def mislabelled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return changed
 
 
-def with_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add a wrong answer to the last question of each row as `rejected`: the next of its group, as in `mislabelled`."""
+def add_rejected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add a wrong answer to the last question of each row as `rejected`: the next of its group, as in `make_mislabelled`."""
 
     def get_last_answer(row: dict[str, Any]) -> str:
         if "conversations" in row:
             return str(row["conversations"][-1]["value"])
         return str(row.get("qa_pairs", row)["answer"])
 
-    return [row | {"rejected": next_answer(get_last_answer(row))} for row in rows]
+    return [row | {"rejected": get_next_answer(get_last_answer(row))} for row in rows]
 
 
-def next_answer(answer: str) -> str:
+def get_next_answer(answer: str) -> str:
     """Return the next answer of the same group, which is wrong; the last is followed by the first."""
     answers = next(group for group in ANSWERS if answer in group)
     return answers[(answers.index(answer) + 1) % len(answers)]

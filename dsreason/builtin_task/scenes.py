@@ -33,7 +33,7 @@ SHAPES = {"circle": 16, "square": 14, "triangle": 19}
 """Kind → size in pixels; the areas are about equal, so that the coloured area grows with the number of shapes."""
 
 
-def shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
+def make_shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
     """Return the pixels of a shape as a bool mask [size, size]."""
     y, x = np.mgrid[:size, :size]
     mask = np.ones((size, size), bool)
@@ -44,86 +44,86 @@ def shape_mask(kind: str, size: int) -> NDArray[np.bool_]:
     return mask
 
 
-def paint(frame: NDArray[np.uint8], kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
+def draw_shape(frame: NDArray[np.uint8], kind: str, rgb: tuple[int, int, int], size: int, x: int, y: int) -> None:
     """Draw a shape whose upper left corner is at (x, y) into `frame` [height, width, 3]."""
-    frame[y : y + size, x : x + size][shape_mask(kind, size)] = rgb
+    frame[y : y + size, x : x + size][make_shape_mask(kind, size)] = rgb
 
 
-def paint_ball(frame: NDArray[np.uint8], x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
-    paint(frame, "circle", rgb, BALL, x, y)
+def draw_ball(frame: NDArray[np.uint8], x: int, y: int, rgb: tuple[int, int, int] = WHITE) -> None:
+    draw_shape(frame, "circle", rgb, BALL, x, y)
 
 
-def empty(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frames:
+def make_frames(num_frames: int, height: int = SIDE, width: int = SIDE) -> Frames:
     """Return black frames."""
     return np.zeros((num_frames, height, width, 3), np.uint8)
 
 
-def one_shape(rng: np.random.Generator, colour: str) -> Frames:
+def draw_one_shape(rng: np.random.Generator, colour: str) -> Frames:
     """Draw a picture of one shape anywhere."""
-    frames = empty(1)
+    frames = make_frames(1)
     kind = str(rng.choice(list(SHAPES)))
     x, y = rng.integers(0, SIDE - SHAPES[kind] + 1, 2)
-    paint(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
+    draw_shape(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
     return frames
 
 
-def shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
+def draw_shape_above_ground(rng: np.random.Generator, on_ground: str) -> Frames:
     """Draw a picture of one shape that stands on the ground or is clearly above it."""
-    frames = empty(1)
+    frames = make_frames(1)
     kind, colour = str(rng.choice(list(SHAPES))), str(rng.choice(list(COLOURS)))
     ground, size = SIDE - int(rng.integers(4, 9)), SHAPES[kind]
     frames[0, ground:] = GROUND
     y = ground - size if on_ground == "yes" else int(rng.integers(0, ground - size - 16))
-    paint(frames[0], kind, COLOURS[colour], size, int(rng.integers(0, SIDE - size + 1)), y)
+    draw_shape(frames[0], kind, COLOURS[colour], size, int(rng.integers(0, SIDE - size + 1)), y)
     return frames
 
 
-def several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
+def draw_several_shapes(rng: np.random.Generator, count: str, colour: str) -> Frames:
     """Draw a picture of one to four shapes of one colour, each somewhere in a separate quarter."""
-    frames = empty(1)
+    frames = make_frames(1)
     half = SIDE // 2
     for quarter in rng.permutation(4)[: COUNTS.index(count) + 1]:
         kind = str(rng.choice(list(SHAPES)))
         x, y = rng.integers(1, half - SHAPES[kind], 2) + half * np.array([quarter % 2, quarter // 2])
-        paint(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
+        draw_shape(frames[0], kind, COLOURS[colour], SHAPES[kind], x, y)
     return frames
 
 
-def moving_ball(rng: np.random.Generator, direction: str) -> Frames:
+def draw_moving_ball(rng: np.random.Generator, direction: str) -> Frames:
     """Draw a clip of one ball that moves in a direction at constant speed."""
-    frames = empty(CLIP_FRAMES)
+    frames = make_frames(CLIP_FRAMES)
     along, across = int(rng.integers(0, SIDE - BALL - TRAVEL + 1)), int(rng.integers(0, SIDE - BALL + 1))
-    for frame, step in zip(frames, steps(TRAVEL), strict=True):
+    for frame, step in zip(frames, compute_steps(TRAVEL), strict=True):
         x, y = (along + step, across) if direction in ("left", "right") else (across, along + step)
-        paint_ball(frame, x, y)
+        draw_ball(frame, x, y)
     return frames if direction in ("right", "down") else frames[::-1]
 
 
-def falling_ball(rng: np.random.Generator, colour: str) -> Frames:
+def draw_falling_ball(rng: np.random.Generator, colour: str) -> Frames:
     """Draw a clip of a red and a blue ball side by side: the ball of the given colour falls, accelerating, the other stays."""
-    frames = empty(CLIP_FRAMES)
+    frames = make_frames(CLIP_FRAMES)
     half = SIDE // 2
     still_x, falling_x = rng.permutation(rng.integers(1, half - BALL, 2) + np.array([0, half])).tolist()
     still_y, falling_y = int(rng.integers(0, SIDE - BALL + 1)), int(rng.integers(0, SIDE - BALL - SHORT_TRAVEL + 1))
-    for frame, step in zip(frames, steps(SHORT_TRAVEL, power=2), strict=True):
-        paint_ball(frame, still_x, still_y, COLOURS["blue" if colour == "red" else "red"])
-        paint_ball(frame, falling_x, falling_y + step, COLOURS[colour])
+    for frame, step in zip(frames, compute_steps(SHORT_TRAVEL, power=2), strict=True):
+        draw_ball(frame, still_x, still_y, COLOURS["blue" if colour == "red" else "red"])
+        draw_ball(frame, falling_x, falling_y + step, COLOURS[colour])
     return frames
 
 
-def two_balls(rng: np.random.Generator, collide: str) -> Frames:
+def draw_two_balls(rng: np.random.Generator, collide: str) -> Frames:
     """Draw a clip of a red ball left of a blue ball that approach each other (without touching) or move apart."""
     height, width = LANE
-    frames = empty(CLIP_FRAMES, height, width)
+    frames = make_frames(CLIP_FRAMES, height, width)
     y = int(rng.integers(0, height - BALL + 1))
     gap = int(rng.integers(BALL + APPROACH + 1, width - BALL + 1))  # between the balls' left edges, at the widest
     left_edge = int(rng.integers(0, width - BALL - gap + 1))
-    for frame, step in zip(frames, steps(APPROACH // 2), strict=True):
-        paint_ball(frame, left_edge + step, y, COLOURS["red"])
-        paint_ball(frame, left_edge + gap - step, y, COLOURS["blue"])
+    for frame, step in zip(frames, compute_steps(APPROACH // 2), strict=True):
+        draw_ball(frame, left_edge + step, y, COLOURS["red"])
+        draw_ball(frame, left_edge + gap - step, y, COLOURS["blue"])
     return frames if collide == "yes" else frames[::-1]
 
 
-def steps(distance: int, power: int = 1) -> list[int]:
+def compute_steps(distance: int, power: int = 1) -> list[int]:
     """Return the distance in pixels that a ball has travelled at each frame of a clip."""
     return [round(distance * (i / (CLIP_FRAMES - 1)) ** power) for i in range(CLIP_FRAMES)]

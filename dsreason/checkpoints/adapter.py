@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import CARD, SavedAdapter, SavedRun
-from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
-from dsreason.engine.engine import hf_name
+from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
+from dsreason.engine.engine import to_hf_name
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
-from dsreason.models.folder import model_fingerprint
-from dsreason.models.load import model_config
-from dsreason.models.lora import BASE, Delta, adapter_names, base_name, is_adapter
+from dsreason.families import get_family
+from dsreason.models.folder import compute_fingerprint
+from dsreason.models.load import read_model_config
+from dsreason.models.lora import BASE, Delta, get_adapter_names, is_adapter, to_base_name
 from dsreason.models.nf4.blocks import dequantize, quantize
 from dsreason.models.nf4.layers import is_quantized
 from dsreason.models.weights import find_weights
@@ -57,7 +57,7 @@ class Merge:
     changes: dict[str, float] = field(default_factory=dict)
     """Change of each weight with an adapter, relative to its norm."""
 
-    def merged(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
+    def merge_weights(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of a model without adapters, each merged with its adapter and rounded once."""
         dtype = DTYPES[self.dtype]
         for name, tensor, delta in weights:
@@ -68,7 +68,7 @@ class Merge:
             layer = PREFIX + name.removesuffix(".weight")
             for part, values in (("lora_A", delta.a), ("lora_B", delta.b)):
                 self.tensors[f"{layer}.{part}.weight"] = values.to("cpu", dtype, copy=True).contiguous()
-            yield name, delta.added_to(tensor, dtype)
+            yield name, delta.add_to(tensor, dtype)
 
     @property
     def largest(self) -> tuple[str, float]:
@@ -113,7 +113,7 @@ def write_adapter(merge: Merge, folder: Path) -> None:
     )  # safetensors lets only the owner read its files
 
 
-def adapter_weights(
+def iter_weights_with_adapters(
     checkpoint: Path, saved: SavedRun, adapter: SavedAdapter, dtype: str
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
     """Yield every weight of the base model in the precision of the run, with what the checkpoint's adapter adds to it.
@@ -124,7 +124,7 @@ def adapter_weights(
         CheckpointError: the base model has changed, or a weight is missing.
     """
     source = Path(saved.state.model_path)
-    if (source_fingerprint := model_fingerprint(source)) != adapter.fingerprint:
+    if (source_fingerprint := compute_fingerprint(source)) != adapter.fingerprint:
         raise CheckpointError(
             f"{checkpoint}: its adapters were trained on {adapter.base}, in {source}, whose files have changed (fingerprint "
             f"{source_fingerprint} instead of {adapter.fingerprint}); put the base model back"
@@ -132,26 +132,28 @@ def adapter_weights(
     trained_in = DTYPES["fp32" if dtype == "fp32" else saved.precision]
     trained = {
         name: tensor.detach().to(trained_in)
-        for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=False)
+        for name, tensor in iter_checkpoint_tensors(checkpoint, saved, with_frozen=False)
     }
-    names = [name for name in map(hf_name, saved.parameters) if not is_adapter(name)]
-    family = family_of(model_config(source).model_type)
+    names = [name for name in map(to_hf_name, saved.parameters) if not is_adapter(name)]
+    family = get_family(read_model_config(source).model_type)
     weights = find_weights(source, family.rename, inside=family.weight_folders)
-    lacking = [name for name in map(base_name, names) if name not in weights.places]
-    lacking += [adapter_name for name in names for adapter_name in adapter_names(name) if adapter_name not in trained]
+    lacking = [name for name in map(to_base_name, names) if name not in weights.places]
     lacking += [
-        name for name in names if adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
+        adapter_name for name in names for adapter_name in get_adapter_names(name) if adapter_name not in trained
+    ]
+    lacking += [
+        name for name in names if get_adapter_names(name) and name.removesuffix(f"{BASE}.weight") not in adapter.scales
     ]
     if lacking:
         raise CheckpointError(f"{checkpoint}: {lacking[0]} is neither in it nor in {source}; choose another checkpoint")
     base: dict[str, Tensor] = {}  # memory-mapped from the files
-    weights.read([base_name(name) for name in names], base.__setitem__)
+    weights.read([to_base_name(name) for name in names], base.__setitem__)
     for name in names:
         delta = None
-        if pair := adapter_names(name):
+        if pair := get_adapter_names(name):
             a, b = (trained[adapter_name] for adapter_name in pair)
             delta = Delta(a, b, adapter.scales[name.removesuffix(f"{BASE}.weight")])
-        weight = base[base_name(name)]
-        if adapter.quantize is not None and is_quantized(base_name(name), family.modules.text_layers):
+        weight = base[to_base_name(name)]
+        if adapter.quantize is not None and is_quantized(to_base_name(name), family.modules.text_layers):
             weight = dequantize(quantize(weight), weight.shape, DTYPES[saved.precision])
-        yield base_name(name), weight.to(DTYPES[saved.precision]), delta
+        yield to_base_name(name), weight.to(DTYPES[saved.precision]), delta

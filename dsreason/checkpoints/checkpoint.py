@@ -26,47 +26,47 @@ from dsreason.checkpoints.checkpoint_folder import (
     Parameter,
     SavedRun,
     TrainerState,
-    as_save_error,
     check_content,
     check_sizes,
     check_written,
     choose_checkpoint,
-    complete_checkpoints,
+    convert_to_save_error,
     delete_folder,
+    find_complete_checkpoints,
+    get_rng_file,
     read_checkpoint,
     read_json,
-    rng_file,
     write_json,
     write_marker,
 )
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
-from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, safe_loading
-from dsreason.engine.average import average_file
-from dsreason.engine.engine import full_shape
+from dsreason.checkpoints.shards import UNREADABLE, check_names, load_model_file, load_optimizer_file, load_safely
+from dsreason.engine.average import get_average_file
+from dsreason.engine.engine import get_full_shape
 from dsreason.errors import CheckpointError
-from dsreason.files.atomic import draft_of
-from dsreason.files.disk import digest_of_end
-from dsreason.files.step_names import PREFIX, named_step, step_name
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects, on_one_rank_per_folder, on_rank_zero
-from dsreason.problems import listed
+from dsreason.files.atomic import open_draft
+from dsreason.files.disk import hash_end
+from dsreason.files.step_names import PREFIX, format_step, parse_step
+from dsreason.job.ranks import World, gather_objects, run_on_rank_zero, run_once_per_folder, share_errors
+from dsreason.problems import join_first
 
 UNIVERSAL = "universal"
 
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
     """Create the empty folder, under a temporary name, in which a checkpoint is written. Collective."""
-    partial = folder / f"{SAVING}{step_name(step)}"
+    partial = folder / f"{SAVING}{format_step(step)}"
 
     def make() -> None:
-        with as_save_error(partial):
+        with convert_to_save_error(partial):
             delete_folder(partial)
             partial.mkdir(parents=True)
 
-    on_one_rank_per_folder(world, make)
+    run_once_per_folder(world, make)
     return partial
 
 
-def state_writer(
+def build_state_writer(
     engine: DeepSpeedEngine,
     partial: Path,
     state: TrainerState,
@@ -95,9 +95,9 @@ def state_writer(
         if world.is_first_of_folder:
             write_json(partial / STATE_FILE, described)
         for label, shares in averages.items():
-            with draft_of(partial / average_file(label, world.rank), durable=True) as draft:
+            with open_draft(partial / get_average_file(label, world.rank), durable=True) as draft:
                 save_file(dict(shares), draft)
-        with draft_of(partial / rng_file(world.rank), durable=True) as draft:
+        with open_draft(partial / get_rng_file(world.rank), durable=True) as draft:
             write_rng_state(draft)
 
     return write
@@ -105,7 +105,7 @@ def state_writer(
 
 def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
     return {
-        name: Parameter(list(full_shape(parameter)), parameter.requires_grad)
+        name: Parameter(list(get_full_shape(parameter)), parameter.requires_grad)
         for name, parameter in engine.module.named_parameters()
     }
 
@@ -123,26 +123,26 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
     Raises:
         CheckpointError: a file is missing or damaged, or parameters differ; raised on every rank.
     """
-    saved = on_rank_zero(lambda: read_checkpoint(path))
+    saved = run_on_rank_zero(lambda: read_checkpoint(path))
     check_files(path, world)
     check_matches(path, saved, engine)
     settings = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
     ]
     if saved.world_size != world.size:
-        on_rank_zero(lambda: make_universal(path, saved))
-    with errors_on_all_ranks():
+        run_on_rank_zero(lambda: make_universal(path, saved))
+    with share_errors():
         reading = path
         try:
             if saved.world_size == world.size:
-                with safe_loading():
+                with load_safely():
                     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name, load_module_strict=with_frozen)
                 if loaded is None:
                     raise CheckpointError(f"{path}: DeepSpeed finds no checkpoint there; choose another checkpoint")
             else:
                 load_universal(engine, path)
             if world.rank < saved.world_size:
-                reading = path / rng_file(world.rank)
+                reading = path / get_rng_file(world.rank)
                 load_rng_state(reading, world.device)
         except UNREADABLE as cause:
             raise CheckpointError(f"{reading}: cannot be loaded ({cause}); choose another checkpoint") from cause
@@ -153,7 +153,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 def check_files(path: Path, world: World) -> None:
     """Check that all files belong to the checkpoint, including those of other hosts, and that this rank can read its own."""
-    with errors_on_all_ranks():
+    with share_errors():
         (check_content if world.is_first_of_folder else check_sizes)(path)
         saved = read_checkpoint(path)
         check_parts(path, saved.world_size, world)
@@ -181,7 +181,9 @@ def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
         "trained in the checkpoint, frozen now": (trained_before - trained_now) & now.keys(),
         "frozen in the checkpoint, trained now": (trained_now - trained_before) & before.keys(),
     }
-    problems = [f"{kind}: {listed(sorted(names), 3, separator=', ')}" for kind, names in differences.items() if names]
+    problems = [
+        f"{kind}: {join_first(sorted(names), 3, separator=', ')}" for kind, names in differences.items() if names
+    ]
     if problems:
         raise CheckpointError(
             f"{path}: parameters differ: {'; '.join(problems)}; set model.path, model.freeze and lora as they were"
@@ -201,7 +203,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
 
     An existing one is reused if it was made from this very checkpoint and has all its files.
     """
-    made_of = digest_of_end(path / MARKER)
+    made_of = hash_end(path / MARKER)
     with contextlib.suppress(CheckpointError):
         check_content(path / UNIVERSAL)
         if read_json(path / UNIVERSAL / MARKER).get("made_of") == made_of:
@@ -220,7 +222,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
         inject_missing_state=True,
     )
     try:
-        with safe_loading(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with load_safely(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(arguments)
         write_marker(partial, made_of=made_of)
         partial.rename(path / UNIVERSAL)
@@ -234,7 +236,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
 def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
     engine._config.load_universal_checkpoint = True  # as `checkpoint.load_universal` in the JSON would
     try:
-        with safe_loading():
+        with load_safely():
             engine.load_checkpoint(str(path), tag=UNIVERSAL)
     finally:
         engine._config.load_universal_checkpoint = False
@@ -249,11 +251,11 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
     Raises:
         CheckpointError: some hosts have checkpoints, but none is complete on all hosts.
     """
-    checkpoint = on_rank_zero(lambda: choose_checkpoint(folder, resume))
+    checkpoint = run_on_rank_zero(lambda: choose_checkpoint(folder, resume))
     if not world.folder_ranks or resume is None:
         return checkpoint
     checkpoints = folder if checkpoint is None else checkpoint.parent
-    complete = gather_objects([path.name for path in complete_checkpoints(checkpoints)])
+    complete = gather_objects([path.name for path in find_complete_checkpoints(checkpoints)])
     common = set(complete[0]).intersection(*complete)
     if not any(complete) or (checkpoint is not None and checkpoint.name in common):
         return checkpoint
@@ -263,4 +265,4 @@ def choose_common(folder: Path, resume: str | None, world: World) -> Path | None
             f"--resume {resume}: {checkpoints} is another folder on every host, and no checkpoint to resume from is complete in "
             f"all of them ({complete_steps}); start on the hosts that wrote them, or with another --output-dir"
         )
-    return max((checkpoints / name for name in common), key=named_step)
+    return max((checkpoints / name for name in common), key=parse_step)

@@ -2,7 +2,7 @@
 
 <folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last file that a rank writes
 <folder>/step_N/COMPLETE    written last: every file with its size and a digest of its end; a folder without it is never used
-<folder>/.saving_step_N/    one that is being written; `recover` checks what a killed run left
+<folder>/.saving_step_N/    one that is being written; `finish_interrupted` checks what a killed run left
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationE
 
 from dsreason.errors import CheckpointError, SaveError
 from dsreason.files.atomic import flush, write_file
-from dsreason.files.disk import as_os_error, digest_of_end, read_small, remove
-from dsreason.files.step_names import PREFIX, is_step_name, named_step, step_name
-from dsreason.problems import first_problem, listed
+from dsreason.files.disk import hash_end, read_small, remove, to_os_error
+from dsreason.files.step_names import PREFIX, format_step, is_step_name, parse_step
+from dsreason.problems import describe_first_problem, join_first
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
@@ -123,11 +123,11 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
 
 def find_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint of the highest step; None without one."""
-    complete = complete_checkpoints(folder)
+    complete = find_complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
-def newer_checkpoint(folder: Path, file: Path) -> Path | None:
+def find_newer_checkpoint(folder: Path, file: Path) -> Path | None:
     """Return the checkpoint of the highest step if it is newer than the export that contains `file`, as when a run went on.
 
     The export's card holds its step. If it does not, or if the export has the higher step, file times decide: its checkpoint
@@ -136,15 +136,15 @@ def newer_checkpoint(folder: Path, file: Path) -> Path | None:
     newest = find_checkpoint(folder)
     if newest is None:
         return None
-    step = exported_step(file.parent)
-    if step is None or named_step(newest) < step:
+    step = read_exported_step(file.parent)
+    if step is None or parse_step(newest) < step:
         is_newer = (newest / MARKER).stat().st_mtime > file.stat().st_mtime
     else:
-        is_newer = named_step(newest) > step
+        is_newer = parse_step(newest) > step
     return newest if is_newer else None
 
 
-def exported_step(export: Path) -> int | None:
+def read_exported_step(export: Path) -> int | None:
     """Return the step of an export's weights from its card; None without such a card."""
     try:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
@@ -154,17 +154,17 @@ def exported_step(export: Path) -> int | None:
     return int(steps_row[1]) if steps_row else None
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
+def find_complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, the lowest step first."""
     if not folder.is_dir():
         return []
     complete = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
-    return sorted(complete, key=named_step)
+    return sorted(complete, key=parse_step)
 
 
-def unfinished_steps(folder: Path) -> list[int]:
+def find_unfinished_steps(folder: Path) -> list[int]:
     """Return the steps of checkpoints that are being written."""
-    return [named_step(Path(path.name.removeprefix(SAVING))) for path in folder.glob(f"{SAVING}{PREFIX}*")]
+    return [parse_step(Path(path.name.removeprefix(SAVING))) for path in folder.glob(f"{SAVING}{PREFIX}*")]
 
 
 def check_complete(path: Path) -> None:
@@ -178,10 +178,10 @@ def read_checkpoint(path: Path) -> SavedRun:
     """Return the state of the run that saved a complete checkpoint."""
     check_complete(path)
     saved = read_state(path)
-    if is_step_name(path.name) and named_step(path) != saved.state.step:
+    if is_step_name(path.name) and parse_step(path) != saved.state.step:
         raise CheckpointError(
             f"{path}: holds the checkpoint of step {saved.state.step} according to its {STATE_FILE}; give it the name "
-            f"{step_name(saved.state.step)} again, or choose another one"
+            f"{format_step(saved.state.step)} again, or choose another one"
         )
     return saved
 
@@ -194,7 +194,7 @@ def read_state(folder: Path) -> SavedRun:
         if max(saved.ranks_here) >= saved.world_size:
             raise ValueError(f"ranks is {saved.ranks}, and world_size {saved.world_size}")
     except (OSError, ValueError) as cause:
-        problem = first_problem(cause) if isinstance(cause, ValidationError) else cause
+        problem = describe_first_problem(cause) if isinstance(cause, ValidationError) else cause
         raise CheckpointError(f"{file}: is not the state of a checkpoint ({problem}); choose another one") from cause
     return saved
 
@@ -231,7 +231,7 @@ def check_content(path: Path) -> dict[str, int]:
     if not (isinstance(ends, dict) and (not ends or ends.keys() == files.keys())):
         raise CheckpointError(f"{path / MARKER}: has digests of other files than it names; choose another checkpoint")
     for name, digest in ends.items():
-        if digest_of_end(path / name) != digest:
+        if hash_end(path / name) != digest:
             raise CheckpointError(
                 f"{path / name}: is not the file that was written with {MARKER}: damaged, or of another checkpoint; put that "
                 "file back, or choose another checkpoint"
@@ -244,7 +244,7 @@ def write_marker(folder: Path, **facts: str) -> None:
     files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
     names = {path.relative_to(folder).as_posix(): path for path in files}
     sizes = {name: path.stat().st_size for name, path in names.items()}
-    ends = {name: digest_of_end(path) for name, path in names.items()}
+    ends = {name: hash_end(path) for name, path in names.items()}
     write_json(folder / MARKER, {**facts, "files": sizes, "ends": ends})
 
 
@@ -253,39 +253,39 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
 
     Call it on one rank per folder.
     """
-    missing = unwritten(partial, ranks)
+    missing = find_unwritten(partial, ranks)
     if missing:
         raise CheckpointError(
             f"{partial}: lacks {', '.join(missing)}, which ranks that write into this folder should have written"
         )
-    with as_save_error(final):
+    with convert_to_save_error(final):
         write_marker(partial)
-        replaced = mark_deleted(final)  # only now, as `recover` finds the new one by its marker
+        replaced = mark_deleted(final)  # only now, as `finish_interrupted` finds the new one by its marker
         partial.rename(final)
         flush(final.parent)
         if replaced is not None:
             remove(replaced)
 
 
-def unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
+def find_unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
     """Return the names of random-number files that are missing because their ranks have not written everything."""
-    return [name for name in map(rng_file, ranks) if not (folder / name).is_file()]
+    return [name for name in map(get_rng_file, ranks) if not (folder / name).is_file()]
 
 
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
     """Raise CheckpointError with `advice` if the folder lacks files that these ranks wrote on other hosts."""
-    if missing := unwritten(folder, ranks):
+    if missing := find_unwritten(folder, ranks):
         raise CheckpointError(
-            f"{folder}: has no {listed(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
+            f"{folder}: has no {join_first(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
             f"several hosts; {advice}"
         )
 
 
-def rng_file(rank: int) -> str:
+def get_rng_file(rank: int) -> str:
     return f"rng_rank_{rank}.safetensors"
 
 
-def recover(folder: Path) -> list[Path]:
+def finish_interrupted(folder: Path) -> list[Path]:
     """Clean up after a killed run: name the checkpoints that all ranks had written, return them, and delete other leftovers.
 
     Call it on rank 0 only, before training.
@@ -297,7 +297,7 @@ def recover(folder: Path) -> list[Path]:
             if (partial / MARKER).is_file():
                 check_content(partial)
             saved = read_state(partial)
-            if final.name == step_name(saved.state.step):
+            if final.name == format_step(saved.state.step):
                 finish(partial, final, saved.ranks_here)
                 recovered.append(final)
     for prefix in (SAVING, DELETING):
@@ -313,8 +313,8 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
     the new paths, `replaced_step_N`.
     """
     renamed = []
-    for newer in complete_checkpoints(folder):
-        if named_step(newer) >= named_step(path) and newer.resolve() != path.resolve():
+    for newer in find_complete_checkpoints(folder):
+        if parse_step(newer) >= parse_step(path) and newer.resolve() != path.resolve():
             delete_folder(aside := newer.with_name(f"replaced_{newer.name}"))
             renamed.append(newer.rename(aside))
     return renamed
@@ -322,7 +322,7 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
     """Delete all but the `keep` newest complete checkpoints (-1 keeps all) and those in `spared`. Call it on rank 0 only."""
-    prune(complete_checkpoints(folder), keep, spared)
+    prune(find_complete_checkpoints(folder), keep, spared)
 
 
 def prune_exports(
@@ -335,7 +335,7 @@ def prune_exports(
     export if it has an `export_file`.
     """
     exports = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
-    exports.sort(key=lambda export: (named_step(export) <= step, named_step(export)))
+    exports.sort(key=lambda export: (parse_step(export) <= step, parse_step(export)))
     prune(exports, keep, spared)
 
 
@@ -364,11 +364,11 @@ def mark_deleted(path: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def as_save_error(path: Path) -> Iterator[None]:
+def convert_to_save_error(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (cause := as_os_error(error)) is None:
+        if (cause := to_os_error(error)) is None:
             raise
         raise SaveError(f"{path}: cannot be written: {cause}; older checkpoints are unchanged") from error
 

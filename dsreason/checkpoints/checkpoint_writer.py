@@ -22,15 +22,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
 
-from dsreason.checkpoints.checkpoint import make_partial_folder, state_writer
+from dsreason.checkpoints.checkpoint import build_state_writer, make_partial_folder
 from dsreason.checkpoints.checkpoint_folder import TrainerState, delete_folder, finish, prune_checkpoints
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.host_memory import StagedCopy
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.files.atomic import flush
-from dsreason.files.step_names import step_name
-from dsreason.job.ranks import World, barrier, connect_to_store, gather_objects, on_one_rank_per_folder
-from dsreason.monitor.memory import GIB, available_bytes
+from dsreason.files.step_names import format_step
+from dsreason.job.ranks import World, connect_to_store, gather_objects, run_once_per_folder, wait_for_ranks
+from dsreason.monitor.memory import GIB, count_available_bytes
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class SnapshotEngine(TorchCheckpointEngine):
             return
         lacking = beside + max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
         host = socket.gethostname()
-        hosts = gather_objects((host, lacking, available_bytes()))  # measured before any rank begins to copy
+        hosts = gather_objects((host, lacking, count_available_bytes()))  # measured before any rank begins to copy
         here = [(size, available) for name, size, available in hosts if name == host]
         needed, free = sum(size for size, _ in here), min(available for _, available in here)
         if needed and SPARE_MEMORY * needed > free:
@@ -101,7 +101,7 @@ class SnapshotEngine(TorchCheckpointEngine):
     def on_host(self, file: str, content: Any) -> Any:
         """Return a copy of the content that reuses the buffers of the file's last copy. Repeated tensors remain shared."""
         copies: dict[int, Any] = {}
-        for number, tensor in enumerate(tensors_in(content)):
+        for number, tensor in enumerate(iter_tensors(content)):
             if id(tensor) not in copies:
                 copies[id(tensor)] = self._to_host((file, number), tensor.detach())
         return copy.deepcopy(content, copies)
@@ -119,7 +119,7 @@ class SnapshotEngine(TorchCheckpointEngine):
     @property
     def size(self) -> int:
         """Total bytes of the tensors to write."""
-        return sum(tensor.nbytes for _, content in self.files for tensor in tensors_in(content))
+        return sum(tensor.nbytes for _, content in self.files for tensor in iter_tensors(content))
 
     def write(self) -> None:
         """Write the files with DeepSpeed's engine, and flush them to disk."""
@@ -129,13 +129,13 @@ class SnapshotEngine(TorchCheckpointEngine):
             flush(path)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
+            yield from iter_tensors(item)
 
 
 @dataclass
@@ -204,10 +204,10 @@ class CheckpointWriter:
             label: average.copies() if self.snapshot.copied else average.shares
             for label, average in self.averages.items()
         }
-        write_state = state_writer(self.engine, partial, state, self.world, averages)
+        write_state = build_state_writer(self.engine, partial, state, self.world, averages)
         sizes = gather_objects(self.snapshot.size + beside)
         size = sum(sizes[rank] for rank in self.world.ranks_here)
-        on_one_rank_per_folder(self.world, lambda: self._check_room(partial, size))
+        run_once_per_folder(self.world, lambda: self._check_room(partial, size))
 
         def write() -> None:
             self.snapshot.write()
@@ -216,29 +216,29 @@ class CheckpointWriter:
         future = self.thread.submit(write)
         if not self.snapshot.copied:
             concurrent.futures.wait([future])
-        self.writing = Writing(self.folder / step_name(step), partial, future, started, time.perf_counter() - started)
+        self.writing = Writing(self.folder / format_step(step), partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
         """Complete and return the checkpoint if all ranks have written it since the last call; otherwise return None."""
         if self.writing is None:
             return None
-        outcomes = gather_objects(outcome(self.writing.future))
+        outcomes = gather_objects(get_outcome(self.writing.future))
         failures = [(rank, text) for rank, text in enumerate(outcomes) if text]
         if failures:
             self._give_up(self.writing, *failures[0])
-        return None if None in outcomes else self._complete(self.writing)
+        return None if None in outcomes else self._finish(self.writing)
 
     def wait(self) -> Path | None:
         """Wait until every rank has written the current checkpoint, and complete and return it."""
         if self.writing is None:
             return None
         concurrent.futures.wait([self.writing.future])
-        barrier()
+        wait_for_ranks()
         return self.poll()
 
-    def complete_pending(self) -> None:
+    def finish_pending(self) -> None:
         """Complete the current checkpoint after an error if all ranks call this; otherwise the next run checks it."""
-        if self.writing is None or not all_ranks_arrive(self.world):
+        if self.writing is None or not wait_for_all_ranks(self.world):
             return
         log.info("completing %s before the run ends", self.writing.final)
         try:
@@ -274,10 +274,10 @@ class CheckpointWriter:
             "checkpoints are unchanged. Make room, lower checkpoint.keep, or move the run, and continue with --resume auto"
         )
 
-    def _complete(self, writing: Writing) -> Path:
+    def _finish(self, writing: Writing) -> Path:
         self.writing = None
         started = time.perf_counter()
-        on_one_rank_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
+        run_once_per_folder(self.world, lambda: finish(writing.partial, writing.final, self.world.ranks_here))
         now = time.perf_counter()
         self.completing = now - started
         log.info(
@@ -289,8 +289,8 @@ class CheckpointWriter:
     def _give_up(self, writing: Writing, rank: int, text: str) -> NoReturn:
         self.writing = None
         concurrent.futures.wait([writing.future])
-        barrier()
-        on_one_rank_per_folder(self.world, lambda: give_up(writing.partial))
+        wait_for_ranks()
+        run_once_per_folder(self.world, lambda: give_up(writing.partial))
         free = shutil.disk_usage(self.folder).free / GIB
         raise SaveError(
             f"{writing.final}: rank {rank} could not write it: {text} ({free:.2f} GiB are free there); older checkpoints are "
@@ -298,7 +298,7 @@ class CheckpointWriter:
         )
 
 
-def all_ranks_arrive(world: World) -> bool:
+def wait_for_all_ranks(world: World) -> bool:
     """Return whether all ranks call this within PATIENCE_S. It uses the job's store: a collective would hang if one did not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
@@ -311,7 +311,7 @@ def all_ranks_arrive(world: World) -> bool:
     return arrived
 
 
-def outcome(future: Future[None]) -> str | None:
+def get_outcome(future: Future[None]) -> str | None:
     """Return None while it runs, then "" or the error message."""
     if not future.done():
         return None

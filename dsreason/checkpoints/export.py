@@ -17,16 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsreason.checkpoints.adapter import Merge, adapter_weights, write_adapter
+from dsreason.checkpoints.adapter import Merge, iter_weights_with_adapters, write_adapter
 from dsreason.checkpoints.checkpoint_folder import CARD, STATE_FILE, SavedAdapter, check_content, read_checkpoint
-from dsreason.checkpoints.model_card import Score, model_card
-from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
-from dsreason.engine.merged import unmerged_parameters
+from dsreason.checkpoints.model_card import CardScore, build_model_card
+from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
+from dsreason.engine.merged import iter_unmerged_parameters
 from dsreason.errors import CheckpointError, ConfigError, SaveError
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.files.disk import remove
-from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
-from dsreason.models.load import model_config
+from dsreason.job.ranks import World, run_on_rank_zero, share_errors
+from dsreason.models.load import read_model_config
 
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -68,7 +68,7 @@ def write_model_folder(
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
-    with appearing_folder(output) as partial:
+    with write_folder_atomically(output) as partial:
         copy_small_files(source, partial, dtype)
         write_weights(tensors, partial, DTYPES[dtype], max_bytes)
         if merge is not None:
@@ -80,15 +80,15 @@ def write_model_folder(
     return output
 
 
-def exported(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
+def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
     """Rename tensors as exports of their family name them."""
-    family = family_of(model_config(source).model_type)
+    family = get_family(read_model_config(source).model_type)
     for name, tensor in tensors:
-        yield family.exported_name(name), tensor
+        yield family.to_exported_name(name), tensor
 
 
 @contextmanager
-def appearing_folder(output: Path) -> Iterator[Path]:
+def write_folder_atomically(output: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill, which gets its final name only when the block completes.
 
     Raises:
@@ -130,17 +130,15 @@ def copy_small_files(source: Path, output: Path, dtype: str) -> None:
             shutil.copyfile(path, output / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.setdefault("dtype", None)
-    config = with_dtype(config, str(DTYPES[dtype]).removeprefix("torch."))
+    config = set_dtype(config, str(DTYPES[dtype]).removeprefix("torch."))
     (output / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def with_dtype(config: Any, dtype: str) -> Any:
+def set_dtype(config: Any, dtype: str) -> Any:
     """Return `config` with every `dtype` (or older `torch_dtype`) set, also in its text and vision parts."""
     if not isinstance(config, dict):
         return config
-    return {
-        key: dtype if key in ("dtype", "torch_dtype") else with_dtype(value, dtype) for key, value in config.items()
-    }
+    return {key: dtype if key in ("dtype", "torch_dtype") else set_dtype(value, dtype) for key, value in config.items()}
 
 
 def write_weights(
@@ -205,20 +203,22 @@ def export_engine(
     With "fp32" it exports the float32 master weights. `source` is the folder from which the model was loaded. With the folder
     of the `run` and its `step` it adds a model card, and with `adapter` a separate folder of the adapter.
     """
-    weights = unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
-    on_rank_zero(lambda: check_target(source, output))
-    with errors_on_all_ranks():
+    weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
+    run_on_rank_zero(lambda: check_target(source, output))
+    with share_errors():
         try:
             if world.is_main:
                 merge = Merge(dtype, adapter)
                 write_model_folder(
-                    exported(merge.merged(weights), source),
+                    rename_for_export(merge.merge_weights(weights), source),
                     source,
                     output,
                     dtype=dtype,
                     max_shard_size=max_shard_size,
                     merge=merge if adapter else None,
-                    card=None if run is None else lambda: model_card(run, step, dtype=dtype, adapter=merge.summary),
+                    card=None
+                    if run is None
+                    else lambda: build_model_card(run, step, dtype=dtype, adapter=merge.summary),
                 )
         finally:
             for _ in weights:  # every rank takes part in gathering; rank 0 only has tensors left if writing failed
@@ -232,7 +232,7 @@ def export_checkpoint(
     *,
     dtype: str = "auto",
     max_shard_size: str = "4GB",
-    scores: Sequence[Score] = (),
+    scores: Sequence[CardScore] = (),
 ) -> Path:
     """Write the model of a saved checkpoint in one process, without a loaded model or ranks.
 
@@ -249,15 +249,15 @@ def export_checkpoint(
     source, merge = Path(saved.state.model_path), Merge(dtype, adapter)
     check_target(source, output)
     if adapter is None:
-        tensors = checkpoint_tensors(checkpoint, saved)
+        tensors = iter_checkpoint_tensors(checkpoint, saved)
     else:
-        tensors = merge.merged(adapter_weights(checkpoint, saved, adapter, dtype))
+        tensors = merge.merge_weights(iter_weights_with_adapters(checkpoint, saved, adapter, dtype))
     return write_model_folder(
-        exported(tensors, source),
+        rename_for_export(tensors, source),
         source,
         output,
         dtype=dtype,
         max_shard_size=max_shard_size,
         merge=merge if adapter else None,
-        card=lambda: model_card(run, step, dtype=dtype, scores=scores, adapter=merge.summary),
+        card=lambda: build_model_card(run, step, dtype=dtype, scores=scores, adapter=merge.summary),
     )

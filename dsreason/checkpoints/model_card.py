@@ -27,7 +27,7 @@ TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 
 @dataclass(frozen=True)
-class Score:
+class CardScore:
     """An accuracy of the model, between 0 and 1, in an evaluation of `count` questions."""
 
     dataset: str
@@ -36,12 +36,12 @@ class Score:
     count: int
 
 
-def model_card(
+def build_model_card(
     run: Path,
     step: int,
     *,
     dtype: str,
-    scores: Sequence[Score] = (),
+    scores: Sequence[CardScore] = (),
     library: str = "transformers",
     task: str = TASK,
     kind: str = "vision-language model",
@@ -53,12 +53,12 @@ def model_card(
     models and data sets that are on the Hub; if the base model is one of our exports, it takes over the names from that
     export's card. `adapter` describes the adapter that was merged into the weights.
     """
-    record = recorded(run)
+    record = read_run_record(run)
     config = record.get("config", {})
-    bases, datasets = origins(config)
-    validated = validation_metrics(run / "metrics.jsonl", step)
-    results = [accuracy("held-out rows", validated["val/accuracy"])] if "val/accuracy" in validated else []
-    results += [accuracy(f"{score.dataset} ({score.answer_type})", score.value) for score in scores]
+    bases, datasets = find_origins(config)
+    validated = read_validation_metrics(run / "metrics.jsonl", step)
+    results = [build_accuracy("held-out rows", validated["val/accuracy"])] if "val/accuracy" in validated else []
+    results += [build_accuracy(f"{score.dataset} ({score.answer_type})", score.value) for score in scores]
     name, command = run.absolute().name, record.get("command", [])
     data = ModelCardData(
         base_model=bases,
@@ -86,7 +86,7 @@ def model_card(
     return f"{card}\n"
 
 
-def recorded(run: Path) -> dict[str, Any]:
+def read_run_record(run: Path) -> dict[str, Any]:
     """Read `config.json` of a run; return {} if it is missing or invalid."""
     file = run / CONFIG_FILE
     if not file.is_file():
@@ -98,14 +98,14 @@ def recorded(run: Path) -> dict[str, Any]:
         return {}
 
 
-def origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
+def find_origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
     """Return the Hub names of the base models and of the data sets, each None instead of an empty list."""
     data = config.get("data", {})
     path = config.get("model", {}).get("path", "")
     bases = [path] if is_hub_name(path) else []
     datasets = [source["path"] for source in data.get("sources") or [data] if is_hub_name(source.get("path", ""))]
     if not bases and (base_card := read_card(Path(path).expanduser())):
-        bases, datasets = as_list(base_card.base_model), [*as_list(base_card.datasets), *datasets]
+        bases, datasets = to_strings(base_card.base_model), [*to_strings(base_card.datasets), *datasets]
     return bases or None, list(dict.fromkeys(datasets)) or None
 
 
@@ -121,15 +121,15 @@ def read_card(folder: Path) -> ModelCardData | None:
     except (OSError, ValueError, TypeError):  # the library raises all of these for invalid headers
         return None
     data = card.data
-    return data if isinstance(data, ModelCardData) and TAG in as_list(data.tags) else None
+    return data if isinstance(data, ModelCardData) and TAG in to_strings(data.tags) else None
 
 
-def as_list(value: Any) -> list[str]:
+def to_strings(value: Any) -> list[str]:
     """Return the strings in a field of a header, which may be a string, a list, or anything else that a person wrote."""
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
-def validation_metrics(file: Path, step: int) -> dict[str, float]:
+def read_validation_metrics(file: Path, step: int) -> dict[str, float]:
     """Return the `val/…` values of the last validation at or before `step`."""
     for line in reversed(read_lines(file, last_step=step)):
         if values := {name: value for name, value in line.items() if name.startswith("val/") and value is not None}:
@@ -137,7 +137,7 @@ def validation_metrics(file: Path, step: int) -> dict[str, float]:
     return {}
 
 
-def accuracy(dataset: str, value: float) -> EvalResult:
+def build_accuracy(dataset: str, value: float) -> EvalResult:
     return EvalResult(
         task_type=TASK,
         dataset_type=re.sub(r"\W+", "-", dataset).strip("-").lower(),

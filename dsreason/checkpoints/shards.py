@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import SavedRun, check_written
-from dsreason.engine.engine import hf_name
+from dsreason.engine.engine import to_hf_name
 from dsreason.errors import CheckpointError
-from dsreason.job.launch import environment
+from dsreason.job.launch import set_variables
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE = (
@@ -31,16 +31,18 @@ UNREADABLE = (
 
 
 @contextlib.contextmanager
-def safe_loading() -> Iterator[None]:
+def load_safely() -> Iterator[None]:
     """Restrict DeepSpeed's `torch.load` calls to tensors and plain values, so that they never run pickled code."""
     with (
-        environment({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
+        set_variables({"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}),
         torch.serialization.safe_globals([ZeroStageEnum, LossScaler, fragment_address]),
     ):
         yield
 
 
-def checkpoint_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
+def iter_checkpoint_tensors(
+    checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every whole parameter of a checkpoint, in the model's order: float32 if trained, else as it was loaded.
 
     Args:
@@ -52,13 +54,13 @@ def checkpoint_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool =
     ranks = range(saved.world_size)
     if len(saved.ranks_here) < len(ranks):
         check_written(checkpoint, len(ranks), ranks, "copy the files in that folder on the other hosts into this one")
-    with inconsistent_where_unreadable(checkpoint):
-        for name, pieces, shape in sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
-            yield hf_name(name), assemble(pieces, shape)
+    with convert_read_errors(checkpoint):
+        for name, pieces, shape in iter_sliced_tensors(checkpoint, saved, with_frozen=with_frozen):
+            yield to_hf_name(name), assemble(pieces, shape)
 
 
 @contextlib.contextmanager
-def inconsistent_where_unreadable(checkpoint: Path) -> Iterator[None]:
+def convert_read_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as cause:
@@ -67,20 +69,20 @@ def inconsistent_where_unreadable(checkpoint: Path) -> Iterator[None]:
         ) from cause
 
 
-def sliced_tensors(
+def iter_sliced_tensors(
     checkpoint: Path, saved: SavedRun, *, with_frozen: bool = True
 ) -> Iterator[tuple[str, list[Tensor], torch.Size]]:
     """Yield the name of every parameter, its parts by rank, and its shape."""
     ranks = range(saved.world_size)
-    untrained_names = untrained(saved) if with_frozen else []
+    untrained_names = find_untrained(saved) if with_frozen else []
     states = [load_optimizer_file(checkpoint, rank)["optimizer_state_dict"] for rank in ranks]
     if saved.zero_stage == 3:
         models = [load_model_file(checkpoint, rank, 3) for rank in ranks]
-        trained = trained_slices_stage3(states, models[0]["param_shapes"])
+        trained = slice_stage3(states, models[0]["param_shapes"])
         frozen = {name: [model["frozen_param_fragments"][name] for model in models] for name in untrained_names}
     else:
         model = load_model_file(checkpoint, 0, saved.zero_stage)
-        trained = trained_slices_stage2(states)
+        trained = slice_stage2(states)
         frozen = {name: [model["module"][name]] for name in untrained_names}
     slices = trained | frozen
     for name, described in saved.parameters.items():
@@ -102,7 +104,7 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
             "the files of other checkpoints away"
         )
     for rank in range(saved.world_size):
-        with inconsistent_where_unreadable(checkpoint):
+        with convert_read_errors(checkpoint):
             model = load_model_file(checkpoint, rank, saved.zero_stage)
             shapes = [*(model.get("param_shapes") or []), model.get("frozen_param_shapes") or {}]
             mappings = load_optimizer_file(checkpoint, rank)["optimizer_state_dict"].get("param_slice_mappings", [])
@@ -115,7 +117,7 @@ def check_names(checkpoint: Path, saved: SavedRun) -> None:
             )
 
 
-def untrained(saved: SavedRun) -> list[str]:
+def find_untrained(saved: SavedRun) -> list[str]:
     return [name for name, described in saved.parameters.items() if not described.trained]
 
 
@@ -126,7 +128,7 @@ def assemble(slices: list[Tensor], shape: torch.Size) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in slices])[: shape.numel()].view(shape)
 
 
-def trained_slices_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict[str, list[Tensor]]:
+def slice_stage3(states: list[Any], groups: list[dict[str, torch.Size]]) -> dict[str, list[Tensor]]:
     """Return the parts by parameter: ZeRO-3 cuts each into equal parts, pads the last, and joins those of a group end to end."""
     result: dict[str, list[Tensor]] = {}
     for group, shapes in enumerate(groups):
@@ -138,7 +140,7 @@ def trained_slices_stage3(states: list[Any], groups: list[dict[str, torch.Size]]
     return result
 
 
-def trained_slices_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
+def slice_stage2(states: list[Any]) -> dict[str, list[Tensor]]:
     """Return the parts by parameter: ZeRO-1 and 2 cut whole groups, and each rank stores the range of each parameter."""
     result: dict[str, list[Tensor]] = {}
     for state in states:
@@ -170,7 +172,7 @@ def load_file(checkpoint: Path, pattern: str) -> dict[str, Any]:
         )
     try:
         check_stored(files[0])
-        with safe_loading():
+        with load_safely():
             loaded = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
     except (*UNREADABLE, BadZipFile) as cause:
         raise CheckpointError(f"{files[0]}: cannot be read ({cause}); choose another checkpoint") from cause

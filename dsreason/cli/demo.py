@@ -17,16 +17,16 @@ from rich.table import Table
 from dsreason.cli import grpo, sft, world
 from dsreason.cli.eval import RECIPE
 from dsreason.cli.export import export
-from dsreason.cli.job import Job, NprocOption, OutputOption, SetOption, Trainer, run_job
-from dsreason.config.load import as_toml, load_config
-from dsreason.config.output import default_output_dir
+from dsreason.cli.job import NprocOption, OutputOption, SetOption, Trainer, TrainingCommand, run_job
+from dsreason.config.load import load_config, to_toml
+from dsreason.config.output import build_default_output_dir
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError, Stopped
 from dsreason.job import launch, signals
 from dsreason.job.failures import RankError
 from dsreason.monitor.console import open_console
-from dsreason.monitor.progress import PART, Part, duration
-from dsreason.screen import say
+from dsreason.monitor.progress import PART, CommandPart, format_duration
+from dsreason.screen import print_message
 
 WARM_START = Path("builtin_warm_start.toml")
 HELD_OUT = Path("builtin_eval.toml")
@@ -71,7 +71,7 @@ def demo(
     """Train a tiny model on generated videos and images: SFT on partly wrong rows, then GRPO. Nothing is downloaded."""
     if launch.is_rank():
         raise ConfigError("demo: starts its own ranks; call it plainly")
-    folder, changes = output_dir or default_output_dir("demo"), tuple(overrides or ())
+    folder, changes = output_dir or build_default_output_dir("demo"), tuple(overrides or ())
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder}: is not empty; choose another --output-dir, as a demo begins anew")
     runs: list[tuple[Trainer[Any], Path | None]] = [(sft.TRAINER, WARM_START), (grpo.TRAINER, None)]
@@ -81,12 +81,12 @@ def demo(
         load_config(
             trainer.schema, recipe, changes, default_recipe=trainer.recipe
         )  # report mistakes before anything starts
-    with told_of_the_demo(folder):
-        (world_demo if of_world else answers_demo)(folder, nproc, changes)
+    with rephrase_stop_messages(folder):
+        (run_world_demo if of_world else run_answers_demo)(folder, nproc, changes)
 
 
 @contextmanager
-def told_of_the_demo(folder: Path) -> Iterator[None]:
+def rephrase_stop_messages(folder: Path) -> Iterator[None]:
     """Inside, a stop gives no advice that only the training commands can follow."""
     where_it_is = f"what was written is in {folder}, and the next demo begins anew"
     try:
@@ -99,43 +99,43 @@ def told_of_the_demo(folder: Path) -> Iterator[None]:
         raise Stopped(f"{str(error).partition(';')[0]}; {where_it_is}") from None
 
 
-def answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
+def run_answers_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
     """A model that answers questions about clips and images."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
     started = time.monotonic()
 
-    warm = Job(sft.TRAINER, config=WARM_START, overrides=changes, output_dir=folder / "sft", nproc=nproc)
+    warm = TrainingCommand(sft.TRAINER, config=WARM_START, overrides=changes, output_dir=folder / "sft", nproc=nproc)
     with announce_stage(1, started, STAGES):
         run_job(warm, ranks_on_cpu=ranks_on_cpu)
 
-    changes = (*changes, f"model.path={as_toml(str(folder / 'sft' / 'export' / 'final'))}")
-    job = Job(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
+    changes = (*changes, f"model.path={to_toml(str(folder / 'sft' / 'export' / 'final'))}")
+    job = TrainingCommand(grpo.TRAINER, overrides=changes, output_dir=folder / "grpo", nproc=nproc)
     with announce_stage(2, started, STAGES):
         run_job(job, ranks_on_cpu=ranks_on_cpu)
     with announce_stage(3, started, STAGES):
         export(checkpoint=folder / "grpo", output=folder / "export")
     with announce_stage(4, started, STAGES):
         results = evaluate_export(folder)
-    open_console().print(results_table(folder, accuracy_by_medium(results)))
-    say(f"model: {folder / 'export'}")
-    say(f"every answer: {results / 'report.html'}")
-    say(f"curves: tensorboard --logdir {folder}")
+    open_console().print(build_results_table(folder, compute_accuracies(results)))
+    print_message(f"model: {folder / 'export'}")
+    print_message(f"every answer: {results / 'report.html'}")
+    print_message(f"curves: tensorboard --logdir {folder}")
 
 
-def world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
+def run_world_demo(folder: Path, nproc: int | None, changes: tuple[str, ...]) -> None:
     """A model that makes clips: partly wrong captions, and rewards that repair what came of them, in two ways."""
     ranks_on_cpu = min(2, len(os.sched_getaffinity(0)))
-    started, start = time.monotonic(), f"model.path={as_toml(str(folder / 'sft' / 'export' / 'final'))}"
+    started, start = time.monotonic(), f"model.path={to_toml(str(folder / 'sft' / 'export' / 'final'))}"
     for number, (name, recipe) in enumerate(WORLD_RECIPES.items(), 1):
         overrides = changes if name == "sft" else (*changes, start)
-        job = Job(world.TRAINER, config=recipe, overrides=overrides, output_dir=folder / name, nproc=nproc)
+        job = TrainingCommand(world.TRAINER, config=recipe, overrides=overrides, output_dir=folder / name, nproc=nproc)
         with announce_stage(number, started, WORLD_STAGES):
             run_job(job, ranks_on_cpu=ranks_on_cpu)
-    open_console().print(world_table(folder))
+    open_console().print(build_world_table(folder))
     for name in WORLD_RECIPES:
         if (page := folder / name / "world.html").is_file():  # not where nothing is validated
-            say(f"clips and rewards of {name}: {page}")
-    say(f"curves: tensorboard --logdir {folder}")
+            print_message(f"clips and rewards of {name}: {page}")
+    print_message(f"curves: tensorboard --logdir {folder}")
 
 
 @contextmanager
@@ -146,9 +146,9 @@ def announce_stage(number: int, started: float, stages: Sequence[Stage]) -> Iter
         sum(stage_part.seconds for stage_part in some) for some in (stages[: number - 1], stages[number - 1 :])
     )
     pace = (time.monotonic() - started) / before if before else 1.0  # of this machine, against that of the seconds
-    say(f"{number}/{len(stages)} {stage.title} (about {duration(pace * remaining)} left)", err=True)
+    print_message(f"{number}/{len(stages)} {stage.title} (about {format_duration(pace * remaining)} left)", err=True)
     after = (remaining - stage.steps) / stage.steps if stage.steps else 0.0
-    os.environ[PART] = str(Part(number, len(stages), after))
+    os.environ[PART] = str(CommandPart(number, len(stages), after))
     try:
         yield
     finally:
@@ -160,13 +160,13 @@ def evaluate_export(folder: Path) -> Path:
     from dsreason.evaluation.report.report import write_reports
     from dsreason.evaluation.run import evaluate
 
-    changes = [f"model.path={as_toml(str(folder / 'export'))}", f"results_dir={as_toml(str(folder / 'results'))}"]
+    changes = [f"model.path={to_toml(str(folder / 'export'))}", f"results_dir={to_toml(str(folder / 'results'))}"]
     results, _ = evaluate(load_config(EvalConfig, HELD_OUT, changes, default_recipe=RECIPE))
     write_reports(results)
     return results
 
 
-def accuracy_by_medium(results: Path) -> dict[str, float]:
+def compute_accuracies(results: Path) -> dict[str, float]:
     """Return accuracies by the names of the trainer's metrics: `val/accuracy`, `val/accuracy/video`, `val/accuracy/image`."""
     from dsreason.evaluation.report.results import find_run, read_run
 
@@ -178,30 +178,30 @@ def accuracy_by_medium(results: Path) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in right.items()}
 
 
-def results_table(folder: Path, evaluated: dict[str, float]) -> Table:
+def build_results_table(folder: Path, evaluated: dict[str, float]) -> Table:
     """Build the table of held-out accuracies: random model, after SFT, after GRPO, and the export in a separate evaluation."""
-    random, warm = first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
-    _, trained = first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
+    random, warm = read_first_and_last(folder / "sft" / "metrics.jsonl", prefix="val/accuracy")
+    _, trained = read_first_and_last(folder / "grpo" / "metrics.jsonl", prefix="val/accuracy")
     table = Table("right answers, held out", "random model", "after SFT", "after GRPO", "export", title="dsreason demo")
     for name in trained:
         label = name.removeprefix("val/accuracy").removeprefix("/") or "all"
-        table.add_row(label, *(_shown(accuracies.get(name)) for accuracies in (random, warm, trained, evaluated)))
+        table.add_row(label, *(_format(accuracies.get(name)) for accuracies in (random, warm, trained, evaluated)))
     return table
 
 
-def world_table(folder: Path) -> Table:
+def build_world_table(folder: Path) -> Table:
     """Rewards of the held-out prompts, always from the same noise, and what would show that they are cheated."""
     titles = ("after SFT", "after FlowGRPO", "after NFT")
-    last = [first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
+    last = [read_first_and_last(folder / name / "metrics.jsonl", prefix="val/")[1] for name in WORLD_RECIPES]
     table = Table("held-out prompts", *titles, title="dsreason demo --world")
     rows = {"reward (colour · solid)": "val/reward/mean", "colour as asked": "val/reward/colour/mean"}
     rows |= {"a solid square": "val/reward/solid/mean", "brightness": "val/brightness"}
     for label, name in rows.items():
-        table.add_row(label, *(_shown(values.get(name), ".3f") for values in last))
+        table.add_row(label, *(_format(values.get(name), ".3f") for values in last))
     return table
 
 
-def first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dict[str, float]]:
+def read_first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dict[str, float]]:
     """The first and the last value of each metric that begins with `prefix`, from a metrics.jsonl."""
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -213,5 +213,5 @@ def first_and_last(metrics: Path, *, prefix: str) -> tuple[dict[str, float], dic
     return first, last
 
 
-def _shown(value: float | None, form: str = ".1%") -> str:
+def _format(value: float | None, form: str = ".1%") -> str:
     return "-" if value is None else f"{value:{form}}"

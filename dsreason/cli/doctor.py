@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dsreason.cli.job import ConfigOption, trainers
+from dsreason.cli.job import ConfigOption, find_trainers
 from dsreason.monitor.console import open_console
-from dsreason.screen import say
-from dsreason.tools.doctor.finding import Finding, Verdict
+from dsreason.screen import print_message
+from dsreason.tools.doctor.finding import DoctorFinding, Verdict
 
 STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -36,10 +36,10 @@ def doctor(
     """
     counts: dict[Verdict, int] = {"pass": 0, "warn": 0, "fail": 0}
     console = open_console(highlight=False)
-    for finding in findings(config, hostfile, console, quick=quick, speaks=not as_json):
+    for finding in collect_findings(config, hostfile, console, quick=quick, speaks=not as_json):
         counts[finding.verdict] += 1
         if as_json:
-            say(json.dumps(asdict(finding)))
+            print_message(json.dumps(asdict(finding)))
         else:
             show(finding, console)
     if not as_json:
@@ -48,9 +48,9 @@ def doctor(
         raise typer.Exit(1)
 
 
-def findings(
+def collect_findings(
     config: Path | None, hostfile: Path | None, console: Console, *, quick: bool, speaks: bool
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     from dsreason.tools.doctor import checks, network, trial
 
     planned = list(checks.CHECKS)
@@ -59,12 +59,12 @@ def findings(
         planned.append(checks.Check("hosts", lambda: network.check_hosts(hosts)))
     if config is not None:
         loaded = load(config)
-        planned.append(checks.Check("configuration", lambda: checks.of_config(loaded)))
-    if not quick and trial.without_ranks():
+        planned.append(checks.Check("configuration", lambda: checks.check_config(loaded)))
+    if not quick and trial.is_outside_launcher():
         planned += checks.TRIALS
     for check in planned:
         with console.status(f"{check.name} …") if speaks and console.is_terminal else console.capture():
-            findings = list(checks.findings_of(check))
+            findings = list(checks.iter_findings(check))
         yield from findings
     if quick and speaks:
         console.print("--quick: no collective was run, and no engine")
@@ -76,10 +76,10 @@ def load(config: Path) -> object:
     from dsreason.tools.cosmos_rl.loading import load_run
 
     trainer = choose_trainer(config, None, None)
-    return load_run(trainer.name, trainers()[trainer.name].schema, config, (), default_recipe=trainer.recipe)[0]
+    return load_run(trainer.name, find_trainers()[trainer.name].schema, config, (), default_recipe=trainer.recipe)[0]
 
 
-def show(finding: Finding, console: Console) -> None:
+def show(finding: DoctorFinding, console: Console) -> None:
     line = Text.assemble((finding.verdict, STYLES[finding.verdict]), f"  {finding.name}: {finding.what}")
     console.print(line, soft_wrap=True)
     if finding.cure:

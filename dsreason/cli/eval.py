@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from dsreason.checkpoints.checkpoint_folder import newer_checkpoint
+from dsreason.checkpoints.checkpoint_folder import find_newer_checkpoint
 from dsreason.cli.job import ConfigOption, NprocOption, SetOption
 from dsreason.config.keys import split_unknown
-from dsreason.config.load import as_toml, load_config, read_config, read_values
-from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, run_record
+from dsreason.config.load import load_config, read_config, read_values, to_toml
+from dsreason.config.output import CHECKPOINTS, CONFIG_FILE, find_run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.files.disk import check_writable
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch, signals
 from dsreason.job.gpu import check_gpus
-from dsreason.problems import instead_of_file
-from dsreason.screen import say
-from dsreason.secrets import masked
+from dsreason.problems import describe_missing_file
+from dsreason.screen import print_message
+from dsreason.secrets import iter_masked_keys
 from dsreason.world.schema import WorldConfig
 
 RECIPE = "eval.toml"
@@ -95,15 +95,15 @@ def evaluate(
         "model.tensor_parallel_size": tensor_parallel_size,
         "results_dir": results_dir and str(results_dir),
     }
-    question_changes = question_overrides(dataset or [], data, adapter, named=names_datasets(config))
-    changes = [*question_changes, *model_overrides(model, server)]
-    changes += [f"{key}={as_toml(value)}" for key, value in options.items() if value is not None]
+    question_changes = build_question_overrides(dataset or [], data, adapter, named=has_datasets(config))
+    changes = [*question_changes, *build_model_overrides(model, server)]
+    changes += [f"{key}={to_toml(value)}" for key, value in options.items() if value is not None]
     changes += overrides or ()  # last, as they may concern what the others set
     if launch.is_rank():
-        with quick_imports():
+        with make_imports_fast():
             from dsreason.job import lifeline  # it needs torch
 
-        with lifeline.from_the_start("in the evaluation"):
+        with lifeline.join_with_lifeline("in the evaluation"):
             loaded = load(config, changes)  # now, because TP_SIZE may come from the first host
             if loaded.server.url is not None and int(os.environ["WORLD_SIZE"]) > 1:
                 raise ConfigError(
@@ -114,20 +114,20 @@ def evaluate(
     loaded = load(config, changes)
     launch.prepare_environment()
     for note in loaded.notes(len(os.sched_getaffinity(0))):
-        say(f"note: {note}", err=True)
+        print_message(f"note: {note}", err=True)
     ranks = 1
     if loaded.server.url is None:
         check_gpus()
-        ranks = launch.rank_count(nproc, launch.gpu_count(), on_cpu=loaded.model.tensor_parallel_size)
+        ranks = launch.count_ranks(nproc, launch.count_gpus(), on_cpu=loaded.model.tensor_parallel_size)
     folder = Path(loaded.results_dir).expanduser()
     check_writable(folder, "--results-dir")
-    with signals.when_stopped(f"the answers so far are in {folder}, and the same command continues"):
+    with signals.add_stop_message(f"the answers so far are in {folder}, and the same command continues"):
         if ranks == 1:
             launch.end_children_with_us()
             run(loaded)
             return
         check(loaded)
-        launch.start_ranks(lambda attempt: arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
+        launch.start_ranks(lambda attempt: build_arguments(config, changes), ranks=ranks, log_dir=folder / "logs")
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def find_world(config: Path | None, model: str | None) -> WorldSource | None:
         values = read_config(config)
         values = values["config"] if isinstance(values.get("config"), dict) else values  # config.json of a run
         return WorldSource(values, str(config), [f"--config={config}"]) if is_world(values) else None
-    for folder in runs_around(Path(model).expanduser()) if model else ():
-        values = (run_record(folder) or {}).get("config", {})
+    for folder in list_possible_runs(Path(model).expanduser()) if model else ():
+        values = (find_run_record(folder) or {}).get("config", {})
         if "world" in values:
             return WorldSource(values, str(folder / CONFIG_FILE), [])
     return None
 
 
-def runs_around(path: Path) -> list[Path]:
+def list_possible_runs(path: Path) -> list[Path]:
     """List the folders that may be the run of `RUN`, `RUN/export/…` or `RUN/checkpoints/…`; empty if the path does not exist."""
     path = path.absolute()
     if not path.exists():
@@ -169,7 +169,7 @@ def is_world(values: dict[str, Any]) -> bool:
     return bool(split_unknown(EvalConfig, values)[1]) and not split_unknown(WorldConfig, values)[1]
 
 
-def exported(model: str) -> str:
+def resolve_export(model: str) -> str:
     """Return a run's final export, or anything else unchanged.
 
     ConfigError for a run or checkpoint without one, and for a run that has a newer checkpoint.
@@ -177,7 +177,7 @@ def exported(model: str) -> str:
     folder = Path(model).expanduser()
     final = folder / FINAL
     files = [place / name for place in (final, folder) for name in EXPORTED if (place / name).is_file()]
-    if final.is_dir() and files and (newer := newer_checkpoint(folder / CHECKPOINTS, files[0])):
+    if final.is_dir() and files and (newer := find_newer_checkpoint(folder / CHECKPOINTS, files[0])):
         raise ConfigError(
             f"--model {model}: its checkpoint {newer.name} is newer than its {FINAL}; write it as a model with dsreason export "
             f"--checkpoint {newer} --output {folder / FINAL.parent / newer.name}, and name that, or name {final}"
@@ -195,7 +195,7 @@ def exported(model: str) -> str:
 def check_unmasked(config: WorldConfig, name: str) -> None:
     """ConfigError if the evaluation needs a value that the file `name` shows only masked, as `config.json` of a run does."""
     needed = config.model_dump(mode="json", include={"model", "data", "world", "reward", "validation"})
-    if keys := list(masked(needed)):
+    if keys := list(iter_masked_keys(needed)):
         raise ConfigError(
             f"{name}: {', '.join(keys)}: only a mask of the secret is stored; pass with --config the file that the run was "
             "started with, or give the value by --set"
@@ -213,14 +213,14 @@ def evaluate_world(
 ) -> None:
     """Sample and score the held-out prompts on every GPU, and report."""
     if model is not None:
-        changes = [f"model.path={as_toml(exported(model))}", *changes]
+        changes = [f"model.path={to_toml(resolve_export(model))}", *changes]
     config = read_values(WorldConfig, source.values, source.name, changes)
     check_unmasked(config, source.name)
-    with quick_imports():
-        from dsreason.evaluation.ask.models import base_name
+    with make_imports_fast():
+        from dsreason.evaluation.ask.models import name_model
         from dsreason.world.evaluation.report import write_report
         from dsreason.world.training import evaluate as world
-    folder = (results_dir or Path("results")) / base_name(config.model.path)
+    folder = (results_dir or Path("results")) / name_model(config.model.path)
     if launch.is_rank():
         world.evaluate(config, folder, overwrite=overwrite)
         return
@@ -235,9 +235,9 @@ def evaluate_world(
     ]
     arguments += [] if results_dir is None else [f"--results-dir={results_dir}"]
     arguments += ["--overwrite"] if overwrite else []
-    ranks = launch.rank_count(nproc, launch.gpu_count())
+    ranks = launch.count_ranks(nproc, launch.count_gpus())
     launch.start_ranks(lambda attempt: ["-m", "dsreason", "eval", *arguments], ranks=ranks, log_dir=folder / "logs")
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.cli.score import print_world_report
     print_world_report(write_report(folder))
 
@@ -254,7 +254,7 @@ def load(config: Path | None, changes: list[str]) -> EvalConfig:
     loaded = load_config(EvalConfig, config, [f"{TP_KEY}={tensor_parallel_size}", *changes], default_recipe=RECIPE)
     asks_model = loaded.server.url is None and loaded.model.tensor_parallel_size == int(tensor_parallel_size)
     if asks_model and launch.is_first_rank():
-        say(f"note: {TP_KEY} is {tensor_parallel_size}, as {TP_SIZE} in the environment says", err=True)
+        print_message(f"note: {TP_KEY} is {tensor_parallel_size}, as {TP_SIZE} in the environment says", err=True)
     return loaded
 
 
@@ -266,11 +266,11 @@ def check_complete(who: object, what: object) -> None:
         raise ConfigError("; ".join(missing) + " (or --config eval.toml)")
 
 
-def names_datasets(config: Path | None) -> bool:
+def has_datasets(config: Path | None) -> bool:
     return config is not None and bool(read_config(config).get("datasets"))
 
 
-def question_overrides(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
+def build_question_overrides(datasets: list[str], data: str | None, adapter: str | None, *, named: bool) -> list[str]:
     """The overrides that say what is asked. `--data` is a folder of benchmarks, a file of rows, or an adapter's.
 
     Where the configuration has `named` the benchmarks, a folder is only where they lie; else all that it has are asked.
@@ -282,26 +282,26 @@ def question_overrides(datasets: list[str], data: str | None, adapter: str | Non
                 f"--dataset {datasets[0]} names a benchmark folder, and --data {data} is read as rows; leave one out"
             )
         rows = {"adapter": adapter or "jsonl"} | ({"path": data} if data is not None else {})
-        pairs = ", ".join(f"{key} = {as_toml(value)}" for key, value in rows.items())
+        pairs = ", ".join(f"{key} = {to_toml(value)}" for key, value in rows.items())
         return ["datasets=[]", f"sources=[{{{pairs}}}]"]
     if data is not None:
         if Path(data).exists() and not Path(data).is_dir():
-            raise ConfigError(f"--data {data}: {instead_of_file(Path(data))}")
+            raise ConfigError(f"--data {data}: {describe_missing_file(Path(data))}")
         if not Path(data).is_dir():
             raise ConfigError(f"--data {data}: no such file or folder (working folder: {Path.cwd()})")
-        if not (named or datasets or benchmarks_in(Path(data))):
+        if not (named or datasets or list_benchmarks(Path(data))):
             raise ConfigError(
                 f"--data {data}: has no <name>/<name>_benchmark_qa_pairs.json in it or in {data}/benchmark; give --adapter, "
                 "if these are rows of another kind"
             )
-        changes.append(f"data_dir={as_toml(data)}")
-        datasets = datasets or ([] if named else benchmarks_in(Path(data)))
+        changes.append(f"data_dir={to_toml(data)}")
+        datasets = datasets or ([] if named else list_benchmarks(Path(data)))
     if datasets:
-        changes += [f"datasets={as_toml(datasets)}", "sources=[]"]
+        changes += [f"datasets={to_toml(datasets)}", "sources=[]"]
     return changes
 
 
-def benchmarks_in(folder: Path) -> list[str]:
+def list_benchmarks(folder: Path) -> list[str]:
     return sorted(
         {
             file.parent.name
@@ -312,14 +312,14 @@ def benchmarks_in(folder: Path) -> list[str]:
     )
 
 
-def model_overrides(model: str | None, server: str | None) -> list[str]:
+def build_model_overrides(model: str | None, server: str | None) -> list[str]:
     """The overrides that say who answers: what the command line names replaces what the file does."""
     if model is not None and server is not None:
         raise ConfigError(f"--model {model} and --server {server} exclude each other; give one")
-    return [] if model is None and server is None else ["server.url=null", f"model.path={as_toml(model)}"]
+    return [] if model is None and server is None else ["server.url=null", f"model.path={to_toml(model)}"]
 
 
-def arguments(config: Path | None, changes: list[str]) -> list[str]:
+def build_arguments(config: Path | None, changes: list[str]) -> list[str]:
     """Return what python runs in a rank."""
     arguments = [] if config is None else [f"--config={config}"]
     return ["-m", "dsreason", "eval", *arguments, *(f"--set={change}" for change in changes)]
@@ -327,7 +327,7 @@ def arguments(config: Path | None, changes: list[str]) -> list[str]:
 
 def check(config: EvalConfig) -> None:
     """Raise user-fixable errors before ranks start."""
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.evaluation.ask.answerers import check_model
         from dsreason.evaluation.questions.grading import Grader, check_scorer
         from dsreason.evaluation.questions.questions import load_questions
@@ -338,15 +338,15 @@ def check(config: EvalConfig) -> None:
 
 
 def run(config: EvalConfig) -> None:
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.cli.score import print_reports
         from dsreason.evaluation.report.report import write_reports
         from dsreason.evaluation.run import evaluate as run_evaluation
-        from dsreason.evaluation.settings import vision_note
+        from dsreason.evaluation.settings import describe_vision_difference
 
-    if (note := vision_note(config)) and launch.is_first_rank():
-        say(f"note: {note}", err=True)
+    if (note := describe_vision_difference(config)) and launch.is_first_rank():
+        print_message(f"note: {note}", err=True)
     folder, throughput = run_evaluation(config)
     if launch.is_first_rank():
-        say(str(throughput), err=True)
+        print_message(str(throughput), err=True)
         print_reports(write_reports(folder, None))

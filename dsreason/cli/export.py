@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dsreason.config.output import run_record
+from dsreason.config.output import find_run_record
 from dsreason.errors import CheckpointError
 from dsreason.files.disk import check_writable
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 if TYPE_CHECKING:
-    from dsreason.checkpoints.model_card import Score
+    from dsreason.checkpoints.model_card import CardScore
 
 
 def export(
@@ -31,13 +31,13 @@ def export(
     """Write a checkpoint as a Hugging Face folder, which transformers and vLLM load, or diffusers where it is a world model's."""
     check_writable(Path(os.path.realpath(output)).parent, "--output")  # of a link, where it leads
     launch.prepare_environment()  # before what follows imports torch and DeepSpeed
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.checkpoints.export import export_checkpoint
     from dsreason.checkpoints.checkpoint_folder import find_checkpoint
 
     folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint / "checkpoints"
     checkpoint_folder = find_checkpoint(folder) or checkpoint
-    if checkpoint_folder == checkpoint and run_record(checkpoint) is not None:
+    if checkpoint_folder == checkpoint and find_run_record(checkpoint) is not None:
         raise CheckpointError(
             f"{checkpoint}: the run has no complete checkpoint yet (in {folder}); there is nothing to export"
         )
@@ -46,14 +46,14 @@ def export(
             raise typer.BadParameter(
                 f"{checkpoint_folder} is of a world model, whose card has no scores", param_hint="--results-dir"
             )
-        with quick_imports():
+        with make_imports_fast():
             from dsreason.world.training.export import export_world_checkpoint
 
         export_world_checkpoint(checkpoint_folder, output, dtype=dtype, max_shard_size=max_shard_size)
     else:
-        scores = accuracies_of(results_dir) if results_dir else ()
+        scores = read_accuracies(results_dir) if results_dir else ()
         export_checkpoint(checkpoint_folder, output, dtype=dtype, max_shard_size=max_shard_size, scores=scores)
-    say(f"exported to {output}", err=True)
+    print_message(f"exported to {output}", err=True)
 
 
 def is_of_world_model(checkpoint: Path) -> bool:
@@ -63,9 +63,9 @@ def is_of_world_model(checkpoint: Path) -> bool:
     return (Path(read_checkpoint(checkpoint).state.model_path) / "model_index.json").is_file()
 
 
-def accuracies_of(results_dir: Path) -> list[Score]:
-    with quick_imports():
-        from dsreason.checkpoints.model_card import Score
+def read_accuracies(results_dir: Path) -> list[CardScore]:
+    with make_imports_fast():
+        from dsreason.checkpoints.model_card import CardScore
         from dsreason.evaluation.report.results import find_runs, read_run
         from dsreason.evaluation.report.score import score
 
@@ -73,5 +73,5 @@ def accuracies_of(results_dir: Path) -> list[Score]:
     for run in find_runs(results_dir):
         for name, accuracy in score(read_run(run)).datasets.items():
             over_all = accuracy.over_all
-            accuracies.append(Score(name, run.folder.name, over_all.share or 0.0, over_all.total))
+            accuracies.append(CardScore(name, run.folder.name, over_all.share or 0.0, over_all.total))
     return accuracies

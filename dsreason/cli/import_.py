@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_config, read_values
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.screen import say, write
+from dsreason.screen import print_message, write
 from dsreason.tools.cosmos_rl.convert import convert, is_cosmos_rl, is_evaluation
 from dsreason.tools.cosmos_rl.tables import show
 
@@ -27,7 +27,7 @@ def import_(
     ] = None,
 ) -> None:
     """Turn a configuration of cosmos-rl into one of dsreason, and say of every key what became of it."""
-    from dsreason.tools.cosmos_rl.write import command, gpus, toml_of  # tomlkit takes a while
+    from dsreason.tools.cosmos_rl.write import describe_gpus, write_command, write_toml  # tomlkit takes a while
 
     document = read_config(file)
     if is_evaluation(document):
@@ -41,8 +41,8 @@ def import_(
     imported = convert(document, accept or ())
     show(imported)
     imported.check(str(file))
-    text = toml_of(imported, file.name)
-    read_values(trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
+    text = write_toml(imported, file.name)
+    read_values(find_trainers()[imported.trainer].schema, imported.config, f"{file} (of cosmos-rl)")
     if output is None:
         write(text, end="")
         return
@@ -50,4 +50,7 @@ def import_(
         write_file(output, text)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error.strerror}); name another file") from None
-    say(f"written to {output}, for {gpus(imported)}. Then: {command(imported, str(output))} --dry-run", err=True)
+    print_message(
+        f"written to {output}, for {describe_gpus(imported)}. Then: {write_command(imported, str(output))} --dry-run",
+        err=True,
+    )

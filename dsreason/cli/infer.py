@@ -13,10 +13,10 @@ import typer
 
 from dsreason.config.schema_data import SourceConfig
 from dsreason.errors import ConfigError
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
 from dsreason.job.gpu import check_gpus
-from dsreason.screen import say, write
+from dsreason.screen import print_message, write
 
 if TYPE_CHECKING:
     from dsreason.evaluation.infer import StreamedAnswer
@@ -75,7 +75,7 @@ def infer(
     """Ask a model about images and videos. The answer is streamed to stdout, remarks go to stderr."""
     if launch.is_rank():
         raise ConfigError("infer: is one process; call it plainly")
-    vision = frame_settings(fps, nframes, max_pixels, total_pixels)
+    vision = build_frame_settings(fps, nframes, max_pixels, total_pixels)
     if not 0 < top_p <= 1:
         raise ConfigError(f"--top-p ({top_p:g}) must be greater than 0 and at most 1")
     if temperature != 0 and not 0.01 <= temperature <= 2:
@@ -88,14 +88,14 @@ def infer(
     check_gpus()
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):  # libraries log to stdout, from their import on
-        with quick_imports():
+        with make_imports_fast():
             from dsreason.evaluation.infer import InferSettings, read_prompts
             from dsreason.evaluation.infer import infer as run
             from dsreason.rollout.protocol import Sampling
 
         if prompt is None and prompt_file is None:
-            prompt = default_prompt(bool(video))
-            say(f'no --prompt: asking "{prompt}"', err=True)
+            prompt = choose_prompt(bool(video))
+            print_message(f'no --prompt: asking "{prompt}"', err=True)
         prompts = read_prompts(prompt, prompt_file)
         settings = InferSettings(
             model=model,
@@ -116,20 +116,20 @@ def infer(
             engine=engine,
             dtype=dtype,
         )
-        for answering in run(settings, prompts, say):
+        for answering in run(settings, prompts, print_message):
             if as_json:
                 write_json(answering, stdout)
             else:
                 write_text(answering, stdout, heading=len(prompts) > 1)
 
 
-def default_prompt(video: bool) -> str:
+def choose_prompt(video: bool) -> str:
     """The question that adapters ask about a video, or the same about an image."""
     question = str(SourceConfig.model_fields["question"].default)
     return question if video else question.replace("video", "image")
 
 
-def frame_settings(
+def build_frame_settings(
     fps: float | None, nframes: int | None, max_pixels: int | None, total_pixels: int
 ) -> dict[str, float]:
     """The keys of a media part; `fps` is 4 where nothing says how many frames."""
@@ -156,9 +156,9 @@ def write_text(answering: StreamedAnswer, stdout: TextIO, *, heading: bool) -> N
         stdout.flush()
     write("\n" if heading else "", file=stdout)
     tokens, seconds = len(answering.ids), answering.seconds
-    say(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s", err=True)
+    print_message(f"{len(answering.prompt.encoded)} prompt tokens, {tokens} drawn in {seconds:.1f} s", err=True)
     if answering.finish_reason == "length":
-        say("the answer is cut off: --max-tokens, or what the model has room for, is reached", err=True)
+        print_message("the answer is cut off: --max-tokens, or what the model has room for, is reached", err=True)
 
 
 def split_thoughts(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:

@@ -16,14 +16,14 @@ import typer
 
 from dsreason import train
 from dsreason.config.deepspeed import read_deepspeed, resolve_deepspeed
-from dsreason.config.load import as_toml, dump_config
-from dsreason.config.output import check_output_dir, default_output_dir, resume_folder
+from dsreason.config.load import dump_config, to_toml
+from dsreason.config.output import build_default_output_dir, check_output_dir, resolve_output_dir
 from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.errors import ConfigError
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch, signals
 from dsreason.job.gpu import check_gpus
-from dsreason.screen import say, write
+from dsreason.screen import print_message, write
 from dsreason.tools.cosmos_rl.loading import load_run
 from dsreason.tools.cosmos_rl.tables import show
 
@@ -72,18 +72,18 @@ class Trainer(Generic[C]):
 
     def check(self, config: C) -> None:
         """Look at data and model before any rank starts."""
-        self._module("preflight").check(config)
+        self._import_module("preflight").check(config)
 
     def row_encoder(self, config: C, encoder: Encoder) -> Callable[[Sample], object]:
         """Return what a row of training goes through; raises DataError for one that cannot be used."""
-        return cast("Callable[[Sample], object]", self._module("preflight").row_encoder(config, encoder))
+        return cast("Callable[[Sample], object]", self._import_module("preflight").row_encoder(config, encoder))
 
     def run(self, config: C, output_dir: Path | None, resume: str | None) -> None:
         """The work of one rank. Without an output folder the ranks agree on one."""
-        self._module("loop").run(config, output_dir, resume)
+        self._import_module("loop").run(config, output_dir, resume)
 
-    def _module(self, name: str) -> ModuleType:
-        with quick_imports():
+    def _import_module(self, name: str) -> ModuleType:
+        with make_imports_fast():
             return import_module(f"{self.package or f'dsreason.train.{self.name}'}.{name}")
 
     @property
@@ -105,19 +105,19 @@ class Trainer(Generic[C]):
             dry_run: DryRunOption = False,
         ) -> None:
             changes = tuple(overrides or ())
-            run_job(Job(self, config, ds_config, changes, output_dir, resume, nproc, max_restarts, dry_run))
+            run_job(TrainingCommand(self, config, ds_config, changes, output_dir, resume, nproc, max_restarts, dry_run))
 
         return command
 
 
-def trainers() -> dict[str, Trainer[Any]]:
+def find_trainers() -> dict[str, Trainer[Any]]:
     """Find the trainers by name: each folder of `dsreason.train`, and `world`, has a file of its name here with its `TRAINER`."""
     names = [module.name for module in iter_modules(train.__path__) if module.ispkg and module.name != "common"]
     return {name: import_module(f"dsreason.cli.{name}").TRAINER for name in [*names, "world"]}
 
 
 @dataclass(frozen=True)
-class Job(Generic[C]):
+class TrainingCommand(Generic[C]):
     """One call of a training command."""
 
     trainer: Trainer[C]
@@ -144,19 +144,19 @@ class Job(Generic[C]):
         ]
 
 
-def load_job(job: Job[C]) -> C:
+def load_job(job: TrainingCommand[C]) -> C:
     """The run configuration with the command line's own options in it; says which recipe runs without --config.
 
     A configuration of cosmos-rl is one as well, and what became of its keys is shown.
     """
-    speaks = launch.is_first_rank() and not launch.started_by_us()
+    speaks = launch.is_first_rank() and not launch.is_started_by_us()
     if job.config is None and speaks:
-        say(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
+        print_message(f"no --config: running the built-in recipe {job.trainer.recipe}", err=True)
     overrides = list(job.overrides)
     if job.ds_config is not None:
-        overrides.append(f"deepspeed={as_toml(job.ds_config)}")
+        overrides.append(f"deepspeed={to_toml(job.ds_config)}")
     if job.output_dir is not None:
-        overrides.append(f"output_dir={as_toml(str(job.output_dir))}")
+        overrides.append(f"output_dir={to_toml(str(job.output_dir))}")
     trainer = job.trainer
     config, imported = load_run(trainer.name, trainer.schema, job.config, overrides, default_recipe=trainer.recipe)
     if imported is not None and speaks:
@@ -166,37 +166,37 @@ def load_job(job: Job[C]) -> C:
 
 def check_job(trainer: Trainer[C], config: C, resume: str | None) -> None:
     """Look at data, model and what to resume before any rank starts."""
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.train.common.preflight import check_resume, check_upload
 
     trainer.check(config)
     check_upload(config, check_resume(config, resume))
 
 
-def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
+def run_job(job: TrainingCommand[C], *, ranks_on_cpu: int = 1) -> Path | None:
     """Do a rank's work, or check everything and start the ranks; returns the output folder where it is known."""
     config = load_job(job)
     if launch.is_rank():
         return _run_rank(job, config)
     # Check these first: counting the GPUs imports torch, which takes seconds.
     read_deepspeed(config.deepspeed)
-    output_dir = _output_dir(job, config) or default_output_dir(job.trainer.name)
+    output_dir = _resolve_output_dir(job, config) or build_default_output_dir(job.trainer.name)
     config = config.model_copy(update={"output_dir": str(output_dir)})
     check_output_dir(output_dir, config, job.resume)
     launch.prepare_environment()
     check_gpus()
-    ranks = launch.rank_count(job.nproc, launch.gpu_count(), on_cpu=ranks_on_cpu)
-    deepspeed = _deepspeed_of(job, config, ranks)
+    ranks = launch.count_ranks(job.nproc, launch.count_gpus(), on_cpu=ranks_on_cpu)
+    deepspeed = _resolve_deepspeed(job, config, ranks)
     for note in config.check_ranks(ranks):
-        say(f"note: {note}", err=True)
-    say("checking data and model …", err=True)
+        print_message(f"note: {note}", err=True)
+    print_message("checking data and model …", err=True)
     check_job(job.trainer, config, job.resume)
     if job.dry_run:
         _print_config(config, deepspeed)
         return output_dir
-    before = _checkpoints_in(output_dir)
-    say(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
-    with signals.when_stopped("no step was under way, what is saved stays, and --resume auto continues"):
+    before = _list_checkpoints(output_dir)
+    print_message(f"{job.trainer.name} on {ranks} rank{'s' * (ranks > 1)}, output in {output_dir}", err=True)
+    with signals.add_stop_message("no step was under way, what is saved stays, and --resume auto continues"):
         launch.start_ranks(
             lambda attempt: job.arguments(output_dir, _resume_at(attempt, job.resume, output_dir, before)),
             ranks=ranks,
@@ -206,52 +206,54 @@ def run_job(job: Job[C], *, ranks_on_cpu: int = 1) -> Path | None:
     return output_dir
 
 
-def _run_rank(job: Job[C], config: C) -> Path | None:
+def _run_rank(job: TrainingCommand[C], config: C) -> Path | None:
     world_size = os.environ["WORLD_SIZE"]
     if job.nproc is not None:
         raise ConfigError(f"--nproc ({job.nproc}): the launcher has started {world_size} ranks; leave it out")
     if job.max_restarts:
         raise ConfigError(f"--max-restarts ({job.max_restarts}): belongs to the launcher here; give it to torchrun")
-    output_dir, resume = _output_dir(job, config), job.resume
+    output_dir, resume = _resolve_output_dir(job, config), job.resume
     if job.dry_run:
         if launch.is_first_rank():
-            _print_config(config, _deepspeed_of(job, config, int(world_size)))
+            _print_config(config, _resolve_deepspeed(job, config, int(world_size)))
         return output_dir
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.job import hosts, lifeline  # they need torch
 
-    with lifeline.from_the_start():
+    with lifeline.join_with_lifeline():
         hosts.check_alike(config, {"command": job.trainer.name, "--resume": resume})
-        if launch.started_by_torchrun():  # it may start the ranks again
-            output_dir = output_dir or Path(launch.agreed("output_dir", str(default_output_dir(job.trainer.name))))
-            before = json.loads(launch.agreed("checkpoints", json.dumps(_checkpoints_in(output_dir))))
-            resume = _resume_at(launch.attempt(), resume, output_dir, before)
+        if launch.is_started_by_torchrun():  # it may start the ranks again
+            output_dir = output_dir or Path(
+                launch.share_value("output_dir", str(build_default_output_dir(job.trainer.name)))
+            )
+            before = json.loads(launch.share_value("checkpoints", json.dumps(_list_checkpoints(output_dir))))
+            resume = _resume_at(launch.get_attempt(), resume, output_dir, before)
         job.trainer.run(config, output_dir, resume)
     return output_dir
 
 
-def _checkpoints_in(output_dir: Path) -> dict[str, str]:
+def _list_checkpoints(output_dir: Path) -> dict[str, str]:
     """The complete checkpoints of a run, and what tells each from a later one of its name."""
-    from dsreason.checkpoints.checkpoint_folder import MARKER, complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import MARKER, find_complete_checkpoints
 
-    markers = {path.name: (path / MARKER).stat() for path in complete_checkpoints(output_dir / "checkpoints")}
+    markers = {path.name: (path / MARKER).stat() for path in find_complete_checkpoints(output_dir / "checkpoints")}
     return {name: f"{marker.st_ino} {marker.st_mtime_ns}" for name, marker in markers.items()}
 
 
 def _resume_at(attempt: int, resume: str | None, output_dir: Path, before: Mapping[str, str]) -> str | None:
     """Return what an attempt continues: after a crash the newest checkpoint of this job; before its first checkpoint, what was
     requested. Checkpoints of an earlier job (`before`) are not what `--resume PATH` wants; no clock can tell them apart."""
-    if attempt == 0 or (resume is not None and not _checkpoints_in(output_dir).items() - before.items()):
+    if attempt == 0 or (resume is not None and not _list_checkpoints(output_dir).items() - before.items()):
         return resume
     return "auto"
 
 
-def _output_dir(job: Job[C], config: C) -> Path | None:
-    return resume_folder(job.resume, Path(config.output_dir) if config.output_dir else None)
+def _resolve_output_dir(job: TrainingCommand[C], config: C) -> Path | None:
+    return resolve_output_dir(job.resume, Path(config.output_dir) if config.output_dir else None)
 
 
-def _deepspeed_of(job: Job[C], config: C, ranks: int) -> dict[str, Any]:
-    device = launch.device_kind(launch.gpu_count())
+def _resolve_deepspeed(job: TrainingCommand[C], config: C, ranks: int) -> dict[str, Any]:
+    device = launch.get_device_kind(launch.count_gpus())
     return resolve_deepspeed(config.deepspeed, config, device=device, world_size=ranks, config_name=job.config_name)
 
 

@@ -15,11 +15,11 @@ from dsreason import __version__
 from dsreason.cli import demo, doctor, eval, export, import_, infer, plan, push, reward_serve, score
 from dsreason.cli.data import commands as data
 from dsreason.cli.data import unpickle
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.errors import Stopped
 from dsreason.job import launch, signals
-from dsreason.job.failures import crash_text
-from dsreason.screen import outlive_terminal, say, write
+from dsreason.job.failures import format_crash
+from dsreason.screen import print_message, wrap_terminal, write
 from dsreason.secrets import HidingFormatter, VisibleRecord
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for trainer in trainers().values():
+for trainer in find_trainers().values():
     app.command(trainer.name, help=trainer.help)(trainer.command())
 app.command()(export.export)
 app.command("eval")(eval.evaluate)
@@ -47,12 +47,12 @@ app.command("reward-serve")(reward_serve.reward_serve)
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        say(f"dsreason {__version__}")
+        print_message(f"dsreason {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def root(
+def handle_global_options(
     local_rank: Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)] = None,
     show: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
@@ -63,12 +63,12 @@ def root(
 
 
 def main() -> None:
-    outlive_terminal()
+    wrap_terminal()
     # Log lines and threads' tracebacks show no secret before `setup_logs` either, nor in the commands without ranks.
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(HidingFormatter())
     logging.setLogRecordFactory(VisibleRecord)
-    threading.excepthook = lambda raised: write(crash_text(raised.exc_value or raised.exc_type()), file=sys.stderr)
+    threading.excepthook = lambda raised: write(format_crash(raised.exc_value or raised.exc_type()), file=sys.stderr)
     atexit.register(gc.freeze)  # the end of a process needs no search for garbage: it takes a second
     try:
         launch.check_rank_variables()
@@ -78,10 +78,10 @@ def main() -> None:
             signals.end_at_signals()
         app()
     except signals.Interrupted as stop:
-        say(f"stopped by {stop}", err=True)
+        print_message(f"stopped by {stop}", err=True)
         sys.exit(Stopped.exit_code)
     except Exception as error:  # noqa: BLE001 (a hook would not do: typer puts its own in place of it)
         if signals.STOPPED_BY:
-            say(f"stopped by {signals.STOPPED_BY[0]}", err=True)
+            print_message(f"stopped by {signals.STOPPED_BY[0]}", err=True)
             sys.exit(Stopped.exit_code)
         sys.exit(launch.report(error))

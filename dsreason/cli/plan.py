@@ -11,11 +11,11 @@ from dsreason.cli.data.chosen_run import choose_trainer, load_run
 from dsreason.cli.job import ConfigOption, DeepSpeedOption, SetOption
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
-from dsreason.job.gpu import cuda_fault
+from dsreason.job.gpu import find_cuda_fault
 from dsreason.monitor.console import open_console
-from dsreason.screen import say, write
+from dsreason.screen import print_message, write
 from dsreason.tools.cosmos_rl.loading import find_import
 
 if TYPE_CHECKING:
@@ -83,31 +83,31 @@ def plan(
     launch.prepare_environment()
     imported = find_import(config)
     machine = find_machine(gpus or (imported.num_gpus if imported else None), gpu_memory, gpus_per_host)
-    with quick_imports():
-        from dsreason.tools.planning.advice import suggestions
+    with make_imports_fast():
+        from dsreason.tools.planning.advice import list_suggestions
         from dsreason.tools.planning.duration.estimate import Load, estimate_duration
         from dsreason.tools.planning.duration.rates import GB
         from dsreason.tools.planning.plan import plan_run
-        from dsreason.tools.planning.request import Request
+        from dsreason.tools.planning.request import PlanRequest
         from dsreason.train.common.preflight import check_deepspeed
 
     name = str(config or f"{trainer.recipe} (shipped)")
     run = run.model_copy(update={"deepspeed": ds_config or run.deepspeed})
-    request = Request(trainer.name, run, machine, run.deepspeed, name)
+    request = PlanRequest(trainer.name, run, machine, run.deepspeed, name)
     check_deepspeed(run)
     planned = plan_run(request)
     load = Load(
         tokens_per_sample or max(1, run.model.max_length // 4), media_share, network_gbit / 8 * GB, num_samples=rows
     )
     duration = estimate_duration(planned, find_rates(card, machine), load)
-    show(planned, suggestions(planned), duration, as_json=as_json)
+    show(planned, list_suggestions(planned), duration, as_json=as_json)
     if not planned.fits:
         raise typer.Exit(1)
 
 
 def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int) -> Machine:
     """Return what the options leave open is that of this machine. ConfigError if it has no GPU, and none are given."""
-    with quick_imports():
+    with make_imports_fast():
         import torch
 
         from dsreason.tools.planning.phases import GIB
@@ -115,7 +115,7 @@ def find_machine(gpus: int | None, gpu_memory: float | None, gpus_per_host: int)
 
     if gpu_memory is not None and not 1 <= gpu_memory <= MOST_GPU_MEMORY:
         raise ConfigError(f"--gpu-memory ({gpu_memory:g}) must be from 1 to {MOST_GPU_MEMORY:.0f} GB")
-    here = launch.gpu_count() if cuda_fault() is None else 0
+    here = launch.count_gpus() if find_cuda_fault() is None else 0
     if gpus is None and here == 0:
         raise ConfigError("--gpus: this machine has no GPU to count; say how many the run will have, such as --gpus 4")
     if gpu_memory is None and here:
@@ -130,7 +130,7 @@ def find_rates(card: str | None, machine: Machine) -> Rates:
     from dsreason.tools.planning.duration.rates import CARDS, find_card
 
     if card is None:
-        name = torch.cuda.get_device_name() if cuda_fault() is None and launch.gpu_count() else ""
+        name = torch.cuda.get_device_name() if find_cuda_fault() is None and launch.count_gpus() else ""
         return CARDS[find_card(name, machine.gpu_memory)]
     if card.lower() not in CARDS:
         raise ConfigError(f"--card: the rates of {card!r} are not known; choose one of {', '.join(CARDS)}, the nearest")
@@ -142,19 +142,19 @@ def show(planned: Plan, found: list[Suggestion], duration: Duration, *, as_json:
     from dsreason.tools.planning.duration.show import describe_time, time_json, time_table
 
     if as_json:
-        write(json.dumps(texts.as_json(planned, found) | {"time": time_json(duration)}, indent=2))
+        write(json.dumps(texts.to_json(planned, found) | {"time": time_json(duration)}, indent=2))
         return
     console = open_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
-    for line in texts.headline(planned):
-        say(line)
-    console.print(texts.phase_table(planned))
-    console.print(texts.outside_table(planned))
+    for line in texts.write_headline(planned):
+        print_message(line)
+    console.print(texts.make_phase_table(planned))
+    console.print(texts.make_outside_table(planned))
     console.print(time_table(duration))
     for line in describe_time(duration):
-        say(line)
+        print_message(line)
     for note in planned.notes:
-        say(f"note: {note}")
-    for line in texts.verdict(planned, found):
-        say(line)
+        print_message(f"note: {note}")
+    for line in texts.write_verdict(planned, found):
+        print_message(line)

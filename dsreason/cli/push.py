@@ -14,10 +14,10 @@ from rich.filesize import decimal
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.address import HubAddress
 from dsreason.monitor.progress import track
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 
-class Kind(StrEnum):
+class FolderKind(StrEnum):
     """Typer takes no list of literals."""
 
     export = "export"
@@ -37,48 +37,52 @@ def push(
         str, typer.Option("--to", help="s3://bucket/prefix or hub:user/name, also hub:user/name/folder@branch.")
     ],
     include: Annotated[
-        list[Kind] | None,
+        list[FolderKind] | None,
         typer.Option(help="Of a run: what to upload; may be repeated. Default: export and checkpoint."),
     ] = None,
 ) -> None:
     """Upload a checkpoint, an export or a whole run. Files that exist with the same content are not sent again."""
-    from dsreason.storage.package import is_run, opened_package
-    from dsreason.storage.storage import place_in, read_target, upload
+    from dsreason.storage.package import is_run, open_package_or_logs
+    from dsreason.storage.storage import get_folder_target, read_target, upload
 
     target = read_target(to, "--to")
     is_whole_run = is_run(folder)
     if include and not is_whole_run:
         raise ConfigError(f"--include {include[0]}: {folder} is not the folder of a run; leave it out")
-    folders = folders_of(folder, include or (Kind.export, Kind.checkpoint)) if is_whole_run else [folder]
+    folders = list_folders(folder, include or (FolderKind.export, FolderKind.checkpoint)) if is_whole_run else [folder]
     with ExitStack() as stack:
-        packages = [(inside, stack.enter_context(opened_package(inside))) for inside in folders]
+        packages = [(inside, stack.enter_context(open_package_or_logs(inside))) for inside in folders]
         for inside, package in packages:
-            place = place_in(target, package.name) if is_whole_run else target
-            say(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
+            place = get_folder_target(target, package.name) if is_whole_run else target
+            print_message(f"{inside} ({len(package.files)} files, {decimal(package.num_bytes)}) → {place}", err=True)
             if isinstance(place, HubAddress):
                 sent = upload(package, place)  # the Hub's library draws its own bars
             else:
                 with track("sent", package.num_bytes, "bytes") as advance:
                     sent = upload(package, place, advance)
             num_present = len(package.files) - sent.files
-            say(
+            print_message(
                 f"done: {decimal(sent.num_bytes)} sent"
                 + (f", {num_present} of {len(package.files)} files were there" if num_present else ""),
                 err=True,
             )
 
 
-def folders_of(run: Path, include: Sequence[Kind]) -> list[Path]:
+def list_folders(run: Path, include: Sequence[FolderKind]) -> list[Path]:
     """Return what a run has of these kinds, complete, logs last; what is not complete is named."""
-    from dsreason.storage.package import LOGS, finished_folders, is_logs, kind_of, unfinished_folders
+    from dsreason.storage.package import LOGS, get_folder_kind, is_logs, list_finished, list_unfinished
 
-    folders = [inside for inside in finished_folders(run) if kind_of(inside) in include]
+    folders = [inside for inside in list_finished(run) if get_folder_kind(inside) in include]
     if "logs" in include and is_logs(run / LOGS):
         folders.append(run / LOGS)
-    for inside in unfinished_folders(run):
-        say(f"left out, not complete: {inside}", err=True)
+    for inside in list_unfinished(run):
+        print_message(f"left out, not complete: {inside}", err=True)
     if not folders:
-        kinds = {Kind.checkpoint: "no complete checkpoint", Kind.export: "no export", Kind.logs: "no logs"}
+        kinds = {
+            FolderKind.checkpoint: "no complete checkpoint",
+            FolderKind.export: "no export",
+            FolderKind.logs: "no logs",
+        }
         raise CheckpointError(
             f"{run}: the run has {' and '.join(text for kind, text in kinds.items() if kind in include)} yet"
         )

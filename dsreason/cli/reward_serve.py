@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsreason.errors import ConfigError
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch, signals
-from dsreason.screen import say
+from dsreason.screen import print_message
 from dsreason.secrets import HidingFormatter
 from dsreason.user_code import restore_script_folders
 
@@ -56,7 +56,7 @@ def reward_serve(
     restore_script_folders()  # for what the functions start
     show_logs()
     try:
-        with quick_imports():
+        with make_imports_fast():
             from dsreason.world.rewards.jobs import find_functions
             from dsreason.world.rewards.server import Limits, RewardHTTPServer
     except ImportError as error:
@@ -78,10 +78,10 @@ def reward_serve(
         raise ConfigError(
             f"reward-serve: cannot listen at {host}:{port}: {error.strerror or error}; give another --port"
         ) from error
-    stop = asked_to_stop()
-    say(f"serving {', '.join(served)} at {server.url}enqueue and {server.url}pull")
+    stop = watch_stop_signals()
+    print_message(f"serving {', '.join(served)} at {server.url}enqueue and {server.url}pull")
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        say("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
+        print_message("warning: whoever reaches this address can use it; --token-env NAME asks for a token", err=True)
     serve(server, stop)
 
 
@@ -116,14 +116,14 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def asked_to_stop() -> threading.Event:
+def watch_stop_signals() -> threading.Event:
     """Set by any signal that asks to end."""
     stop = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    for number in signals.heeded(signals.ASK_TO_STOP):
+    for number in signals.select_heeded(signals.ASK_TO_STOP):
         signal.signal(number, end)
     return stop
 
@@ -142,4 +142,4 @@ def serve(server: RewardHTTPServer, stop: threading.Event) -> None:
     stop.wait()
     server.stop()
     thread.join()
-    say("the server has ended", err=True)
+    print_message("the server has ended", err=True)

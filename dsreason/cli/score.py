@@ -9,11 +9,11 @@ import typer
 
 from dsreason.errors import ConfigError
 from dsreason.monitor.console import open_console
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 if TYPE_CHECKING:
-    from dsreason.evaluation.report.report import Report
-    from dsreason.world.evaluation.report import Report as WorldReport
+    from dsreason.evaluation.report.report import WrittenReport
+    from dsreason.world.evaluation.report import ClipReport as WorldReport
 
 WORLD_FILE = "world.json"
 """File name in the results of a world model."""
@@ -52,12 +52,12 @@ def score(
 
         count = calculate_accuracy(results_dir, dataset)
         if count.files == 0:
-            say(f"No JSON files found in directory: {results_dir}", err=True)
+            print_message(f"No JSON files found in directory: {results_dir}", err=True)
             raise typer.Exit(1)
         for complaint in count.complaints:
-            say(complaint, err=True)
+            print_message(complaint, err=True)
         for line in count.lines():
-            say(line)
+            print_message(line)
         return
     from dsreason.evaluation.report.report import write_reports
 
@@ -66,17 +66,17 @@ def score(
 
 def print_world_report(report: WorldReport) -> None:
     """The rewards on stdout, and where the page is."""
-    from dsreason.world.evaluation.report import console_tables
+    from dsreason.world.evaluation.report import make_console_tables
 
     console = open_console()
-    for table in console_tables(report):
+    for table in make_console_tables(report):
         console.print(table)
     for notice in report.notices:
         console.print(f"attention: {notice}", style="bold yellow", markup=False)
-    say(report.file)
+    print_message(report.file)
 
 
-def print_reports(reports: list[Report]) -> None:
+def print_reports(reports: list[WrittenReport]) -> None:
     """The accuracies on stdout, a table for one run and a row each for several, and where the reports are."""
     from dsreason.evaluation.report import tables
 
@@ -84,15 +84,15 @@ def print_reports(reports: list[Report]) -> None:
     if not console.is_terminal:
         console.width = LOG_WIDTH
     if len(reports) > 1:
-        console.print(tables.runs_table([report.summary for report in reports]))
+        console.print(tables.make_runs_table([report.summary for report in reports]))
     for report in reports:
         if len(reports) == 1:
-            console.print(tables.accuracy_table(report.summary))
-            for name, text in tables.facts(report.summary).items():
-                say(f"{name}: {text}")
+            console.print(tables.make_accuracy_table(report.summary))
+            for name, text in tables.collect_facts(report.summary).items():
+                print_message(f"{name}: {text}")
         if report.comparison:
-            console.print(tables.comparison_table(report.comparison))
+            console.print(tables.make_comparison_table(report.comparison))
             if report.comparison.warning:
                 console.print(f"attention: {report.comparison.warning}", style="bold yellow", markup=False)
         for file in report.files:
-            say(file)
+            print_message(file)

@@ -17,7 +17,7 @@ from dsreason.config.load import read_document
 from dsreason.config.schema import JobConfig, RunConfig
 from dsreason.config.shipped import find_file
 from dsreason.errors import ConfigError
-from dsreason.problems import config_error, nearest
+from dsreason.problems import build_config_error, find_nearest
 
 Device = Literal["cpu", "cuda"]
 
@@ -52,16 +52,16 @@ def resolve_deepspeed(
             `zero_optimization`, see `check_deepspeed`.
     """
     document = read_deepspeed(name)
-    problems = list(_key_problems(document)) or list(_zero_problems(document, world_size))
-    for owned in owned_keys(config, world_size):
-        value = _concrete(document, owned.path)
-        if value is not None and not _agrees(value, owned.values):
+    problems = list(_find_key_problems(document)) or list(_find_zero_problems(document, world_size))
+    for owned in list_owned_keys(config, world_size):
+        value = _get_concrete(document, owned.path)
+        if value is not None and not _is_allowed(value, owned.values):
             owner = config_name if owned.by_config else "what every run does"
-            key = f"{'.'.join(owned.path)} ({shown(value)})"
+            key = f"{'.'.join(owned.path)} ({format_json(value)})"
             problems.append(f'{key} contradicts {owner}: {owned.fact}; set it to "auto" or remove it')
     if problems:
-        raise config_error([f"{name}: {text}" for text in problems])
-    return _finished(document, config, device, world_size)
+        raise build_config_error([f"{name}: {text}" for text in problems])
+    return _fill_document(document, config, device, world_size)
 
 
 def read_deepspeed(name: str) -> dict[str, Any]:
@@ -71,54 +71,54 @@ def read_deepspeed(name: str) -> dict[str, Any]:
     return read_document(file, name)
 
 
-def zero_section(name: str) -> dict[str, Any]:
+def read_zero_section(name: str) -> dict[str, Any]:
     """Return `zero_optimization` of a DeepSpeed JSON without its `"auto"` entries."""
-    section: dict[str, Any] = _without_auto(read_deepspeed(name).get("zero_optimization", {}))
+    section: dict[str, Any] = _remove_auto(read_deepspeed(name).get("zero_optimization", {}))
     return section
 
 
-def trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
+def build_trial_settings(name: str, config: JobConfig) -> dict[str, Any]:
     """Return the settings without the batch sizes that DeepSpeed derives, so that it can parse them on any number of ranks."""
-    settings = _finished(read_deepspeed(name), config, "cpu", 1)
+    settings = _fill_document(read_deepspeed(name), config, "cpu", 1)
     derived = ("train_batch_size", "gradient_accumulation_steps")
     return {key: value for key, value in settings.items() if key not in derived}
 
 
-def micro_batch_size(config: JobConfig) -> int:
+def get_micro_batch_size(config: JobConfig) -> int:
     """Return the samples per forward for DeepSpeed's configuration; 1 under a token budget, which gives it no meaning."""
     return config.train.micro_batch_size or 1
 
 
-def accumulation_steps(config: JobConfig, world_size: int) -> int:
+def compute_accumulation_steps(config: JobConfig, world_size: int) -> int:
     """Return the largest number of micro-batches per rank and step.
 
     The trainer marks boundaries itself, so DeepSpeed only reports it.
     """
     samples = config.samples_per_step * config.ranks_per_row  # `ranks_per_row` ranks compute each sample
-    return max(1, math.ceil(samples / (micro_batch_size(config) * world_size)))
+    return max(1, math.ceil(samples / (get_micro_batch_size(config) * world_size)))
 
 
-def owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
+def list_owned_keys(config: JobConfig, world_size: int) -> list[Owned]:
     """Return every DeepSpeed key that the JSON does not decide, with the values that it may have."""
     return [
-        *_batch_keys(config, world_size),
-        *_precision_keys(config),
-        *_optimizer_keys(config),
-        *_checkpoint_keys(config),
-        _sequence_parallel_key(config),
+        *_iter_batch_keys(config, world_size),
+        *_iter_precision_keys(config),
+        *_iter_optimizer_keys(config),
+        *_iter_checkpoint_keys(config),
+        _get_sequence_parallel_key(config),
         Owned(("tensor_parallel", "autotp_size"), (0,), "each rank computes whole layers", by_config=False),
     ]
 
 
-def _sequence_parallel_key(config: JobConfig) -> Owned:
+def _get_sequence_parallel_key(config: JobConfig) -> Owned:
     size = config.ranks_per_row
     if size == 1:
         return Owned(("sequence_parallel_size",), (1,), "each rank has whole sequences", by_config=False)
     return Owned(("sequence_parallel_size",), (size,), f"train.sequence_parallel_size is {size}")
 
 
-def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
-    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
+def _iter_batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
+    micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
     batch = config.batch_fact
     yield Owned(("train_batch_size",), (config.samples_per_step,), batch)
     budget, key = config.token_budget if isinstance(config, RunConfig) else (None, "")
@@ -134,7 +134,7 @@ def _batch_keys(config: JobConfig, world_size: int) -> Iterator[Owned]:
     yield Owned(("gradient_accumulation_steps",), (steps,), derived)
 
 
-def _precision_keys(config: JobConfig) -> Iterator[Owned]:
+def _iter_precision_keys(config: JobConfig) -> Iterator[Owned]:
     precision = f"train.precision is {config.train.precision}"
     for block in ("bf16", "bfloat16"):
         yield Owned((block, "enabled"), (config.train.precision == "bf16",), precision)
@@ -153,7 +153,7 @@ def _precision_keys(config: JobConfig) -> Iterator[Owned]:
     yield Owned(("zero_force_ds_cpu_optimizer",), (False,), "the optimizer is torch's AdamW", by_config=False)
 
 
-def _optimizer_keys(config: JobConfig) -> Iterator[Owned]:
+def _iter_optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     optim, steps = config.optim, config.train.max_steps
     clipping = f"optim.max_grad_norm is {optim.max_grad_norm:g}"
     yield Owned(("gradient_clipping",), (optim.max_grad_norm,), clipping)
@@ -173,8 +173,8 @@ def _optimizer_keys(config: JobConfig) -> Iterator[Owned]:
     yield Owned((*params, "total_num_steps"), (steps,), f"train.max_steps is {steps}")
 
 
-def _checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
-    background = shown(config.checkpoint.background)
+def _iter_checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
+    background = format_json(config.checkpoint.background)
     writer = f"checkpoint.background ({background}) decides whether checkpoints are written during training"
     yield Owned(("checkpoint", "writer"), (), writer)
     yield Owned(("datastates_ckpt",), (False,), writer)
@@ -182,11 +182,11 @@ def _checkpoint_keys(config: JobConfig) -> Iterator[Owned]:
     yield Owned(("checkpoint", "load_universal"), (False,), converted, by_config=False)
 
 
-def _agrees(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in allowed)
 
 
-def _concrete(document: Any, path: tuple[str, ...]) -> Any:
+def _get_concrete(document: Any, path: tuple[str, ...]) -> Any:
     """Return the value at `path`; None if it is absent or `"auto"`."""
     for key in path:
         if not isinstance(document, dict):
@@ -195,16 +195,16 @@ def _concrete(document: Any, path: tuple[str, ...]) -> Any:
     return None if document == "auto" else document
 
 
-def _key_problems(document: dict[str, Any]) -> Iterator[str]:
+def _find_key_problems(document: dict[str, Any]) -> Iterator[str]:
     for key, value in document.items():
         if key in REMOVED:
             yield f"{key}: DeepSpeed has removed this block; remove it ({REMOVED[key]})"
         elif key not in TOP_LEVEL:
-            suggestion = nearest(key, sorted(TOP_LEVEL))
+            suggestion = find_nearest(key, sorted(TOP_LEVEL))
             advice = f"did you mean {suggestion}?" if suggestion else "remove it"
             yield f"{key}: DeepSpeed has no such key; {advice}"
         else:
-            yield from _value_problems(key, value, TOP_LEVEL[key])
+            yield from _find_value_problems(key, value, TOP_LEVEL[key])
     for block in ("optimizer", "scheduler"):
         section = document.get(block)
         params = section.get("params") if isinstance(section, dict) else None
@@ -213,31 +213,31 @@ def _key_problems(document: dict[str, Any]) -> Iterator[str]:
                 yield f"{block}.params.{key}: is not used, because the run configuration's [optim] decides; remove it"
 
 
-def _value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
+def _find_value_problems(key: str, value: Any, kind: Kind) -> Iterator[str]:
     """Yield problems that DeepSpeed would report without naming the key, or would not report."""
     if kind == "object":
         if not isinstance(value, dict):
-            yield f"{key}: {shown(value)} is not an object; write {{…}} with its keys"
+            yield f"{key}: {format_json(value)} is not an object; write {{…}} with its keys"
         elif key in UNUSED and value.get("enabled") not in (None, False, "auto"):
             yield f"{key}: is not used: {UNUSED[key]}; remove it"
         elif key == "flops_profiler":
             for inside, item in value.items():
-                yield from _value_problems(f"{key}.{inside}", item, FLOPS_PROFILER.get(inside, "any"))
+                yield from _find_value_problems(f"{key}.{inside}", item, FLOPS_PROFILER.get(inside, "any"))
     elif key == "flops_profiler.output_file" and value not in (None, "auto"):
         yield f"{key}: the profile goes to the logs of the run; remove it"
     elif value == "auto":
         return
     elif kind == "flag" and not isinstance(value, bool):
-        yield f"{key}: {shown(value)} is not true or false; set one of them"
+        yield f"{key}: {format_json(value)} is not true or false; set one of them"
     elif kind in ("number", "positive") and (isinstance(value, bool) or not isinstance(value, int | float)):
-        yield f"{key}: {shown(value)} is not a number; set one"
+        yield f"{key}: {format_json(value)} is not a number; set one"
     elif kind == "positive" and value <= 0:
-        yield f"{key}: {shown(value)} is not above 0; raise it"
+        yield f"{key}: {format_json(value)} is not above 0; raise it"
     elif kind == "log level" and value is not None and str(value).lower() not in LOG_LEVELS:
-        yield f"{key}: {shown(value)} is not one of {', '.join(LOG_LEVELS)}; set one of them"
+        yield f"{key}: {format_json(value)} is not one of {', '.join(LOG_LEVELS)}; set one of them"
 
 
-def shown(value: Any) -> str:
+def format_json(value: Any) -> str:
     """Return the value as JSON, cut at 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:100]}…"
@@ -262,7 +262,7 @@ PARAMS = {
 }
 
 
-def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
+def _find_zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
     zero = document.get("zero_optimization", {})
     if not isinstance(zero, dict):
         return
@@ -288,13 +288,13 @@ def _zero_problems(document: dict[str, Any], world_size: int) -> Iterator[str]:
         )
 
 
-def _finished(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
-    result: dict[str, Any] = _without_auto(document)
+def _fill_document(document: dict[str, Any], config: JobConfig, device: Device, world_size: int) -> dict[str, Any]:
+    result: dict[str, Any] = _remove_auto(document)
     # The trainer builds its own optimizer and scheduler; bfloat16 is an old name of bf16, and even null enables
     # datastates_ckpt. With sequences shared among ranks DeepSpeed would expect a smaller product below.
     for key in ("optimizer", "scheduler", "datastates_ckpt", "bfloat16", "sequence_parallel_size"):
         result.pop(key, None)
-    micro, steps = micro_batch_size(config), accumulation_steps(config, world_size)
+    micro, steps = get_micro_batch_size(config), compute_accumulation_steps(config, world_size)
     result |= {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
@@ -307,11 +307,13 @@ def _finished(document: dict[str, Any], config: JobConfig, device: Device, world
     }
     result["bf16"] = result.get("bf16", {}) | {"enabled": config.train.precision == "bf16"}
     result["data_types"] = result.get("data_types", {}) | {"grad_accum_dtype": "fp32"}
-    result["zero_optimization"] = _stage3_defaults(config) | _fit_device(result.get("zero_optimization", {}), device)
+    result["zero_optimization"] = _get_stage3_defaults(config) | _fit_device(
+        result.get("zero_optimization", {}), device
+    )
     return result
 
 
-def _stage3_defaults(config: JobConfig) -> dict[str, Any]:
+def _get_stage3_defaults(config: JobConfig) -> dict[str, Any]:
     """Return defaults for keys that a DeepSpeed JSON leaves unset; stages 1 and 2 ignore them.
 
     By default DeepSpeed keeps a parameter that is used again within 1e9 values, and walks its trace for each module to find
@@ -324,12 +326,12 @@ def _stage3_defaults(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def _without_auto(value: Any) -> Any:
+def _remove_auto(value: Any) -> Any:
     """Return a copy without `"auto"` entries: they are filled in here, or DeepSpeed's default applies."""
     if isinstance(value, dict):
-        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+        return {key: _remove_auto(item) for key, item in value.items() if item != "auto"}
     if isinstance(value, list):
-        return [_without_auto(item) for item in value]
+        return [_remove_auto(item) for item in value]
     return (
         int(value) if isinstance(value, float) and value.is_integer() and value >= 1000 else value
     )  # bucket sizes may be written as 5e7, and DeepSpeed needs integers

@@ -8,27 +8,27 @@ from typing import Any, get_args
 from pydantic import AliasChoices, BaseModel
 from pydantic.fields import FieldInfo
 
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 
 KeyPath = tuple[str | int, ...]
 """Path of a key: `("data", "sources", 0, "path")` is written `data.sources.0.path`."""
 
 
-def dotted(path: KeyPath) -> str:
+def join_path(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def find_section(annotation: Any) -> type[BaseModel] | None:
     """Return the section that a field holds, also inside a list or a union with plain values; None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
-        if section := section_of(argument):
+        if section := find_section(argument):
             return section
     return None
 
 
-def aliases(field: FieldInfo) -> list[str]:
+def list_aliases(field: FieldInfo) -> list[str]:
     """Return all names of a field that has several, its own included; empty for a field with one name."""
     alias = field.validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
@@ -36,16 +36,16 @@ def aliases(field: FieldInfo) -> list[str]:
 
 def find_field(schema: type[BaseModel], key: str) -> FieldInfo | None:
     """Return the field of a section that has `key` as its name or alias."""
-    return next((field for name, field in schema.model_fields.items() if key in (name, *aliases(field))), None)
+    return next((field for name, field in schema.model_fields.items() if key in (name, *list_aliases(field))), None)
 
 
-def synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
+def find_synonyms(schema: type[BaseModel], path: KeyPath) -> set[str]:
     """Return the other names of the key at `path`, in the same section."""
-    field = field_at(schema, path)
-    return set(aliases(field)) - {str(path[-1])} if field else set()
+    field = find_field_at(schema, path)
+    return set(list_aliases(field)) - {str(path[-1])} if field else set()
 
 
-def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
+def find_field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
     """Return the field at `path`; list indexes are skipped."""
     section: type[BaseModel] | None = schema
     field = None
@@ -53,7 +53,7 @@ def field_at(schema: type[BaseModel], path: KeyPath) -> FieldInfo | None:
         field = find_field(section, name) if section else None
         if field is None:
             return None
-        section = section_of(field.annotation)
+        section = find_section(field.annotation)
     return field
 
 
@@ -66,7 +66,7 @@ def split_unknown(schema: type[BaseModel], document: dict[str, Any]) -> tuple[di
         if field is None:
             unknown.append((key,))
             continue
-        known_values[key], below = _split_value(section_of(field.annotation), value)
+        known_values[key], below = _split_value(find_section(field.annotation), value)
         unknown += [(key, *path) for path in below]
     return known_values, unknown
 
@@ -80,29 +80,29 @@ def _split_value(section: type[BaseModel] | None, value: Any) -> tuple[Any, list
     return value, []
 
 
-def all_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+def iter_keys(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Iterate over every key of every section; list entries have no index."""
     for name, field in schema.model_fields.items():
         yield (*prefix, name)
-        if section := section_of(field.annotation):
-            yield from all_keys(section, (*prefix, name))
+        if section := find_section(field.annotation):
+            yield from iter_keys(section, (*prefix, name))
 
 
-def suggest(schema: type[BaseModel], path: KeyPath) -> str:
+def describe_unknown_key(schema: type[BaseModel], path: KeyPath) -> str:
     """Return what to do about an unknown key: the closest known one, in its section, else in the whole schema."""
     word = str(path[-1])
-    above = field_at(schema, path[:-1])
-    section = (section_of(above.annotation) if above else None) or schema
-    everywhere = sorted(all_keys(schema), key=len)  # sorting is stable: one depth keeps the order of the schema
+    above = find_field_at(schema, path[:-1])
+    section = (find_section(above.annotation) if above else None) or schema
+    everywhere = sorted(iter_keys(schema), key=len)  # sorting is stable: one depth keeps the order of the schema
     # A key that exists elsewhere was put in the wrong section; one that exists nowhere is misspelt.
-    if homes := [dotted(key) for key in everywhere if key[-1] == word]:
+    if homes := [join_path(key) for key in everywhere if key[-1] == word]:
         return f"did you mean {' or '.join(homes[:3])}?"
     initials = "".join(part[0] for part in word.split("_") if part)
-    if homes := [dotted(key) for key in everywhere if key[-1] == initials and len(initials) > 1]:
+    if homes := [join_path(key) for key in everywhere if key[-1] == initials and len(initials) > 1]:
         return f"did you mean {homes[0]}?"  # learning_rate → lr
-    if near := nearest(word, section.model_fields, cutoff=0.7):
-        return f"did you mean {dotted((*path[:-1], near))}?"
-    if near := nearest(word, (str(key[-1]) for key in everywhere)):
-        return f"did you mean {next(dotted(key) for key in everywhere if key[-1] == near)}?"
-    section_name = f"[{dotted(path[:-1])}]" if path[:-1] else "the configuration"
+    if near := find_nearest(word, section.model_fields, cutoff=0.7):
+        return f"did you mean {join_path((*path[:-1], near))}?"
+    if near := find_nearest(word, (str(key[-1]) for key in everywhere)):
+        return f"did you mean {next(join_path(key) for key in everywhere if key[-1] == near)}?"
+    section_name = f"[{join_path(path[:-1])}]" if path[:-1] else "the configuration"
     return f"{section_name} has {', '.join(section.model_fields)}"

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from dsreason.config.keys import KeyPath, dotted, split_unknown, suggest, synonyms
-from dsreason.config.messages import path_in, reworded
+from dsreason.config.keys import KeyPath, describe_unknown_key, find_synonyms, join_path, split_unknown
+from dsreason.config.messages import find_document_path, translate_errors
 from dsreason.config.schema_data import SourceConfig
-from dsreason.config.shipped import find_file, shipped_file
+from dsreason.config.shipped import find_file, get_shipped_file
 from dsreason.errors import ConfigError
-from dsreason.problems import config_error, parse_error
-from dsreason.secrets import hidden, without_credentials
+from dsreason.problems import build_config_error, describe_parse_error
+from dsreason.secrets import hide_in_json, mask_credentials
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -53,7 +53,7 @@ def load_config(schema: type[S], path: Path | None, overrides: Sequence[str] = (
         ConfigError: lists every problem at once, each with the file or `--set` it comes from.
     """
     name = f"{default_recipe} (shipped)" if path is None else str(path)
-    in_file = read_document(shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
+    in_file = read_document(get_shipped_file(RECIPES, default_recipe), name) if path is None else read_config(path)
     return read_values(schema, in_file, name, overrides)
 
 
@@ -64,23 +64,23 @@ def read_values(schema: type[S], values: dict[str, Any], name: str, overrides: S
         ConfigError: lists every problem at once, as for `load_config`.
     """
     parsed = [parse_override(text) for text in overrides]
-    document = json_like(values)
+    document = copy_json(values)
     for override in parsed:
-        _apply(document, override, synonyms(schema, override.path))
+        _apply(document, override, find_synonyms(schema, override.path))
     known_values, unknown = split_unknown(schema, document)
-    problems = [(key, f"unknown key; {suggest(schema, key)}") for key in unknown]
+    problems = [(key, f"unknown key; {describe_unknown_key(schema, key)}") for key in unknown]
     try:
         config = schema.model_validate(known_values)
     except ValidationError as error:
-        problems += reworded(schema, error.errors(include_url=False), known_values)
+        problems += translate_errors(schema, error.errors(include_url=False), known_values)
     if problems:
-        raise config_error([_line(name, key, text, values, parsed) for key, text in problems])
+        raise build_config_error([_format_problem(name, key, text, values, parsed) for key, text in problems])
     return config
 
 
 def dump_config(config: BaseModel) -> dict[str, Any]:
     """Return the resolved configuration as JSON values that can be loaded again; secrets are masked, also in `reward.options`."""
-    document: dict[str, Any] = hidden(config.model_dump(mode="json"))
+    document: dict[str, Any] = hide_in_json(config.model_dump(mode="json"))
     if document.get("data", {}).get("sources"):
         # If `sources` is set, loading rejects the same keys in the section itself.
         document["data"] = {k: v for k, v in document["data"].items() if k not in SourceConfig.model_fields}
@@ -107,7 +107,9 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; correct it") from None
     except UNREADABLE as error:
-        raise ConfigError(f"{name}: holds a value that cannot be read ({parse_error(error)}); correct it") from None
+        raise ConfigError(
+            f"{name}: holds a value that cannot be read ({describe_parse_error(error)}); correct it"
+        ) from None
     _check_extent(document, name)
     if document is None:  # an empty YAML file
         return {}
@@ -143,10 +145,10 @@ def _check_extent(value: Any, name: str) -> None:
             )
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
             raise ConfigError(f"{name}: holds a number of more than 300 digits, which no key accepts; correct it")
-        waiting += [(item, depth + 1) for item in _inside(value)]
+        waiting += [(item, depth + 1) for item in _get_children(value)]
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _get_children(value: Any) -> Iterable[Any]:
     if isinstance(value, yaml.MappingNode):
         return [node for pair in value.value for node in pair]
     if isinstance(value, yaml.SequenceNode):
@@ -163,11 +165,11 @@ def _parse(text: str, suffix: str, name: str) -> Any:
         case ".yaml" | ".yml":
             return _parse_yaml(text, name)
         case ".json":
-            return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
+            return json.loads(text, object_pairs_hook=lambda pairs: _check_unique(pairs, name))
     raise ConfigError(f"{name}: unknown file type {suffix!r}; use .toml, .yaml or .json")
 
 
-def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+def _check_unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     if twice := sorted(key for key, count in counts.items() if count > 1):
         raise ConfigError(f"{name}: {', '.join(twice)}: set twice in the same section; keep one")
@@ -212,7 +214,7 @@ def parse_override(text: str) -> Override:
     return Override(text, tuple(int(part) if part.isdecimal() else part for part in parts), parse_value(value.strip()))
 
 
-def as_toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """Return a value as `--set` reads it: JSON without surrogate pairs, which TOML does not have."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
@@ -230,17 +232,18 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:  # 5000 digits raise ValueError, too
         if text.lstrip().startswith(("[", "{")):
             raise ConfigError(
-                f"--set: {text} is not TOML ({parse_error(error)}); in \"…\" a backslash counts double, in '…' it does not"
+                f'--set: {text} is not TOML ({describe_parse_error(error)}); in "…" a backslash counts double, '
+                "in '…' it does not"
             ) from None
         return text
-    return json_like(parsed["value"]) if len(parsed) == 1 else text
+    return copy_json(parsed["value"]) if len(parsed) == 1 else text
 
 
-def json_like(value: Any) -> Any:
+def copy_json(value: Any) -> Any:
     """Return a deep copy with string keys, so that overrides do not change the file's values."""
     if isinstance(value, dict):
-        return {str(key): json_like(item) for key, item in value.items()}
-    return [json_like(item) for item in value] if isinstance(value, list) else value
+        return {str(key): copy_json(item) for key, item in value.items()}
+    return [copy_json(item) for item in value] if isinstance(value, list) else value
 
 
 def _apply(document: dict[str, Any], override: Override, replaced: Collection[str]) -> None:
@@ -263,7 +266,7 @@ def _apply(document: dict[str, Any], override: Override, replaced: Collection[st
 
 
 def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -> None:
-    origin = f"--set {override.text}: {dotted(path)}"
+    origin = f"--set {override.text}: {join_path(path)}"
     if isinstance(node, list):
         if not isinstance(part, int) or part > len(node):
             raise ConfigError(
@@ -275,15 +278,15 @@ def _check_step(node: Any, part: str | int, override: Override, path: KeyPath) -
         raise ConfigError(f"{origin} is a section, not a list; name one of its keys instead of {part}")
 
 
-def _line(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
-    line = f"{_where(name, key, in_file, overrides)}: {dotted(key)}: {text}" if key else f"{name}: {text}"
-    return without_credentials(line)
+def _format_problem(name: str, key: KeyPath, text: str, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
+    line = f"{_find_origin(name, key, in_file, overrides)}: {join_path(key)}: {text}" if key else f"{name}: {text}"
+    return mask_credentials(line)
 
 
-def _where(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
+def _find_origin(name: str, key: KeyPath, in_file: dict[str, Any], overrides: Sequence[Override]) -> str:
     """Return the file, the `--set` that set the value, or both if a section is wrong as a whole."""
     for override in reversed(overrides):
         if override.path == key[: len(override.path)]:
             return f"--set {override.text}"
     inside = [f"--set {override.text}" for override in overrides if override.path[: len(key)] == key]
-    return " and ".join([name] * (path_in(in_file, key) == key) + inside) or name
+    return " and ".join([name] * (find_document_path(in_file, key) == key) + inside) or name

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from dsreason.config.keys import KeyPath, field_at
-from dsreason.problems import nearest
+from dsreason.config.keys import KeyPath, find_field_at
+from dsreason.problems import find_nearest
 
 EXPECTED = {
     "float_type": "a number",
@@ -30,23 +30,23 @@ EXPECTED = {
 """pydantic's error type → what the value should have been."""
 
 
-def reworded(
+def translate_errors(
     schema: type[BaseModel], errors: Iterable[ErrorDetails], document: dict[str, Any]
 ) -> list[tuple[KeyPath, str]]:
     """Return one message per key, without the key in it: `("optim", "lr"), "0 is not greater than 0; raise it"`."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
-        by_path.setdefault(path_in(document, error["loc"]), []).append(error)
+        by_path.setdefault(find_document_path(document, error["loc"]), []).append(error)
     # If one form of a union fits down to a key inside it, the errors of the other forms do not help.
     shallow = {path[:depth] for path in by_path for depth in range(len(path))}
     return [
-        (path, _text(schema, path, path_errors))
+        (path, _format_errors(schema, path, path_errors))
         for path, path_errors in by_path.items()
         if path not in shallow or any(error["type"] not in EXPECTED for error in path_errors)
     ]
 
 
-def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
+def find_document_path(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
     """Return `loc` without the parts that are not keys of the document: pydantic's names of union forms."""
     path: list[str | int] = []
     for part in loc:
@@ -57,11 +57,11 @@ def path_in(document: Any, loc: tuple[str | int, ...]) -> KeyPath:
     return tuple(path)
 
 
-def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) -> str:
-    field = field_at(schema, path)
+def _format_errors(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) -> str:
+    field = find_field_at(schema, path)
     default = field.default if field else PydanticUndefined
     types = " or ".join(dict.fromkeys(EXPECTED[error["type"]] for error in errors if error["type"] in EXPECTED))
-    other_problems = dict.fromkeys(_one(error, default) for error in errors if error["type"] not in EXPECTED)
+    other_problems = dict.fromkeys(_format_error(error, default) for error in errors if error["type"] not in EXPECTED)
     if other_problems:
         has_advice = any(error["type"] == "value_error" for error in errors)  # the form that the value has advises
         return "; ".join(other_problems) + (f", or set {types}" if types and not has_advice else "")
@@ -69,7 +69,7 @@ def _text(schema: type[BaseModel], path: KeyPath, errors: list[ErrorDetails]) ->
     return f"{errors[0]['input']!r} is not {types}; set one" + (f", such as {default!r}" if plain else "")
 
 
-def _one(error: ErrorDetails, default: Any) -> str:
+def _format_error(error: ErrorDetails, default: Any) -> str:
     value, context = repr(error["input"]), error.get("ctx", {})
     match error["type"]:
         case "greater_than":
@@ -82,7 +82,7 @@ def _one(error: ErrorDetails, default: Any) -> str:
             return f"{value} is greater than {context['le']:g}; lower it"
         case "literal_error":
             choices = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
-            suggestion = nearest(str(error["input"]), choices)
+            suggestion = find_nearest(str(error["input"]), choices)
             advice = f"did you mean {suggestion}?" if suggestion else "choose one"
             return f"{value} is not one of {', '.join(choices)}; {advice}"
         case "string_pattern_mismatch":

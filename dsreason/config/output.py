@@ -16,7 +16,7 @@ from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import check_writable, read_small
 from dsreason.files.lock import check_not_in_use
-from dsreason.secrets import hidden
+from dsreason.secrets import hide_in_json
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -40,12 +40,12 @@ MAY_DIFFER = frozenset(
 """Keys that change speed or memory, not the result."""
 
 
-def default_output_dir(command: str) -> Path:
+def build_default_output_dir(command: str) -> Path:
     """Return `outputs/<command>-<time>`, such as `outputs/sft-20260131-120000`."""
     return Path("outputs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
+def resolve_output_dir(resume: str | None, output_dir: Path | None) -> Path | None:
     """Return the output folder; if only a checkpoint to resume from is set, derive it (`D/checkpoints/step_N` → `D`)."""
     if resume == "auto" and output_dir is None:
         raise ConfigError("--resume auto: no folder to look in; give the folder of the run with --output-dir")
@@ -54,7 +54,7 @@ def resume_folder(resume: str | None, output_dir: Path | None) -> Path | None:
     checkpoint = Path(str(resume))
     if not checkpoint.is_dir():
         raise ConfigError(f"--resume {resume}: no such folder; give a checkpoint (D/{CHECKPOINTS}/step_N), or auto")
-    return output_dir or _run_of(checkpoint)
+    return output_dir or _find_run(checkpoint)
 
 
 def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> None:
@@ -79,18 +79,18 @@ def check_output_dir(folder: Path, config: JobConfig, resume: str | None) -> Non
             )
         return
     _check_same_run(folder, config)
-    if resume != "auto" and _run_of(Path(resume)).resolve() != folder.resolve():
-        _check_same_run(_run_of(Path(resume)), config)
+    if resume != "auto" and _find_run(Path(resume)).resolve() != folder.resolve():
+        _check_same_run(_find_run(Path(resume)), config)
 
 
 def write_run_config(folder: Path, config: BaseModel, facts: Mapping[str, Any]) -> None:
     """Write `config.json`: the configuration under `config`, and `facts` (versions, git state, world size) beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"config": dump_config(config), **hidden(dict(facts))}
+    document = {"config": dump_config(config), **hide_in_json(dict(facts))}
     write_file(folder / CONFIG_FILE, json.dumps(document, indent=2) + "\n")
 
 
-def run_record(folder: Path) -> dict[str, Any] | None:
+def find_run_record(folder: Path) -> dict[str, Any] | None:
     """Return `config.json` of a run of dsreason; None if it is missing or belongs to a model."""
     try:
         return read_record(folder)
@@ -121,7 +121,7 @@ def read_run_config(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{file}: is not the configuration of a run ({error}); choose another --output-dir") from None
 
 
-def _run_of(checkpoint: Path) -> Path:
+def _find_run(checkpoint: Path) -> Path:
     """Return the run that a checkpoint belongs to; a folder that is not in `checkpoints` counts as the run itself."""
     return checkpoint.parent.parent if checkpoint.absolute().parent.name == CHECKPOINTS else checkpoint
 
@@ -140,7 +140,7 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         )
     # An older version may not have masked what this one masks.
     defaults = dump_config(type(config).model_construct())  # some configurations are not valid without a setting
-    differing = differing_keys(hidden(before), dump_config(config), config.deciding_sections, defaults)
+    differing = find_differing_keys(hide_in_json(before), dump_config(config), config.deciding_sections, defaults)
     if differing:
         differences = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, old, new in differing[:3])
         more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
@@ -150,15 +150,15 @@ def _check_same_run(folder: Path, config: JobConfig) -> None:
         )
 
 
-def differing_keys(
+def find_differing_keys(
     before: dict[str, Any], now: dict[str, Any], sections: Collection[str], defaults: dict[str, Any]
 ) -> list[tuple[str, Any, Any]]:
     """Return the keys that decide what a run computes and that differ, with the old and the new value.
 
     A key that an older version did not know counts as its default.
     """
-    new = flat(now)
-    old = {key: value for key, value in flat(defaults).items() if key in new} | flat(before)
+    new = flatten_keys(now)
+    old = {key: value for key, value in flatten_keys(defaults).items() if key in new} | flatten_keys(before)
     return [
         (key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
@@ -167,7 +167,7 @@ def differing_keys(
     ]
 
 
-def flat(section: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_keys(section: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested sections: `{"optim": {"lr": 1.0}}` → `{"optim.lr": 1.0}`."""
     if isinstance(section, dict):
         items = section.items()
@@ -177,5 +177,5 @@ def flat(section: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix.removesuffix("."): section}
     values: dict[str, Any] = {}
     for key, value in items:
-        values |= flat(value, f"{prefix}{key}.")
+        values |= flatten_keys(value, f"{prefix}{key}.")
     return values

@@ -91,9 +91,9 @@ class CheckpointConfig(Section):
         """The upload targets, each with the kinds of folder that go there."""
         listed = (self.upload,) if isinstance(self.upload, str) and self.upload else tuple(self.upload)
         uploads = [UploadConfig(to=target) if isinstance(target, str) else target for target in listed]
-        return tuple(self._target(parse_target(upload.to), upload) for upload in uploads)
+        return tuple(self._build_target(parse_target(upload.to), upload) for upload in uploads)
 
-    def _target(self, address: UploadAddress, upload: UploadConfig) -> UploadTarget:
+    def _build_target(self, address: UploadAddress, upload: UploadConfig) -> UploadTarget:
         default: tuple[UploadKind, ...] = ("export",) if isinstance(address, HubAddress) else ("export", "checkpoint")
         return UploadTarget(address, upload.what or self.upload_what, upload.include or self.upload_include or default)
 

@@ -129,7 +129,7 @@ class DataConfig(SourceConfig):
             raise ValueError(f"{', '.join(sorted(owned))} belong inside [[data.sources]] when that is used")
         return self
 
-    def all_sources(self) -> tuple[WeightedSourceConfig, ...]:
+    def list_sources(self) -> tuple[WeightedSourceConfig, ...]:
         """Return the training sources: `sources`, or the section itself as the only one."""
         if self.sources:
             return self.sources

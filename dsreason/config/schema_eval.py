@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import AfterValidator, AliasChoices, Field, ValidationError, field_validator, model_validator
 
 from dsreason.config.engine_options import EVALUATION, check_owned
-from dsreason.config.keys import aliases
+from dsreason.config.keys import list_aliases
 from dsreason.config.schema_data import SourceConfig, VisionConfig
 from dsreason.config.section import Section, check_temperature
 from dsreason.text import QuestionKind
@@ -76,7 +76,7 @@ class EvalModelConfig(Section):
             return document
         deduplicated = dict(document)
         for field in cls.model_fields.values():
-            used_names = [name for name in aliases(field) if name in deduplicated]
+            used_names = [name for name in list_aliases(field) if name in deduplicated]
             if len(used_names) < 2:
                 continue
             if len({repr(deduplicated[name]) for name in used_names}) > 1:
@@ -244,7 +244,7 @@ class EvalConfig(Section):
     def check_vision(self) -> Self:
         for source in self.sources:
             try:
-                self.vision_of(source.vision)
+                self.merge_vision(source.vision)
             except ValidationError as error:
                 reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"the vision of source {source.dataset} together with [vision]: {reason}") from None
@@ -267,7 +267,7 @@ class EvalConfig(Section):
             raise ValueError(f"evaluation.engine_options ({options}) and {conflict} exclude each other; remove one")
         return self
 
-    def vision_of(self, source: VisionConfig | None = None) -> VisionConfig:
+    def merge_vision(self, source: VisionConfig | None = None) -> VisionConfig:
         """Merge `[vision]` with a source's settings, which take precedence; `evaluation.fps` if neither sets the frames."""
         source_values = (source or VisionConfig()).model_dump(exclude_none=True)
         common = self.vision.model_dump(exclude_none=True)
@@ -296,9 +296,9 @@ class EvalConfig(Section):
                 f"evaluation.skip_saved ({self.evaluation.skip_saved}) is not used: saved answers are "
                 + ("deleted, because evaluation.overwrite is set" if self.evaluation.overwrite else "kept")
             )
-        return [*problems, *self._undecided(), *self._unused_sampling()]
+        return [*problems, *self._note_undecided(), *self._note_unused_sampling()]
 
-    def _undecided(self) -> list[str]:
+    def _note_undecided(self) -> list[str]:
         """Return a note on a scorer that does not decide which answers are correct."""
         scorer, threshold = self.evaluation.scorer, self.evaluation.scorer_threshold
         if scorer is None:
@@ -312,15 +312,15 @@ class EvalConfig(Section):
             ]
         return []
 
-    def _unused_sampling(self) -> list[str]:
+    def _note_unused_sampling(self) -> list[str]:
         if self.evaluation.answer_type != "letter":
             return []
-        problems = self._values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
+        problems = self._note_unused_values({"temperature", "top_p", "top_k"}, "letter takes the most probable token")
         if self.evaluation.parser == "compat":
-            problems += self._values(PENALTIES, "as in cosmos-reason1")
+            problems += self._note_unused_values(PENALTIES, "as in cosmos-reason1")
         return problems
 
-    def _values(self, names: Set[str], reason: str) -> list[str]:
+    def _note_unused_values(self, names: Set[str], reason: str) -> list[str]:
         """Return a note on the settings of `[generation]` among `names` that are set but not used for letters."""
         set_values = self.generation.model_dump(include=self.generation.model_fields_set & names)
         values = ", ".join(f"generation.{name} ({value})" for name, value in sorted(set_values.items()))

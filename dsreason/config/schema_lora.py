@@ -24,7 +24,7 @@ class AdapterConfig(Section):
     @model_validator(mode="after")
     def check_rank(self) -> Self:
         """Reject adapter settings without a rank; an explicit rank of 0 turns off the adapters of a recipe."""
-        differing = [f"{name} ({shown(getattr(self, name))})" for name in self.differing()]
+        differing = [f"{name} ({format_value(getattr(self, name))})" for name in self.differing()]
         if differing and "rank" not in self.model_fields_set:
             raise ValueError(
                 f"{' and '.join(differing)} without rank: all weights would be trained, without adapters; set rank, or remove "
@@ -56,7 +56,7 @@ class LoRAConfig(AdapterConfig):
     """Alpha of some layers, likewise. A layer that only `rank_pattern` matches has the alpha above."""
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for messages: a list by its entries, 16.0 as 16."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value))

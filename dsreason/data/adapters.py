@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsreason.config.schema_data import SourceConfig
-from dsreason.data.rows import ListRows, Rows, SelectedRows, read_rows
+from dsreason.data.rows import ListRows, NamedRows, SelectedRows, read_rows
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.user_code import find_code
@@ -29,13 +29,13 @@ class Adapter:
     to_sample: Callable[[Any, SourceConfig], Sample]
     read: Callable[[SourceConfig], Sequence[Any]]
 
-    def rows(self, data: SourceConfig) -> Rows:
+    def rows(self, data: SourceConfig) -> NamedRows:
         """Read the rows that `data` selects by its splits, ranges and limit."""
         parts = []
         for split in parse_splits(data.split):
             rows = self._read(data.model_copy(update={"split": split.name}))
             name = f"{data.path or self.name} ({split.name})" if split.name != "train" else data.path or self.name
-            parts.append((rows if isinstance(rows, Rows) else ListRows(rows, name), split))
+            parts.append((rows if isinstance(rows, NamedRows) else ListRows(rows, name), split))
         return select(parts, data.limit)
 
     def _read(self, data: SourceConfig) -> Sequence[Any]:
@@ -59,7 +59,7 @@ class Adapter:
         return find_adapter, (self.name,)
 
 
-def shipped_adapters() -> list[str]:
+def list_shipped_adapters() -> list[str]:
     """Return the short names of the adapters that come with dsreason."""
     import data_adapters
 
@@ -72,17 +72,17 @@ def find_adapter(name: str) -> Adapter:
     Raises:
         ConfigError: the adapter does not exist, cannot be imported, or has no `to_sample`.
     """
-    target, shipped = name.partition(":")[0], shipped_adapters()
+    target, shipped = name.partition(":")[0], list_shipped_adapters()
     advice = f"Shipped: {', '.join(shipped)}. Your own: package.module, package.module:attr or a path to a .py file"
     adapter = find_code(
         f"data_adapters.{name}" if target in shipped else name, f'data.adapter "{name}"', shipped, advice
     )
     if "to_sample" not in dir(adapter):
         raise ConfigError(f'data.adapter "{name}": no function to_sample(row, data); add it, or name it as :attr')
-    return Adapter(name, _with_data(adapter.to_sample), adapter.rows if "rows" in dir(adapter) else read_rows)
+    return Adapter(name, _accept_data(adapter.to_sample), adapter.rows if "rows" in dir(adapter) else read_rows)
 
 
-def _with_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:
+def _accept_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfig], Sample]:
     if len(inspect.signature(to_sample).parameters) > 1:
         return to_sample
     return lambda row, data: to_sample(row)
@@ -101,10 +101,10 @@ class Split:
 
     def span(self, length: int) -> range:
         """Return the positions in a split of `length` rows, clipped to the rows like a Python slice."""
-        return range(length)[_position(self.start, length) : _position(self.stop, length)]
+        return range(length)[_parse_bound(self.start, length) : _parse_bound(self.stop, length)]
 
 
-def _position(bound: str | None, length: int) -> int | None:
+def _parse_bound(bound: str | None, length: int) -> int | None:
     if bound is None or not bound.endswith("%"):
         return None if bound is None else int(bound)
     return round(int(bound[:-1]) * length / 100)
@@ -128,7 +128,7 @@ def parse_splits(split: str | Sequence[str]) -> list[Split]:
     return splits
 
 
-def select(parts: Iterable[tuple[Rows, Split]], limit: int | None) -> Rows:
+def select(parts: Iterable[tuple[NamedRows, Split]], limit: int | None) -> NamedRows:
     """Concatenate the ranges of the splits, cut after `limit` rows."""
     selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
     return selected if limit is None else selected[:limit]

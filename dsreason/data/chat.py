@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from dsreason.data.collate import GRIDS
-from dsreason.data.media_plan import Medium, PlannedMedium, describe_video, load_medium, video_metadata
-from dsreason.data.messages import joined_text, media_parts, media_paths, prompt_messages
-from dsreason.data.render import Segment, render_prompt, render_training
+from dsreason.data.media_plan import Medium, PlannedMedium, convert_video_metadata, describe_video, load_medium
+from dsreason.data.messages import join_text, list_media_parts, list_media_paths, prompt_messages
+from dsreason.data.render import RenderedSegment, render_prompt, render_training
 from dsreason.data.types import TOKEN_TYPES, EncodedSample, MediaKind, Sample
 from dsreason.errors import DataError
 from dsreason.families import Family
@@ -52,7 +52,7 @@ class EncodedPrompt:
         ]
         return sum(decoded) + sum(tensor.nbytes for tensor in self.encoded.mm_kwargs.values())
 
-    def without_pixels(self) -> EncodedPrompt:
+    def drop_pixels(self) -> EncodedPrompt:
         """Drop the pixels, for an engine that processes the media itself."""
         return replace(self, encoded=replace(self.encoded, mm_kwargs={}))
 
@@ -92,13 +92,13 @@ class Encoder:
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
         """Encode the messages before a final assistant turn and the generation prompt: a prefix of the ids of `encode`."""
-        prompt, segments = self._prompt(sample)
+        prompt, segments = self._render_prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
     def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
         """Encode the rest of a conversation after its prompt, as a sample whose parent is the prompt."""
-        ids, mask = self._answer(prompt.prompt_ids, conversation)
+        ids, mask = self._render_answer(prompt.prompt_ids, conversation)
         # Text continues after the largest position of all axes.
         positions = prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
         return EncodedSample(
@@ -115,9 +115,9 @@ class Encoder:
         """Compute `len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
         return self._count(sample, self._render(sample))
 
-    def _answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
+    def _render_answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
         """Return the ids and the loss mask after the prompt, up to the last trained token."""
-        segments = render_training(self.processor, self.family.tokens, self._readable(conversation))
+        segments = render_training(self.processor, self.family.tokens, self._join_text_parts(conversation))
         ids = [token for segment in segments for token in segment.ids]
         mask = [trained for segment in segments for trained in segment.mask]
         start, end = len(prompt_ids), max(i for i, trained in enumerate(mask) if trained) + 1
@@ -128,16 +128,16 @@ class Encoder:
             )
         return ids[start:end], mask[start:end]
 
-    def _render(self, sample: Sample) -> list[Segment]:
+    def _render(self, sample: Sample) -> list[RenderedSegment]:
         has_reply = any(message["role"] == "assistant" for message in sample.messages)
         render = render_training if has_reply or self.needs_reply else render_prompt
-        return render(self.processor, self.family.tokens, self._readable(sample))
+        return render(self.processor, self.family.tokens, self._join_text_parts(sample))
 
-    def _prompt(self, sample: Sample) -> tuple[Sample, list[Segment]]:
+    def _render_prompt(self, sample: Sample) -> tuple[Sample, list[RenderedSegment]]:
         prompt = replace(sample, messages=prompt_messages(sample))
-        return prompt, render_prompt(self.processor, self.family.tokens, self._readable(prompt))
+        return prompt, render_prompt(self.processor, self.family.tokens, self._join_text_parts(prompt))
 
-    def _readable(self, sample: Sample) -> Sample:
+    def _join_text_parts(self, sample: Sample) -> Sample:
         """Join the parts of each message into one text for a text-only model, whose template expects it.
 
         Raises:
@@ -145,36 +145,36 @@ class Encoder:
         """
         if self.sees:
             return sample
-        if media_files := media_paths(sample.messages):
+        if media_files := list_media_paths(sample.messages):
             raise DataError(
                 f"sample {sample.id!r} shows {media_files[0]}, but {self.family.name} reads text only; use a vision-language "
                 "model, or rows without images and videos"
             )
-        return replace(sample, messages=[{**message, "content": joined_text(message)} for message in sample.messages])
+        return replace(sample, messages=[{**message, "content": join_text(message)} for message in sample.messages])
 
-    def _encode(self, sample: Sample, segments: list[Segment]) -> tuple[EncodedSample, list[Medium]]:
+    def _encode(self, sample: Sample, segments: list[RenderedSegment]) -> tuple[EncodedSample, list[Medium]]:
         planned = self.plan_media(sample)
         ids, mask = self._expand(sample, segments, planned)
         self.check_length(sample, len(ids))
         loaded = self._load(sample, planned)
         return self._finish(sample, ids, mask, planned, loaded), loaded
 
-    def _count(self, sample: Sample, segments: list[Segment]) -> int:
+    def _count(self, sample: Sample, segments: list[RenderedSegment]) -> int:
         ids, _ = self._expand(sample, segments, self.plan_media(sample))
         return len(ids)
 
-    def dummy(self, kind: MediaKind) -> EncodedSample:
+    def build_dummy(self, kind: MediaKind) -> EncodedSample:
         """Build the smallest black media item that the vision tower accepts, between its start and end tokens, untrained."""
-        side, frames = self._limits(kind).factor, self._temporal_patch
+        side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         metadata = describe_video(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
-        planned = PlannedMedium(kind, "", size, self._grid(frames, size), metadata=metadata)
+        planned = PlannedMedium(kind, "", size, self._compute_grid(frames, size), metadata=metadata)
         loaded: Medium = Image.fromarray(black[0]) if kind == "image" else (black, metadata)
         sample = Sample(id=f"dummy {kind}", messages=[])
         tokens = self.family.tokens
         placeholder = tokens.image if kind == "image" else tokens.video
         text = tokens.media_start + placeholder + tokens.media_end
-        segment = Segment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        segment = RenderedSegment(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
         ids, mask = self._expand(sample, [segment], [planned])
         return self._finish(sample, ids, mask, [planned], [loaded])
 
@@ -184,19 +184,19 @@ class Encoder:
         """Plan the sample's images and videos in order from their headers. Raise DataError if one cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
-            for part in media_parts([message]):
+            for part in list_media_parts([message]):
                 try:
                     planned.append(self._plan_image(part) if part["type"] == "image" else self._plan_video(part))
                 except DataError as error:
                     raise DataError(f"sample {sample.id!r}, message {number}: {error}") from error
-        if (tokens := sum(medium.grid[0] * self._group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
+        if (tokens := sum(medium.grid[0] * self._count_group_tokens(medium) for medium in planned)) > MAX_MEDIA_TOKENS:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {tokens} tokens of images and videos, more than any model accepts "
                 f"({MAX_MEDIA_TOKENS}); use fewer frames or pixels"
             )
         return planned
 
-    def _group_tokens(self, medium: PlannedMedium) -> int:
+    def _count_group_tokens(self, medium: PlannedMedium) -> int:
         """Count the tokens of an image, or of one frame group of a video."""
         _, height, width = medium.grid
         merge: int = self.processor.image_processor.merge_size
@@ -206,11 +206,11 @@ class Encoder:
         path = str(part["image"])
         height, width = images.probe_image(path)
         try:
-            limits = vision.image_limits(self._limits("image"), self._vision)
-            size = vision.image_size(height, width, part, limits)
+            limits = vision.choose_image_limits(self._get_pixel_limits("image"), self._vision)
+            size = vision.compute_image_size(height, width, part, limits)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        return PlannedMedium("image", path, size, self._grid(1, size))
+        return PlannedMedium("image", path, size, self._compute_grid(1, size))
 
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
         path, patch = str(part["video"]), self._temporal_patch
@@ -218,19 +218,19 @@ class Encoder:
         try:
             frame_choice = vision.sample_frames(info, part, self._vision, patch)
             count = len(frame_choice.indices)
-            limits = self._limits("video")
-            size = vision.video_size(info.height, info.width, count, part, limits, self._vision, patch)
+            limits = self._get_pixel_limits("video")
+            size = vision.compute_video_size(info.height, info.width, count, part, limits, self._vision, patch)
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
         metadata = describe_video(info.num_frames, frame_choice, info.fps)
-        return PlannedMedium("video", path, size, self._grid(count, size), frame_choice.indices, metadata)
+        return PlannedMedium("video", path, size, self._compute_grid(count, size), frame_choice.indices, metadata)
 
     @property
     def _vision(self) -> Vision:
         assert self.family.vision is not None  # text-only models refuse samples with media earlier
         return self.family.vision
 
-    def _limits(self, kind: MediaKind) -> vision.PixelLimits:
+    def _get_pixel_limits(self, kind: MediaKind) -> vision.PixelLimits:
         processor = self.processor.image_processor if kind == "image" else self.processor.video_processor
         return vision.PixelLimits(
             factor=processor.patch_size * processor.merge_size,
@@ -242,7 +242,7 @@ class Encoder:
     def _temporal_patch(self) -> int:
         return int(self.processor.video_processor.temporal_patch_size)
 
-    def _grid(self, num_frames: int, size: tuple[int, int]) -> tuple[int, int, int]:
+    def _compute_grid(self, num_frames: int, size: tuple[int, int]) -> tuple[int, int, int]:
         patch = self.processor.image_processor.patch_size
         return -(-num_frames // self._temporal_patch), size[0] // patch, size[1] // patch
 
@@ -255,7 +255,7 @@ class Encoder:
         return {self.processor.image_token_id: "image", self.processor.video_token_id: "video"}
 
     def _expand(
-        self, sample: Sample, segments: list[Segment], planned: list[PlannedMedium]
+        self, sample: Sample, segments: list[RenderedSegment], planned: list[PlannedMedium]
     ) -> tuple[list[int], list[bool]]:
         """Return the token ids and the loss mask, with every placeholder replaced by the tokens of its media item."""
         kind_by_token = self._placeholders
@@ -270,7 +270,7 @@ class Encoder:
                         raise DataError(
                             f"sample {sample.id!r}: the chat template does not show the media in the sample's order"
                         )
-                    expanded = self._medium_ids(medium)
+                    expanded = self._expand_placeholder(medium)
                     ids += expanded
                     mask += [False] * len(expanded)
                 else:
@@ -280,16 +280,16 @@ class Encoder:
             raise DataError(f"sample {sample.id!r}: the chat template omits some of its {len(planned)} media")
         return ids, mask
 
-    def _medium_ids(self, medium: PlannedMedium) -> list[int]:
+    def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
         """Return the ids with which the processor replaces a placeholder (Qwen3-VL video: a time before each frame group)."""
-        per_group = self._group_tokens(medium)
+        per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
         # The processor writes text with one token per group; repeating its id is cheaper than tokenizing repeated text.
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
-            "video_metadata": [video_metadata(medium.metadata)],
+            "video_metadata": [convert_video_metadata(medium.metadata)],
         }
         text = self.processor.replace_video_token(inputs, video_idx=0)
         ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -316,7 +316,7 @@ class Encoder:
     def _finish(
         self, sample: Sample, ids: list[int], mask: list[bool], planned: list[PlannedMedium], loaded: list[Medium]
     ) -> EncodedSample:
-        mm_kwargs = self._mm_kwargs(loaded)
+        mm_kwargs = self._build_mm_kwargs(loaded)
         for kind, key in GRIDS.items():
             grids = [list(medium.grid) for medium in planned if medium.kind == kind]
             if grids and mm_kwargs[key].tolist() != grids:
@@ -336,7 +336,7 @@ class Encoder:
             mm_kwargs=mm_kwargs,
         )
 
-    def _mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
+    def _build_mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
         """Build the model's keyword arguments with its processor from media that already have their final size."""
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
@@ -346,7 +346,7 @@ class Encoder:
         if clips:
             inputs |= self.processor(
                 videos=[frames for frames, _ in clips],
-                video_metadata=[video_metadata(metadata) for _, metadata in clips],
+                video_metadata=[convert_video_metadata(metadata) for _, metadata in clips],
                 do_sample_frames=False,
                 do_resize=False,
                 do_rescale=False,
@@ -354,10 +354,10 @@ class Encoder:
                 cap_pixels_per_frame=False,  # it only concerns resizing, but the processor warns if it is unset
                 return_tensors="pt",
             )
-            inputs["pixel_values_videos"] = self._normalised(inputs["pixel_values_videos"])
-        return {key: _in_forward_dtype(value) for key, value in inputs.items()}
+            inputs["pixel_values_videos"] = self._normalise_patches(inputs["pixel_values_videos"])
+        return {key: _cast_to_forward_dtype(value) for key, value in inputs.items()}
 
-    def _normalised(self, patches: Tensor) -> Tensor:
+    def _normalise_patches(self, patches: Tensor) -> Tensor:
         """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] like the processor does.
 
         This happens after cutting, because bytes are cut and joined four times as fast as the resulting float32.
@@ -375,6 +375,6 @@ class Encoder:
         return normalised.flatten(1)
 
 
-def _in_forward_dtype(value: Tensor | list[float]) -> Tensor:
+def _cast_to_forward_dtype(value: Tensor | list[float]) -> Tensor:
     tensor = torch.as_tensor(value)
     return tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)

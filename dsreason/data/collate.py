@@ -39,7 +39,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
         row.append(sample)
         segments.append(Segment(start, len(sample), parent))
 
-    for sample in by_parent(samples):
+    for sample in group_by_parent(samples):
         if sample.parent is None:
             add(sample)
             trained = 1 + sample.loss_mask[1:].nonzero().flatten()
@@ -70,7 +70,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
     )
 
 
-def by_parent(samples: Sequence[S]) -> list[S]:
+def group_by_parent(samples: Sequence[S]) -> list[S]:
     """Move the samples of each parent directly behind its first one, keeping the order otherwise."""
     firsts: dict[int, int] = {}
     order = [
@@ -81,7 +81,7 @@ def by_parent(samples: Sequence[S]) -> list[S]:
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
     """Collate at least one sample into right-padded rows, each after its parent's tokens; media are in row order."""
-    rows = [joined(sample) for sample in samples]
+    rows = [join_parent(sample) for sample in samples]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
     targets = padded([row.loss_mask for row in rows])
@@ -100,7 +100,7 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
     )
 
 
-def joined(sample: S) -> S:
+def join_parent(sample: S) -> S:
     """Prepend the parent's tokens to the sample's."""
     parent = sample.parent
     if parent is None:
@@ -148,7 +148,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
     )
 
 
-def padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
+def make_padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
     """Return a sample of untrained padding: a batch for a rank that has fewer than the others, or the end of a row."""
     return EncodedSample(
         id="",

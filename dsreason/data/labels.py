@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig
-from dsreason.data.messages import text_of
-from dsreason.data.options import option_letter
-from dsreason.data.order import Part
+from dsreason.data.messages import get_text
+from dsreason.data.options import find_option_letter
+from dsreason.data.order import WeightedRows
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.problems import listed
+from dsreason.problems import join_first
 from dsreason.text import split_response
 
 log = logging.getLogger(__name__)
@@ -39,24 +39,24 @@ class Label:
     """Number of rows of this label that an epoch shows."""
 
 
-def answer_label(sample: Sample) -> str | None:
+def get_answer_label(sample: Sample) -> str | None:
     """Return the option letter that the sample's answer gives, or else a short answer; None if it is longer or missing.
 
     The answer is `sample.answer`, else a final message of the assistant.
     """
     last = sample.messages[-1] if sample.messages else {}
-    reply = text_of(last) if last.get("role") == "assistant" else ""
+    reply = get_text(last) if last.get("role") == "assistant" else ""
     answer = sample.answer or reply
-    return option_letter(answer, sample.options or {}) or short_answer(answer)
+    return find_option_letter(answer, sample.options or {}) or extract_short_answer(answer)
 
 
-def short_answer(text: str) -> str | None:
+def extract_short_answer(text: str) -> str | None:
     """Return the text in `<answer>` tags, or else after the thoughts; None if it is too long or empty."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
-def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
+def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[WeightedRows]:
     """Return the parts for `StepOrder`: the sources with their weights, or their rows by label if `data.balance` is set.
 
     Raises:
@@ -64,7 +64,7 @@ def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
     """
     if data.balance is None:
         return dataset.weighted_parts
-    by_label = balance(dataset.weighted_parts, labels_of(dataset, data))
+    by_label = balance_labels(dataset.weighted_parts, read_labels(dataset, data))
     labels = count_labels(by_label)
     log.info("data.balance: %d labels, %d rows per label and epoch", len(labels), next(iter(labels.values())).per_epoch)
     rare = [
@@ -74,19 +74,19 @@ def order_parts(dataset: SampleDataset, data: DataConfig) -> list[Part]:
     ]
     if rare:
         log.warning(
-            "data.balance: some labels repeat few rows many times per epoch; add rows of them: %s", listed(rare)
+            "data.balance: some labels repeat few rows many times per epoch; add rows of them: %s", join_first(rare)
         )
     return [part for parts in by_label.values() for part in parts]
 
 
-def labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
-    """Return the row counts of each label, or {} if `data.balance` is unset. Raises the errors of `order_parts`."""
+def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
+    """Return the row counts of each label, or {} if `data.balance` is unset. Raises the errors of `build_order_parts`."""
     if data.balance is None:
         return {}
-    return count_labels(balance(dataset.weighted_parts, labels_of(dataset, data)))
+    return count_labels(balance_labels(dataset.weighted_parts, read_labels(dataset, data)))
 
 
-def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, list[Part]]:
+def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) -> dict[str, list[WeightedRows]]:
     """Group the rows of each part by label, with weights that give every label the same number of rows per epoch.
 
     Rows whose label is None are left out. The length of an epoch is that of the other rows without balancing, rounded up to
@@ -98,31 +98,31 @@ def balance(parts: Sequence[Part], labels: Sequence[str | None]) -> dict[str, li
     names = sorted({label for label in labels if label is not None})
     numbers = {name: number for number, name in enumerate(names)}
     column = np.array([-1 if label is None else numbers[label] for label in labels])
-    labelled = [Part(part.rows[column[part.rows] >= 0], part.weight) for part in parts]
+    labelled = [WeightedRows(part.rows[column[part.rows] >= 0], part.weight) for part in parts]
     per_label = math.ceil(sum(part.per_epoch for part in labelled) / max(1, len(names)))
-    return {name: share(parts, column == number, per_label) for name, number in numbers.items()}
+    return {name: share_rows(parts, column == number, per_label) for name, number in numbers.items()}
 
 
-def share(parts: Sequence[Part], chosen: NDArray[np.bool_], count: int) -> list[Part]:
+def share_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
     """Return the chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
     counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
     return [
-        Part(indices, float(number) / len(indices))
+        WeightedRows(indices, float(number) / len(indices))
         for indices, number in zip(rows, counts, strict=True)
         if len(indices)
     ]
 
 
-def count_labels(by_label: dict[str, list[Part]]) -> dict[str, Label]:
+def count_labels(by_label: dict[str, list[WeightedRows]]) -> dict[str, Label]:
     return {
         name: Label(sum(len(part.rows) for part in parts), sum(part.per_epoch for part in parts))
         for name, parts in by_label.items()
     }
 
 
-def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
+def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
     """Return the label of every row; None for rows without a label, if `data.on_bad_row` leaves them out.
 
     Labels that differ only in case or a final full stop are the same, written as in their first row. Media are not checked.
@@ -136,9 +136,9 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
     first: dict[str, str] = {}
     for index in range(len(dataset)):
         try:
-            label = label_of(dataset.without_media(index), str(data.balance))
+            label = get_label(dataset.read_without_media(index), str(data.balance))
         except DataError as error:
-            location = dataset.location(index)
+            location = dataset.describe_location(index)
             reason = str(error).removeprefix(f"{location}: ")
             if data.on_bad_row == "error":
                 raise DataError(f"{location}: data.balance ({data.balance}): {reason}") from error
@@ -146,64 +146,64 @@ def labels_of(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
             examples.setdefault(reason, location)
             labels.append(None)
         else:
-            labels.append(first.setdefault(label_key(label), label))
+            labels.append(first.setdefault(normalise_label(label), label))
     summaries = [f"{count} rows, such as {examples[reason]}: {reason}" for reason, count in reasons.most_common()]
     if not first:
-        raise DataError(f"data.balance ({data.balance}): no row has such a label: {listed(summaries)}")
+        raise DataError(f"data.balance ({data.balance}): no row has such a label: {join_first(summaries)}")
     if summaries:
         log.warning(
             "data.balance (%s): %d rows have no label and are left out:\n  %s",
             data.balance,
             reasons.total(),
-            listed(summaries, separator="\n  "),
+            join_first(summaries, separator="\n  "),
         )
     return labels
 
 
-def label_key(label: str) -> str:
+def normalise_label(label: str) -> str:
     """Return a key that is equal for labels that differ only in case or a final full stop."""
     return label.rstrip(".").casefold()
 
 
-def label_of(sample: Sample, field: str) -> str:
-    """Return the label of a sample: `answer_label` for `answer`, else a value of `sample.meta`, such as `label.weather`.
+def get_label(sample: Sample, field: str) -> str:
+    """Return the label of a sample: `get_answer_label` for `answer`, else a value of `sample.meta`, such as `label.weather`.
 
     Raises:
         DataError: the sample has no such label.
     """
     if field == "answer":
-        answer = answer_label(sample)
+        answer = get_answer_label(sample)
         if answer is None:
             raise DataError(
                 f"the row has no answer of at most {SHORT_ANSWER} characters that could be a label; "
                 "name another field of the rows"
             )
         return answer
-    value = value_at(sample.meta, field)
+    value = get_value(sample.meta, field)
     if not isinstance(value, str | int | float) or value == "":
         raise DataError(
             f"sample.meta has no text or number as {field}; name a field that has one "
-            f"(available: {', '.join(fields_of(sample.meta)) or 'none'}), or answer"
+            f"(available: {', '.join(list_fields(sample.meta)) or 'none'}), or answer"
         )
     return str(value)
 
 
-def fields_of(values: dict[str, Any]) -> list[str]:
+def list_fields(values: dict[str, Any]) -> list[str]:
     """Return the names of all texts and numbers: `id` and `label.weather` for `{"id": 1, "label": {"weather": "rain"}}`."""
     names: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
-            names += [f"{name}.{inner}" for inner in fields_of(value)]
+            names += [f"{name}.{inner}" for inner in list_fields(value)]
         elif isinstance(value, str | int | float):
             names.append(name)
     return names
 
 
-def value_at(values: Any, field: str) -> Any:
+def get_value(values: Any, field: str) -> Any:
     """Return the value under the key `a.b`, or else under `b` inside the value of `a`; None if neither exists."""
     if not isinstance(values, dict):
         return None
     if field in values:
         return values[field]
     outer, dot, inner = field.partition(".")
-    return value_at(values.get(outer), inner) if dot else None
+    return get_value(values.get(outer), inner) if dot else None

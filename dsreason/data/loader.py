@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader, Dataset
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder, SampleTooLong
-from dsreason.data.micro_batches import Exchange, align_batches, cut_samples, make_batch, work_of
+from dsreason.data.micro_batches import Exchange, align_batches, compute_work, cut_samples, make_batch
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch, EncodedSample, Sample
 from dsreason.errors import DataError, DsReasonError
-from dsreason.job.failures import dead_worker_as_error
+from dsreason.job.failures import convert_dead_worker_error
 from dsreason.job.part_of import PartOf
 from dsreason.monitor.flops import Work
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 T = TypeVar("T")
 
@@ -70,14 +70,14 @@ def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T 
     try:
         return use(sample)
     except DataError as error:
-        return type(error)(f"{dataset.location(row)}: {error}")
+        return type(error)(f"{dataset.describe_location(row)}: {error}")
 
 
 def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence[int]) -> list[T | DataError]:
     return [read_row(dataset, row, use) for row in rows]
 
 
-def first_fatal(bad: Iterable[DataError], config: RunConfig) -> str | None:
+def find_fatal_error(bad: Iterable[DataError], config: RunConfig) -> str | None:
     """Return the message of the first error that `data.on_bad_row` or `model.on_too_long` does not skip, or None."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
@@ -113,14 +113,14 @@ class StepLoader:
     """Seconds spent in collectives during the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
-        shares = decode_ahead(self._encode_share(), self._assignments(), self.config.data)
+        shares = decode_ahead(self._encode_share(), self._assign_rows(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             started, self.exchange_seconds = time.perf_counter(), 0.0
             share = next(shares)
             waited = time.perf_counter() - started - self.exchange_seconds
             yield self._step_batches(step, share, waited)
 
-    def _encode_share(self) -> Callable[[Sequence[int]], Share]:
+    def _encode_share(self) -> Callable[[Sequence[int]], RankShare]:
         """Return the picklable function that workers apply to a rank's rows of a step."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
@@ -131,10 +131,10 @@ class StepLoader:
         self.exchange_seconds += time.perf_counter() - started
         return values
 
-    def _assignments(self) -> Iterator[list[int]]:
+    def _assign_rows(self) -> Iterator[list[int]]:
         """Yield this rank's rows of each step."""
         work = partial(measure_rows, self.dataset, self.encoder)
-        unknown = decode_ahead(work, self._unmeasured(), self.config.data)
+        unknown = decode_ahead(work, self._find_unmeasured_rows(), self.config.data)
         for step in range(self.start_step, self.order.num_steps):
             for measured in self._exchange(next(unknown)):
                 self.lengths.update(measured)
@@ -146,7 +146,7 @@ class StepLoader:
             )
             yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
-    def _unmeasured(self) -> Iterator[list[int]]:
+    def _find_unmeasured_rows(self) -> Iterator[list[int]]:
         """Yield this rank's share of the rows of each step that no earlier step has measured."""
         requested: set[int] = set()
         for step in range(self.start_step, self.order.num_steps):
@@ -154,13 +154,13 @@ class StepLoader:
             requested.update(new)
             yield new[self.rank :: self.world_size]
 
-    def _step_batches(self, step: int, share: Share, waited: float) -> StepBatches:
+    def _step_batches(self, step: int, share: RankShare, waited: float) -> StepBatches:
         ranks = self._exchange((replace(share, batches=[]), len(share.batches), waited))
         for other, _, _ in ranks:  # every rank raises, so that no rank keeps waiting
             if other.error is not None:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
-        shares = of_groups(shares, [other.skipped for other in shares], self.ranks_per_row)
+        shares = take_group_values(shares, [other.skipped for other in shares], self.ranks_per_row)
         # A step whose rows are all left out has no trained token and a gradient of zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
@@ -182,7 +182,7 @@ class StepLoader:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One rank's part of a step, made by a worker: few, large tensors, because passing each one to the trainer costs time."""
 
     batches: list[Batch]
@@ -194,7 +194,7 @@ class Share:
     error: str | None = None
 
 
-def of_groups(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
+def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ranks_per_row: int) -> list[T]:
     """Return one value per group of ranks that read the same rows.
 
     Args:
@@ -222,20 +222,20 @@ def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) 
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
-def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> Share:
+def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> RankShare:
     """Encode the rows as micro-batches. An error is returned in the share, so that its full message reaches all ranks."""
     items = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in items if isinstance(item, EncodedSample)]
     bad = [item for item in items if isinstance(item, DataError)]
-    refused = first_fatal(bad, config)
+    refused = find_fatal_error(bad, config)
     if refused is not None:
-        return Share([], error=refused)
+        return RankShare([], error=refused)
     try:
         groups = cut_samples(samples, config)
     except DataError as error:
-        return Share([], error=str(error))
-    work = work_of(groups, packing=config.train.packing)
-    return Share(
+        return RankShare([], error=str(error))
+    work = compute_work(groups, packing=config.train.packing)
+    return RankShare(
         work=work,
         batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in groups],
         num_tokens=work.trained_tokens,
@@ -270,10 +270,10 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
 def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
     """Apply `work` to every task in worker processes, in order, about `data.prefetch` tasks ahead."""
     ahead = math.ceil(data.prefetch / data.workers) if data.workers else None
-    return in_workers(work, tasks, workers=data.workers, ahead=ahead)
+    return run_in_workers(work, tasks, workers=data.workers, ahead=ahead)
 
 
-def in_workers(
+def run_in_workers(
     work: Callable[[Any], T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None
 ) -> Iterator[T]:
     """Yield `work(task)` for every task in order, from `workers` processes (0: this process), each `ahead` tasks ahead.
@@ -301,7 +301,7 @@ def in_workers(
                 raise item
             yield item
     except RuntimeError as error:
-        if (readable_error := dead_worker_as_error(error)) is error:
+        if (readable_error := convert_dead_worker_error(error)) is error:
             raise
         raise readable_error from error
 
@@ -341,7 +341,7 @@ def start_worker(started: Sequence[int], number: int) -> None:
 
 def end_worker(error: Exception, item: object) -> None:
     if not isinstance(error, ConnectionError):  # a closed connection means that the trainer has left the loop
-        say("".join(format_exception_only(error)).rstrip(), err=True)
+        print_message("".join(format_exception_only(error)).rstrip(), err=True)
         os._exit(1)
 
 

@@ -55,7 +55,7 @@ def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> d
     }
 
 
-def video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
+def convert_video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
     """Convert the metadata to the format of transformers' processors."""
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})

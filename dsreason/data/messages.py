@@ -8,7 +8,7 @@ from typing import Any
 
 from dsreason.data.types import TOKEN_TYPES, Message, Sample
 from dsreason.errors import DataError
-from dsreason.families import control_tokens
+from dsreason.families import list_control_tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 """A lone surrogate, half a character: valid in JSON, but tokenizers reject it."""
@@ -50,14 +50,14 @@ def check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
     check_characters(text)
-    for token in control_tokens():
+    for token in list_control_tokens():
         if token in text:
             raise DataError(
                 f"the text contains the model's special token {token}, which only media parts and turns may add: {text!r:.200}"
             )
 
 
-def text_of(message: Message) -> str:
+def get_text(message: Message) -> str:
     """Return the message's text, with one line per text part."""
     content = message["content"]
     if isinstance(content, str):
@@ -65,7 +65,7 @@ def text_of(message: Message) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
-def joined_text(message: Message) -> str:
+def join_text(message: Message) -> str:
     """Return the message's text as chat templates write it: its parts joined without a separator."""
     content = message["content"]
     if isinstance(content, str):
@@ -73,17 +73,17 @@ def joined_text(message: Message) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
-def media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
+def list_media_parts(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Return the image and video parts in the order in which they are shown."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     return [part for content in contents for part in content if part["type"] in TOKEN_TYPES]
 
 
-def media_paths(messages: Iterable[Message]) -> list[str]:
-    return [str(part[part["type"]]) for part in media_parts(messages)]
+def list_media_paths(messages: Iterable[Message]) -> list[str]:
+    return [str(part[part["type"]]) for part in list_media_parts(messages)]
 
 
-def shown_seconds(part: dict[str, Any]) -> str:
+def format_shown_seconds(part: dict[str, Any]) -> str:
     """Return the range of a video that is shown, such as `2.5-4` (seconds); "" for the whole video."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""

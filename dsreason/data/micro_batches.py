@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import GRIDS, append_dummies, by_parent, collate, pack, padding_sample
+from dsreason.data.collate import GRIDS, append_dummies, collate, group_by_parent, make_padding_sample, pack
 from dsreason.data.rank_parts import take_part
 from dsreason.data.types import Batch, EncodedSample
 from dsreason.errors import DataError
@@ -27,15 +27,15 @@ def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
     if budget is None:
         return cut_by_count(samples, config.train.micro_batch_size or 1)
     for sample in samples:
-        if whole_length(sample) > budget:
+        if count_with_parent(sample) > budget:
             raise DataError(
-                f"sample {sample.id!r} has {whole_length(sample)} tokens, more than {key} ({budget}); "
+                f"sample {sample.id!r} has {count_with_parent(sample)} tokens, more than {key} ({budget}); "
                 f"raise {key}, or lower model.max_length and set model.on_too_long"
             )
     return cut_into_rows(samples, budget) if config.train.packing else cut_by_tokens(samples, budget)
 
 
-def forward_size(config: RunConfig) -> str:
+def describe_forward_size(config: RunConfig) -> str:
     """Describe the input of one forward pass for the log: `one row of up to 4096 tokens (model.max_length)`."""
     rows = "one row" if config.train.packing else "padded rows"
     budget, key = config.token_budget
@@ -45,15 +45,15 @@ def forward_size(config: RunConfig) -> str:
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
     """Group at most `size` samples, keeping those of a parent and of similar length together to save computing and padding."""
-    ordered = by_parent(sorted(samples, key=whole_length, reverse=True))
+    ordered = group_by_parent(sorted(samples, key=count_with_parent, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
     """Group samples so that the padded size, rows x longest row, stays within `budget` tokens."""
     groups: list[list[S]] = []
-    for sample in sorted(samples, key=whole_length, reverse=True):
-        if not groups or (len(groups[-1]) + 1) * whole_length(groups[-1][0]) > budget:
+    for sample in sorted(samples, key=count_with_parent, reverse=True):
+        if not groups or (len(groups[-1]) + 1) * count_with_parent(groups[-1][0]) > budget:
             groups.append([])
         groups[-1].append(sample)
     return groups
@@ -72,12 +72,12 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
     parts: list[tuple[int, list[S]]] = []
     for family in families.values():
         shared = len(family[0].parent or ())
-        cut = first_fit([(len(sample), [sample]) for sample in family], budget - shared)
+        cut = fit_first([(len(sample), [sample]) for sample in family], budget - shared)
         parts += [(shared + sum(map(len, part)), part) for part in cut]
-    return first_fit(parts, budget)
+    return fit_first(parts, budget)
 
 
-def first_fit(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]]:
+def fit_first(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]]:
     """Put parts `(size, samples)`, largest first, into the first group that has room for them."""
     groups: list[list[T]] = []
     rooms: list[int] = []
@@ -92,12 +92,12 @@ def first_fit(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]
     return groups
 
 
-def whole_length(sample: EncodedSample) -> int:
+def count_with_parent(sample: EncodedSample) -> int:
     """Count the tokens of the sample and its parent."""
     return len(sample) + len(sample.parent or ())
 
 
-def work_of(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
+def compute_work(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
     """Compute the work of micro-batches. Media that a micro-batch shows several times are encoded once.
 
     Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
@@ -158,12 +158,12 @@ def align_batches(
     """
     aligned = []
     for i in range(max(1, *counts)):  # at least one, even if all rows of a step are left out
-        batch = batches[i] if i < len(batches) else empty_batch(encoder.pad_id, packing=packing)
+        batch = batches[i] if i < len(batches) else make_empty_batch(encoder.pad_id, packing=packing)
         if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
-            batch = append_dummies(batch, [encoder.dummy("image")], pad_id=encoder.pad_id)
+            batch = append_dummies(batch, [encoder.build_dummy("image")], pad_id=encoder.pad_id)
         aligned.append(take_part(batch, part, encoder.pad_id))
     return aligned
 
 
-def empty_batch(pad_id: int, *, packing: bool) -> Batch:
-    return make_batch([padding_sample(pad_id)], packing=packing, pad_id=pad_id)
+def make_empty_batch(pad_id: int, *, packing: bool) -> Batch:
+    return make_batch([make_padding_sample(pad_id)], packing=packing, pad_id=pad_id)

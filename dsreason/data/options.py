@@ -9,10 +9,10 @@ from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
 
-from dsreason.data.messages import text_of
+from dsreason.data.messages import get_text
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.text import bare, split_response
+from dsreason.text import normalize_option, split_response
 
 WIDE = str.maketrans(
     {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
@@ -91,23 +91,23 @@ def with_options(sample: Sample) -> Sample:
     The prompt does not change. The question is the user's last message; the answer is `sample.answer`, else the last
     assistant message. A row with a `question_kind` other than multiple choice does not change.
     """
-    options = None if sample.options else options_in_question(sample)
-    replies = [text_of(message) for message in sample.messages if message["role"] == "assistant"]
+    options = None if sample.options else find_options_in_question(sample)
+    replies = [get_text(message) for message in sample.messages if message["role"] == "assistant"]
     answer = sample.answer if sample.answer is not None else (replies or [""])[-1]
-    if options is None or option_letter(answer, options) is None:
+    if options is None or find_option_letter(answer, options) is None:
         return sample
     return replace(sample, options=options)
 
 
-def options_in_question(sample: Sample) -> dict[str, str] | None:
-    """Return the options in the user's last message (see `listed_options`); None unless the question is multiple choice."""
+def find_options_in_question(sample: Sample) -> dict[str, str] | None:
+    """Return the options in the user's last message (see `parse_listed_options`); None unless the question is multiple choice."""
     if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
         return None
-    questions = [text_of(message) for message in sample.messages if message["role"] == "user"]
-    return listed_options(questions[-1]) if questions else None
+    questions = [get_text(message) for message in sample.messages if message["role"] == "user"]
+    return parse_listed_options(questions[-1]) if questions else None
 
 
-def listed_options(question: str) -> dict[str, str] | None:
+def parse_listed_options(question: str) -> dict[str, str] | None:
     """Return the two or more options that a text lists, on separate lines or inline, lettered from A without a gap.
 
     Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. The longest list counts, and the last one
@@ -128,7 +128,7 @@ def listed_options(question: str) -> dict[str, str] | None:
     for run in sorted(long_runs, key=lambda run: (len(run), run[0].start(1)), reverse=True):
         end_of_line = question.find("\n", run[-1].end())  # the last option ends with its line
         ends = [*(label.start() for label in run[1:]), end_of_line if end_of_line >= 0 else len(question)]
-        texts = [_plain(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
+        texts = [_strip_separators(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
         if all(re.search(r"\w", text) for text in texts):
             if not any(text.endswith("?") for text in texts[:-1]):
                 texts[-1] = texts[-1].rstrip("? ")  # it belongs to the question: `Is it A) left or B) right?`
@@ -136,7 +136,7 @@ def listed_options(question: str) -> dict[str, str] | None:
     return None
 
 
-def _plain(text: str) -> str:
+def _strip_separators(text: str) -> str:
     """Remove what separates an option from the next: `left, or` → `left`."""
     plain = " ".join(text.split()).rstrip(SEPARATORS)
     conjunction = next(
@@ -145,18 +145,20 @@ def _plain(text: str) -> str:
     return plain.removesuffix(conjunction).rstrip(SEPARATORS)
 
 
-def option_letter(answer: str, options: dict[str, str]) -> str | None:
+def find_option_letter(answer: str, options: dict[str, str]) -> str | None:
     """Return the letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or one option's text.
 
     The answer is inside `<answer>` tags or after the thoughts, and may be bold or boxed.
     """
     written = unicodedata.normalize("NFKC", split_response(answer).answer)
-    if bare(written) not in map(bare, options.values()):
+    if normalize_option(written) not in map(normalize_option, options.values()):
         written = LEAD.sub("", MARKUP.sub(r"\1", written).strip())
     lettered = re.fullmatch(r"[(\[]?([A-Za-z])(?:[)\].:、]+|\s+[-–—]\s|\Z)\s*(.*)", written, re.DOTALL)
     if lettered is not None:
         letter = next((letter for letter in options if letter.upper() == lettered[1].upper()), None)
-        if letter is not None and (not lettered[2] or bare(lettered[2]) == bare(options[letter])):
+        if letter is not None and (
+            not lettered[2] or normalize_option(lettered[2]) == normalize_option(options[letter])
+        ):
             return letter
-    letters = [letter for letter, text in options.items() if bare(written) == bare(text)]
+    letters = [letter for letter, text in options.items() if normalize_option(written) == normalize_option(text)]
     return letters[0] if len(letters) == 1 else None

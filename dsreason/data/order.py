@@ -13,7 +13,7 @@ from dsreason.errors import DataError
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedRows:
     """Row indices and how often an epoch shows them.
 
     At weight 2 each row appears twice per epoch, at weight 0.5 in every second epoch on average (a seeded choice).
@@ -50,7 +50,7 @@ class StepOrder:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[WeightedRows],
         *,
         batch_size: int,
         epochs: int = 1,
@@ -89,7 +89,7 @@ class StepOrder:
         return order
 
 
-def evenly(count: int, limit: int | None) -> list[int]:
+def pick_evenly(count: int, limit: int | None) -> list[int]:
     """Return `limit` evenly spaced numbers of 0 … count - 1: (10, 3) → [0, 3, 6]."""
     num_chosen = count if limit is None else min(count, limit)
     return [i * count // num_chosen for i in range(num_chosen)]

@@ -9,7 +9,7 @@ from functools import partial
 
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import decode_ahead, first_fatal, of_groups, read_rows
+from dsreason.data.loader import decode_ahead, find_fatal_error, read_rows, take_group_values
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
@@ -64,25 +64,25 @@ class PromptLoader:
     check: Check | None = None
 
     def __iter__(self) -> Iterator[Prompts]:
-        read = partial(read_rows, self.dataset, partial(ask, self.encoder, self.check))
+        read = partial(read_rows, self.dataset, partial(encode_checked_prompt, self.encoder, self.check))
         shares = (self.order.indices(batch)[self._places] for batch in itertools.count(self.start))
         batches = decode_ahead(read, shares, self.config.data)
         for batch in itertools.count(self.start):
-            yield self._prompts(batch, next(batches))
+            yield self._build_prompts(batch, next(batches))
 
     @property
     def _places(self) -> slice:
         """Positions of this rank's prompts in a batch."""
         return slice(self.rank // self.ranks_per_row, None, self.world_size // self.ranks_per_row)
 
-    def _prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
+    def _build_prompts(self, batch: int, items: list[EncodedPrompt | DataError]) -> Prompts:
         bad = [item for item in items if isinstance(item, DataError)]
-        ranks = self.exchange((first_fatal(bad, self.config), [str(error) for error in bad]))
+        ranks = self.exchange((find_fatal_error(bad, self.config), [str(error) for error in bad]))
         for error, _ in ranks:  # every rank raises, so that no rank keeps waiting
             if error is not None:
                 raise DataError(error)
         skipped = [texts for _, texts in ranks]
-        groups = of_groups(skipped, skipped, self.ranks_per_row)
+        groups = take_group_values(skipped, skipped, self.ranks_per_row)
         places = range(self.order.batch_size)[self._places]
         usable = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, EncodedPrompt)]
         return Prompts(
@@ -93,7 +93,7 @@ class PromptLoader:
         )
 
 
-def ask(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
+def encode_checked_prompt(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
     """Encode the prompt of a sample, which `check` may refuse."""
     if check is not None:
         check(sample)
@@ -105,4 +105,4 @@ class PromptEncoder(Encoder):
 
     def measure(self, sample: Sample) -> int:
         """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""
-        return self._count(*self._prompt(sample))
+        return self._count(*self._render_prompt(sample))

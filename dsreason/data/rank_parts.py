@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsreason.data.collate import PIXELS, append_segments, find_media_tokens, join_pixels, padding_sample
+from dsreason.data.collate import PIXELS, append_segments, find_media_tokens, join_pixels, make_padding_sample
 from dsreason.data.types import Batch, MediaPart, MediaTokens, RowPart
 from dsreason.job.part_of import PartOf
 
@@ -25,7 +25,7 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
     assert batch.segments, "only packed rows are computed by several ranks together"
     missing = -batch.input_ids.shape[1] % part.total
     if missing:
-        batch = append_segments(batch, [padding_sample(pad_id, missing)])
+        batch = append_segments(batch, [make_padding_sample(pad_id, missing)])
     size = batch.input_ids.shape[1] // part.total
     start = part.number * size
     targets = (batch.predictors // size == part.number).nonzero().flatten()
@@ -61,7 +61,7 @@ def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> 
     pieces = [(count, *distinct[number][1:]) for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)]
 
     encoded_by = ranks.repeat_interleave(sizes // media.patches_per_token)
-    features = media.spread(torch.arange(len(encoded_by)))  # index of the feature that each placeholder shows
+    features = media.repeat_features(torch.arange(len(encoded_by)))  # index of the feature that each placeholder shows
     shown_by = media.indices // size
     begin = int((encoded_by < part.number).sum())
     encoded_here = encoded_by[features] == part.number

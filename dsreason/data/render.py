@@ -14,14 +14,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import ProcessorMixin
 
-from dsreason.data.messages import check_characters, text_of
+from dsreason.data.messages import check_characters, get_text
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
 from dsreason.families.family import Tokens
 
 
 @dataclass(frozen=True)
-class Segment:
+class RenderedSegment:
     """Tokens of one piece of a rendered conversation; the first `num_trained` of them are trained."""
 
     ids: list[int]
@@ -32,23 +32,23 @@ class Segment:
         return [position < self.num_trained for position in range(len(self.ids))]
 
 
-def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
+def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
     """Render the whole conversation, training the text of every assistant turn and the end-of-turn token after it.
 
     Raises:
         DataError: the sample has no assistant turn, or the template changes an assistant's text.
     """
     messages = clean_messages(processor, tokens, sample)
-    turns = _assistant_turns(messages)
+    turns = _find_assistant_turns(messages)
     if not turns:
         raise DataError(f"sample {sample.id!r}: no assistant message and no answer, so there is nothing to train on")
     rendered = _render(processor, sample, messages, generate=False)
     spans = []
     for number in turns:
         prompt = _render(processor, sample, messages[:number], generate=True)
-        span = _assistant_span(rendered, prompt, messages[number]["content"])
+        span = _find_assistant_span(rendered, prompt, messages[number]["content"])
         if span is None:
-            raise DataError(_changed_text(sample, number, rendered, prompt, messages[number]["content"]))
+            raise DataError(_describe_changed_text(sample, number, rendered, prompt, messages[number]["content"]))
         end_of_turn = processor.tokenizer.eos_token
         if not rendered.startswith(end_of_turn, span[1]):
             raise DataError(
@@ -56,25 +56,25 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
                 f"{end_of_turn!r} but with {rendered[span[1] : span[1] + 20]!r}"
             )
         spans.append(span)
-    return _segments(processor, rendered, spans)
+    return _tokenize_segments(processor, rendered, spans)
 
 
-def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Segment]:
+def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
     """Render the whole conversation and the prompt for the next assistant turn, training nothing."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
-    prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _assistant_turns(messages)}
-    spans = [_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
+    prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
+    spans = [_find_assistant_span(rendered, prompt, messages[n]["content"]) for n, prompt in prompts.items()]
     # A turn that the template shortens is not trained here, so it does not need separate token boundaries.
-    segments = _segments(processor, rendered, [span for span in spans if span is not None])
-    return [Segment(segment.ids) for segment in segments]
+    segments = _tokenize_segments(processor, rendered, [span for span in spans if span is not None])
+    return [RenderedSegment(segment.ids) for segment in segments]
 
 
-def _assistant_turns(messages: list[Message]) -> list[int]:
+def _find_assistant_turns(messages: list[Message]) -> list[int]:
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[Segment]:
+def _tokenize_segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[RenderedSegment]:
     """Tokenize `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
     bounds = [0, *(bound for span in spans for bound in span), len(rendered)]
     texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
@@ -82,11 +82,11 @@ def _segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, i
     segments = []
     for i, part in enumerate(ids):
         after_span = min(i, 1)  # the token after a span belongs to it: the end of the turn
-        segments.append(Segment(list(part), len(part) if i % 2 else after_span))
+        segments.append(RenderedSegment(list(part), len(part) if i % 2 else after_span))
     return segments
 
 
-def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
+def _find_assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int] | None:
     """Return the range of characters in `rendered` that the model writes after `prompt`; None if `content` does not follow."""
     if not rendered.startswith(prompt):
         return None
@@ -98,7 +98,7 @@ def _assistant_span(rendered: str, prompt: str, content: str) -> tuple[int, int]
     return None
 
 
-def _changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
+def _describe_changed_text(sample: Sample, number: int, rendered: str, prompt: str, content: str) -> str:
     difference = repr(rendered[len(prompt) :][:80]) if rendered.startswith(prompt) else "another text before this turn"
     return (
         f"sample {sample.id!r}, message {number}: the chat template changes the conversation (some drop the reasoning "
@@ -130,7 +130,7 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
     cleaned = []
     for number, message in enumerate(sample.messages):
         location = f"sample {sample.id!r}, message {number}"
-        text = text_of(message)
+        text = get_text(message)
         try:
             check_characters(text)
         except DataError as error:
@@ -142,12 +142,12 @@ def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) ->
         if not isinstance(content, str):
             content = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
         if message["role"] == "assistant":
-            content = _assistant_text(location, content)
+            content = _join_assistant_text(location, content)
         cleaned.append({**message, "content": content})
     return cleaned
 
 
-def _assistant_text(location: str, content: str | list[dict[str, Any]]) -> str:
+def _join_assistant_text(location: str, content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, list):
         if any(part["type"] != "text" for part in content):
             raise DataError(f"{location}: an assistant message may hold text only, no image or video")

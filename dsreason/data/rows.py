@@ -20,10 +20,10 @@ from dsreason.data.options import options_field as options_field
 from dsreason.data.options import own_letter as own_letter
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import is_s3
-from dsreason.files.archives import Budget, unpacked
+from dsreason.files.archives import Budget, open_unpacked
 from dsreason.files.own_files import README, check_configs, check_hub_configs, check_saved, has_configs, is_saved
-from dsreason.files.remote import local_copy, local_folder
-from dsreason.problems import instead_of_file, parse_error
+from dsreason.files.remote import fetch_file, fetch_folder
+from dsreason.problems import describe_missing_file, describe_parse_error
 
 if TYPE_CHECKING:
     import datasets
@@ -41,13 +41,13 @@ FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "vid
 """Builders of `datasets` allowed for a local folder with a README; some others follow links to further files (HDF5, Lance)."""
 
 
-class Rows(Sequence[Any]):
+class NamedRows(Sequence[Any]):
     """Rows that know their origin."""
 
     name: str
     """Name of the file or data set."""
 
-    def location(self, index: int) -> str:
+    def describe_location(self, index: int) -> str:
         """Return the file and row of `index` for messages: `train.jsonl, row 3`."""
         return f"{self.name}, row {index + 1}"
 
@@ -61,7 +61,7 @@ class Rows(Sequence[Any]):
         """Return the row at `index`, which is not negative."""
 
 
-class ListRows(Rows):
+class ListRows(NamedRows):
     """Rows returned by an adapter's `rows()`."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
@@ -82,7 +82,7 @@ def _check_list_size(path: Path, size: int) -> None:
         )
 
 
-class JsonListRows(Rows):
+class JsonListRows(NamedRows):
     """Rows of a file that holds one JSON list.
 
     The rows are kept as JSON text in one block: a list of Python objects takes several times the memory, and again in every
@@ -95,7 +95,7 @@ class JsonListRows(Rows):
         try:
             rows = json.loads(path.read_bytes().decode("utf-8-sig"))
         except UNREADABLE as error:
-            raise DataError(f"{path}: not JSON ({parse_error(error)}); correct the file") from error
+            raise DataError(f"{path}: not JSON ({describe_parse_error(error)}); correct the file") from error
         if not isinstance(rows, list):
             raise DataError(f"{path}: expected a JSON list of rows, or one row per line; found {type(rows).__name__}")
         texts = [json.dumps(row, ensure_ascii=False).encode(errors="surrogatepass") for row in rows]
@@ -110,7 +110,7 @@ class JsonListRows(Rows):
         return json.loads(self.block[start : self.ends[index]])
 
 
-def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+def _iter_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(line) > MAX_LINE_BYTES:
             raise DataError(
@@ -120,14 +120,14 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
         yield line
 
 
-class JsonLinesRows(Rows):
+class JsonLinesRows(NamedRows):
     """Rows of a file with one JSON object per line. Only line offsets are kept; a line is read and parsed on access."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         offsets, lines, position = [], [], 0
         with path.open("rb") as file:
-            for number, line in enumerate(_lines(file, path), start=1):
+            for number, line in enumerate(_iter_lines(file, path), start=1):
                 if line.strip():
                     offsets.append(position)
                     lines.append(number)
@@ -146,19 +146,19 @@ class JsonLinesRows(Rows):
             return json.loads(line.decode("utf-8-sig"))
         except UNREADABLE as error:
             raise DataError(
-                f"{self.path}, line {self.lines[index]}: not a JSON object ({parse_error(error)}); correct the line"
+                f"{self.path}, line {self.lines[index]}: not a JSON object ({describe_parse_error(error)}); correct the line"
             ) from error
 
-    def location(self, index: int) -> str:
+    def describe_location(self, index: int) -> str:
         line = int(self.lines[index])
-        return super().location(index) + (f" (line {line})" if line != index + 1 else "")
+        return super().describe_location(index) + (f" (line {line})" if line != index + 1 else "")
 
 
-class TableRows(Rows):
+class TableRows(NamedRows):
     """Rows of a Hugging Face data set. Its images and videos stay `{"bytes": …, "path": …}`: nothing is decoded here."""
 
     def __init__(self, table: datasets.Dataset, name: str) -> None:
-        self.features = _undecoded_features(table.features)
+        self.features = _disable_decoding(table.features)
         self.table = table.with_format("arrow")
         self.name = name
 
@@ -169,17 +169,17 @@ class TableRows(Rows):
         return self.features.decode_example(self.table[index : index + 1].to_pylist()[0])
 
 
-class SelectedRows(Rows):
+class SelectedRows(NamedRows):
     """Concatenated ranges of other rows, which keep their original locations."""
 
-    def __init__(self, parts: Sequence[tuple[Rows, range]]) -> None:
+    def __init__(self, parts: Sequence[tuple[NamedRows, range]]) -> None:
         self.parts = parts
         self.ends = np.cumsum([len(span) for _, span in parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[NamedRows, int]:
         part = int(np.searchsorted(self.ends, index, side="right"))
         rows, span = self.parts[part]
         return rows, span[index - (int(self.ends[part - 1]) if part else 0)]
@@ -188,16 +188,16 @@ class SelectedRows(Rows):
         rows, position = self._find(index)
         return rows[position]
 
-    def location(self, index: int) -> str:
+    def describe_location(self, index: int) -> str:
         rows, position = self._find(index)
-        return rows.location(position)
+        return rows.describe_location(position)
 
 
-def read_rows(data: SourceConfig) -> Rows:
+def read_rows(data: SourceConfig) -> NamedRows:
     """Read the rows at `data.path` (one split, no range): a file or folder, also in S3, or a data set on the hub."""
     if not data.path:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
-    path = _fetched(data.path) if is_s3(data.path) else Path(data.path).expanduser()
+    path = _fetch(data.path) if is_s3(data.path) else Path(data.path).expanduser()
     if path.is_file():
         if data.split != path.stem:
             only_train(data, f"{path}: a single file")
@@ -205,18 +205,18 @@ def read_rows(data: SourceConfig) -> Rows:
     if path.is_dir():
         return _read_folder(path, data)
     if path.exists():
-        raise DataError(f"data.path: {path.absolute()} {instead_of_file(path)}")
+        raise DataError(f"data.path: {path.absolute()} {describe_missing_file(path)}")
     if not _is_hub_name(data.path):
         raise DataError(f"data.path: no file or folder {path.absolute()}")
     check_hub_configs(data.path, data.revision)
     return _load_table(data.path, f"{data.path} ({data.subset or 'default'}, {data.split})", data)
 
 
-def _fetched(address: str) -> Path:
+def _fetch(address: str) -> Path:
     """Copy a file, or the data files of a folder, to the local disk; media are fetched when they are used."""
     if is_data_file(address):
-        return local_copy(address)
-    return local_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
+        return fetch_file(address)
+    return fetch_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
 
 
 def is_data_file(name: str) -> bool:
@@ -231,7 +231,7 @@ def text_field(row: Mapping[str, Any], field: str) -> str:
     return text
 
 
-def optional_text(row: Mapping[str, Any], field: str) -> str | None:
+def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
     """Return the string in a field of a row; None if it is missing, null or blank. Raise DataError for other types."""
     if row.get(field) is None:
         return None
@@ -239,7 +239,7 @@ def optional_text(row: Mapping[str, Any], field: str) -> str | None:
     return text if text.strip() else None
 
 
-def as_list(value: Any) -> list[Any]:
+def to_list(value: Any) -> list[Any]:
     """Wrap the value of a field that may hold an item or a list of items; [] if it is empty."""
     if not value:
         return []
@@ -257,7 +257,7 @@ def _is_hub_name(path: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None and suffix not in (*JSON_SUFFIXES, *TABLE_BUILDERS)
 
 
-def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
+def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
     suffix = paths[0].suffix.lower()
     if suffix in TABLE_BUILDERS:
         files = {"train": [str(path) for path in paths]}
@@ -271,7 +271,7 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> Rows:
     return parts[0] if len(parts) == 1 else SelectedRows([(part, range(len(part))) for part in parts])
 
 
-def _read_json(path: Path) -> Rows:
+def _read_json(path: Path) -> NamedRows:
     """Read a JSON list or JSON lines, whatever the suffix: many `.json` files hold one object per line."""
     with path.open("rb") as file:
         return JsonListRows(path) if _is_list(file.read(START_BYTES)) else JsonLinesRows(path)
@@ -284,7 +284,7 @@ def _is_list(start: bytes) -> bool:
 def _check_text(path: Path) -> None:
     """Raise DataError if `datasets`, which unpacks files, would read a list or line beyond our limits into memory."""
     budget = Budget(path)
-    with unpacked(path) as file:
+    with open_unpacked(path) as file:
         start = file.read(START_BYTES)
         file.seek(0)
         if _is_list(start):
@@ -292,11 +292,11 @@ def _check_text(path: Path) -> None:
                 budget.spend(len(block))
             _check_list_size(path, budget.spent)
         else:
-            for line in _lines(file, path):
+            for line in _iter_lines(file, path):
                 budget.spend(len(line))
 
 
-def _read_folder(folder: Path, data: SourceConfig) -> Rows:
+def _read_folder(folder: Path, data: SourceConfig) -> NamedRows:
     if is_saved(folder):
         return _read_saved(folder, data)
     if has_configs(folder):
@@ -308,7 +308,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> Rows:
     return _read_files(_split_files(inside, str(data.split)), data)
 
 
-def _read_saved(folder: Path, data: SourceConfig) -> Rows:
+def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
     """Read the output of `save_to_disk`: one table, or one per split."""
     import datasets
 
@@ -369,7 +369,7 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     return TableRows(table, name)
 
 
-def _undecoded_features(features: Any) -> Any:
+def _disable_decoding(features: Any) -> Any:
     """Return the features with decoding disabled, so that `datasets` leaves media and other files as bytes or path."""
     import datasets
 

@@ -14,33 +14,33 @@ from huggingface_hub import constants
 from numpy.typing import NDArray
 
 from dsreason.config.schema_data import DataConfig, SourceConfig, VisionConfig
-from dsreason.data.adapters import Adapter, find_adapter, shipped_adapters
-from dsreason.data.messages import check_messages, check_text, media_parts
+from dsreason.data.adapters import Adapter, find_adapter, list_shipped_adapters
+from dsreason.data.messages import check_messages, check_text, list_media_parts
 from dsreason.data.options import with_options
-from dsreason.data.order import Part
-from dsreason.data.rows import Rows, is_data_file
+from dsreason.data.order import WeightedRows
+from dsreason.data.rows import NamedRows, is_data_file
 from dsreason.data.types import Message, Sample
 from dsreason.errors import ConfigError, DataError, StorageError
 from dsreason.files.address import S3Address, is_s3
-from dsreason.files.archives import embedded_file, media_cache
-from dsreason.files.cache import cache_dir
+from dsreason.files.archives import get_media_cache, write_embedded
+from dsreason.files.cache import get_cache_dir
 from dsreason.files.own_files import is_inside
 from dsreason.files.remote import check_place, join_address, read_address
 from dsreason.media.vision import PART_SETTINGS
-from dsreason.problems import MOST_LEVELS, is_nested_deeper, nearest
-from dsreason.secrets import without_credentials
+from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
+from dsreason.secrets import mask_credentials
 
 HELD_OUT_SEED = 0
 """Seed of the held-out split; independent of `train.seed`, so that runs with different seeds use the same held-out rows."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """An opened data set."""
 
     config: SourceConfig
     adapter: Adapter
-    rows: Rows
+    rows: NamedRows
     weight: float = 1.0
 
     @property
@@ -58,33 +58,33 @@ class Source:
     def sample(self, index: int) -> Sample:
         """Return the sample of row `index`; raise DataError if one of its media files is missing."""
         sample = self.read(index)
-        if missing := missing_medium(sample.messages, self.media_root):
-            raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {missing}")
+        if missing := find_missing_medium(sample.messages, self.media_root):
+            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {missing}")
         return sample
 
     def read(self, index: int) -> Sample:
         """Return the sample of row `index` without checking that its media exist."""
-        sample = self.adapted(index)
+        sample = self.call_adapter(index)
         try:
             return finish_sample(sample, self.config, self.media_root)
         except DataError as error:
-            raise DataError(f"{self.rows.location(index)} (sample {sample.id!r}): {error}") from error
+            raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
 
-    def without_media(self, index: int) -> Sample:
+    def read_without_media(self, index: int) -> Sample:
         """Return row `index` with the options that its question lists; its media are not checked."""
-        sample = self.adapted(index)
+        sample = self.call_adapter(index)
         try:
             check_messages(sample.messages)
             check_options(sample.options)
         except DataError as error:
-            raise DataError(f"{self.rows.location(index)}: {error}") from error
+            raise DataError(f"{self.rows.describe_location(index)}: {error}") from error
         return with_options(sample)
 
-    def adapted(self, index: int) -> Sample:
+    def call_adapter(self, index: int) -> Sample:
         """Return row `index` as the adapter returns it."""
-        location = self.rows.location(index)
+        location = self.rows.describe_location(index)
         try:
-            sample = self.adapter.to_sample(renamed(self.rows[index], self.config.columns), self.config)
+            sample = self.adapter.to_sample(rename_columns(self.rows[index], self.config.columns), self.config)
         except DataError as error:
             raise DataError(f"{location}: {error}") from error
         except KeyError as error:
@@ -112,7 +112,7 @@ class SampleDataset(Sequence[Sample]):
     `rows` [N] are the ascending row indices of the samples, counted through all sources; None selects all rows.
     """
 
-    def __init__(self, sources: Sequence[Source], rows: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, sources: Sequence[DataSource], rows: NDArray[np.int64] | None = None) -> None:
         self.sources = sources
         self.starts = np.cumsum([0, *(len(source.rows) for source in sources)])  # one more than sources: the last end
         self.rows = np.arange(self.starts[-1]) if rows is None else rows
@@ -124,35 +124,37 @@ class SampleDataset(Sequence[Sample]):
         source, row = self._find(index)
         return source.sample(row)
 
-    def without_media(self, index: int) -> Sample:
+    def read_without_media(self, index: int) -> Sample:
         """Return a sample with the options that its question lists; its media are not checked."""
         source, row = self._find(index)
-        return source.without_media(row)
+        return source.read_without_media(row)
 
-    def location(self, index: int) -> str:
+    def describe_location(self, index: int) -> str:
         """Return a sample's file and row for messages: `train.jsonl, row 3`."""
         source, row = self._find(index)
-        return source.rows.location(row)
+        return source.rows.describe_location(row)
 
     @property
-    def weighted_parts(self) -> list[Part]:
+    def weighted_parts(self) -> list[WeightedRows]:
         """Samples of each source that has any, as parts for `StepOrder`."""
         bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
-        parts = [Part(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)]
+        parts = [
+            WeightedRows(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)
+        ]
         return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
         """Return the samples at these (sorted) indices."""
         return SampleDataset(self.sources, self.rows[indices])
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[DataSource, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self.starts, self.rows[index], side="right")) - 1
         return self.sources[part], int(self.rows[index] - self.starts[part])
 
 
-def renamed(row: Any, columns: dict[str, str]) -> Any:
+def rename_columns(row: Any, columns: dict[str, str]) -> Any:
     """Rename columns of a row to the fields that the adapter reads, dropping other columns of the same names.
 
     Raises:
@@ -176,7 +178,7 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     Raises:
         ConfigError, DataError: the adapter or the data does not exist, or the data has no rows.
     """
-    training = SampleDataset([open_source(source, source.weight) for source in config.all_sources()])
+    training = SampleDataset([open_source(source, source.weight) for source in config.list_sources()])
     if isinstance(config.validation, SourceConfig):
         return training, SampleDataset([open_source(config.validation)])
     share, num_rows = config.validation, len(training)
@@ -187,16 +189,16 @@ def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
     return training.select(np.sort(order[held_out:])), training.select(np.sort(order[:held_out]))
 
 
-def open_source(config: SourceConfig, weight: float = 1.0) -> Source:
+def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
     check_place("data.path", config.path)
     check_place("data.media_path", config.media_path)
     adapter = find_adapter(config.adapter)
-    if config.video_pattern is not None and config.adapter in set(shipped_adapters()) - {"local_labels"}:
+    if config.video_pattern is not None and config.adapter in set(list_shipped_adapters()) - {"local_labels"}:
         raise ConfigError(
             f"data.video_pattern ({config.video_pattern}) applies only to the adapter local_labels, but data.adapter is "
             f"{config.adapter}; change one of them"
         )
-    source = Source(config, adapter, adapter.rows(config), weight)
+    source = DataSource(config, adapter, adapter.rows(config), weight)
     if len(source.rows) == 0:
         raise DataError(f"{config.path or config.adapter} (split {config.split}): the data set is empty")
     return source
@@ -219,14 +221,16 @@ def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Add
     if sample.rejected is not None:
         check_messages(sample.rejected, "rejected")
         rejected = finish_messages(sample.rejected, config, media_root)
-    return with_options(replace(sample, id=sample.id or first_path(raw_messages), messages=messages, rejected=rejected))
+    return with_options(
+        replace(sample, id=sample.id or get_first_path(raw_messages), messages=messages, rejected=rejected)
+    )
 
 
 def finish_messages(raw: Sequence[Message], config: SourceConfig, media_root: Path | S3Address) -> list[Message]:
     messages = [finish_message(message, config.vision, media_root) for message in raw]
     if config.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": config.system_prompt})
-    if not absolute_paths_allowed(config):
+    if not allow_absolute_paths(config):
         check_inside(messages, media_root, config.path)
     return messages
 
@@ -239,9 +243,9 @@ def check_options(options: object) -> None:
         raise DataError(f"options: must have a string for each letter, not {options!r:.200}")
 
 
-def first_path(messages: Sequence[Message]) -> str:
+def get_first_path(messages: Sequence[Message]) -> str:
     """Return the path of the first media file as written in the row; "" if it has no media or embeds the file."""
-    paths = [part[part["type"]] for part in media_parts(messages)]
+    paths = [part[part["type"]] for part in list_media_parts(messages)]
     return paths[0] if paths and isinstance(paths[0], str) else ""
 
 
@@ -259,19 +263,19 @@ def finish_part(part: dict[str, Any], vision: VisionConfig, media_root: Path | S
         return part
     for key in part.keys() - PART_SETTINGS - {"type", kind}:
         if part[key] is not None:
-            suggestion = nearest(key, PART_SETTINGS)
+            suggestion = find_nearest(key, PART_SETTINGS)
             raise DataError(
                 f"a part of type {kind!r} has the unknown key {key!r}"
                 + (f"; did you mean {suggestion!r}?" if suggestion else "")
             )
     path = locate_medium(part.get(kind), kind, media_root)
-    return {**vision_settings(part, vision, kind), **part, kind: str(path)}
+    return {**select_vision_settings(part, vision, kind), **part, kind: str(path)}
 
 
 def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S3Address:
     """Return the path of a media file: an absolute path, a path below `media_root`, or a cached copy of an embedded file."""
     if isinstance(raw, dict) and raw.get("bytes"):
-        return embedded_file(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
+        return write_embedded(raw["bytes"], Path(str(raw.get("path") or "")).suffix)
     from_table = isinstance(raw, dict)
     if from_table:
         raw = raw.get("path")
@@ -281,7 +285,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
         return read_address(raw)
     if "://" in raw and not raw.startswith("file://"):
         raise DataError(
-            f"{kind}: {without_credentials(raw)} is a URL; only local files and s3:// URIs are supported, "
+            f"{kind}: {mask_credentials(raw)} is a URL; only local files and s3:// URIs are supported, "
             "download it first"
         )
     path = Path(raw.removeprefix("file://"))
@@ -300,16 +304,16 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
     return path
 
 
-def missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
+def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Address) -> str | None:
     """Return a message about the first missing media file, or None. S3 objects are checked only when they are read."""
-    for part in media_parts(messages):
+    for part in list_media_parts(messages):
         path = part[part["type"]]
         if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
-            return f"{part['type']}: no file {path[:300]}{joined_twice(path, media_root)}"
+            return f"{part['type']}: no file {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
 
-def joined_twice(path: str, media_root: Path | S3Address) -> str:
+def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
     """Return advice if the path exists relative to the working folder: an adapter may have joined `data.path` to it."""
     if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
         return ""
@@ -322,7 +326,7 @@ def joined_twice(path: str, media_root: Path | S3Address) -> str:
     )
 
 
-def absolute_paths_allowed(config: SourceConfig) -> bool:
+def allow_absolute_paths(config: SourceConfig) -> bool:
     """Return whether absolute paths may lead out of the media folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
@@ -335,11 +339,11 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
     """Raise DataError for media outside `media_root`, the data folder, and the caches of unpacked or downloaded files."""
     root = str(media_root) if isinstance(media_root, S3Address) else os.path.normpath(media_root)
     folder = Path(data_path).expanduser()
-    caches: list[Path | str] = [media_cache(), cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
+    caches: list[Path | str] = [get_media_cache(), get_cache_dir(), constants.HF_HOME, constants.HF_HUB_CACHE]
     if data_path and folder.is_dir():
         caches.append(folder)
     allowed_folders = [root, *(os.path.abspath(cache) for cache in caches)]
-    for part in media_parts(messages):
+    for part in list_media_parts(messages):
         kind = part["type"]
         path = part[kind] if is_s3(part[kind]) else os.path.normpath(part[kind])
         if not any(Path(path).is_relative_to(allowed) for allowed in allowed_folders):  # links may lead anywhere
@@ -349,7 +353,7 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
             )
 
 
-def vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
+def select_vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
     """Return the source's vision settings for a part; an fps or nframes in the part overrides both."""
     settings = vision.model_dump(exclude_none=True)
     if kind == "image":

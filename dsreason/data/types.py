@@ -160,7 +160,7 @@ class Batch:
             mm_kwargs={
                 k: move(value) if k.startswith("pixel_values") else value for k, value in self.mm_kwargs.items()
             },
-            part=None if self.part is None else moved_part(self.part, move),
+            part=None if self.part is None else move_part(self.part, move),
         )
 
 
@@ -170,7 +170,7 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
 
-def moved_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> RowPart:
+def move_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> RowPart:
     media = part.media
     if media is not None:
         media = replace(media, sent=move(media.sent), order=move(media.order), indices=move(media.indices))
@@ -201,7 +201,7 @@ class MediaTokens:
         patches = self.patches_per_token
         return [size // patches for size in self.grids.prod(-1).tolist()]
 
-    def spread(self, features: torch.Tensor) -> torch.Tensor:
+    def repeat_features(self, features: torch.Tensor) -> torch.Tensor:
         """Repeat the features of media that the rows show more than once: `[distinct tokens, D]` → `[tokens, D]`."""
         if len(self.numbers) == len(self.grids):
             return features

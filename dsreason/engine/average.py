@@ -13,9 +13,15 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dsreason.engine.engine import full_shape, is_partitioned
+from dsreason.engine.engine import get_full_shape, is_partitioned
 from dsreason.engine.host_memory import HostBuffer
-from dsreason.engine.reference import own_shares, policy_away, room_for_shares, share_of, trained_parameters
+from dsreason.engine.reference import (
+    allocate_share_buffer,
+    cut_share,
+    get_local_shares,
+    get_trained_parameters,
+    set_policy_aside,
+)
 from dsreason.errors import CheckpointError
 
 
@@ -26,23 +32,24 @@ class WeightAverage:
     small changes.
 
     Args:
-        room: a buffer from `room_for_shares` for the policy while the average takes its place; others may use the same buffer
+        room: a buffer from `allocate_share_buffer` for the policy while the average takes its place;
+            others may use the same buffer
             at other times.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
         self.engine = engine
-        self.shares = {name: share.float().to("cpu", copy=True) for name, share in master_shares(engine)}
-        self._policy = room or room_for_shares(engine)
+        self.shares = {name: share.float().to("cpu", copy=True) for name, share in iter_master_shares(engine)}
+        self._policy = room or allocate_share_buffer(engine)
 
     @property
     def nbytes(self) -> int:
         return sum(share.nbytes for share in self.shares.values())
 
     @torch.no_grad()
-    def blend(self, decay: float) -> None:
+    def update(self, decay: float) -> None:
         """Set average ← decay · average + (1 − decay) · trained weights; a decay of 0 copies the weights exactly."""
-        for name, master in master_shares(self.engine):
+        for name, master in iter_master_shares(self.engine):
             if decay == 0:
                 self.shares[name].copy_(master)
             else:
@@ -51,16 +58,16 @@ class WeightAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Make the engine's forward use these weights inside the block, which must not train anything."""
-        with policy_away(self.engine, self._policy):
-            for engine_share, share in zip(own_shares(self.engine), self.shares.values(), strict=True):
+        with set_policy_aside(self.engine, self._policy):
+            for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)
             yield
 
     @torch.no_grad()
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every trained parameter by its name, whole and in float32. All ranks must iterate to the end together."""
-        for name, parameter in trained_parameters(self.engine).items():
-            shape, share = full_shape(parameter), self.shares[name].to(self.engine.device)
+        for name, parameter in get_trained_parameters(self.engine).items():
+            shape, share = get_full_shape(parameter), self.shares[name].to(self.engine.device)
             if is_partitioned(parameter):
                 parts = share.new_empty(share.numel() * dist.get_world_size())
                 dist.all_gather_into_tensor(parts, share)
@@ -76,28 +83,28 @@ class WeightAverage:
         rank = dist.get_rank()
         same_ranks = saved_ranks == dist.get_world_size()
         ranks = [rank] if same_ranks else range(saved_ranks)
-        files = [checkpoint / average_file(label, saved_rank) for saved_rank in ranks]
+        files = [checkpoint / get_average_file(label, saved_rank) for saved_rank in ranks]
         if missing := [file for file in files if not file.is_file()]:
             raise CheckpointError(f"{missing[0]}: is missing; choose another checkpoint")
-        for name, parameter in trained_parameters(self.engine).items():
+        for name, parameter in get_trained_parameters(self.engine).items():
             parts = [read_tensor(file, name) for file in files]
-            self.shares[name].copy_(parts[0] if same_ranks else recut(parameter, parts, rank))
+            self.shares[name].copy_(parts[0] if same_ranks else partition_again(parameter, parts, rank))
 
 
-def recut(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
+def partition_again(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
     """Return this rank's share of a parameter that was partitioned over another number of ranks."""
     if not is_partitioned(parameter):
         return parts[0]
-    values = torch.cat([part.flatten() for part in parts])[: full_shape(parameter).numel()]
-    return share_of(parameter, values, rank)
+    values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
+    return cut_share(parameter, values, rank)
 
 
-def saved_average(
+def read_saved_average(
     checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole and in float32."""
     for name, shape in shapes.items():
-        parts = [read_tensor(checkpoint / average_file(label, rank), name) for rank in range(ranks)]
+        parts = [read_tensor(checkpoint / get_average_file(label, rank), name) for rank in range(ranks)]
         yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
 
 
@@ -110,13 +117,13 @@ def read_tensor(file: Path, name: str) -> Tensor:
         raise CheckpointError(f"{file}: {name} cannot be read ({error}); choose another checkpoint") from error
 
 
-def average_file(label: str, rank: int) -> str:
+def get_average_file(label: str, rank: int) -> str:
     """Return the name of a rank's file in a checkpoint: `average_ema_rank_0.safetensors`."""
     return f"average_{label}_rank_{rank}.safetensors"
 
 
-def master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+def iter_master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's flat float32 share of each trained weight; at stages 1 and 2 the whole weight."""
-    for name, parameter in trained_parameters(engine).items():
+    for name, parameter in get_trained_parameters(engine).items():
         partitioned = is_partitioned(parameter)
         yield name, safe_get_local_fp32_param(parameter) if partitioned else safe_get_full_fp32_param(parameter)

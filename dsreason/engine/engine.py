@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsreason.config.schema import OptimConfig
 from dsreason.engine.zero3 import gather_whole_blocks, record_training_only
 from dsreason.errors import ConfigError
-from dsreason.job.launch import environment
+from dsreason.job.launch import set_variables
 from dsreason.phases import record_phase
 
 T = TypeVar("T")
@@ -31,14 +31,14 @@ def build_engine(
 
     The caller marks the end of each step (see `add_gradient`), so the number of micro-batches may change from step to step.
     """
-    groups = parameter_groups(model, optim.weight_decay)
+    groups = build_parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     if partitioned:
         gather_whole_blocks(model, blocks)
     nvtx.enable_nvtx = False  # its ranges take 3 % of the host's time, and only Nsight shows them
     # DeepSpeed imports its Muon to check the type of the optimizer. Compiling Muon would take seconds for nothing.
-    with environment({"TORCHDYNAMO_DISABLE": "1"}):
+    with set_variables({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
     if partitioned:
@@ -53,13 +53,13 @@ def place_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups: matrices with weight decay, norms and biases without. Omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
-    matrices = [parameter for parameter in trainable if len(full_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trainable if len(full_shape(parameter)) < 2]
+    matrices = [parameter for parameter in trainable if len(get_full_shape(parameter)) >= 2]
+    vectors = [parameter for parameter in trainable if len(get_full_shape(parameter)) < 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -72,7 +72,7 @@ def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
     return hasattr(parameter, "ds_id")
 
 
-def full_shape(parameter: nn.Parameter) -> torch.Size:
+def get_full_shape(parameter: nn.Parameter) -> torch.Size:
     """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` is (0,)."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
@@ -103,27 +103,27 @@ def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
     set_learning_rate(engine, lr)
     with record_phase("optimizer"):
         engine.step()
-    return {"train/learning_rate": lr, "train/grad_norm": engine_grad_norm(engine)}
+    return {"train/learning_rate": lr, "train/grad_norm": get_grad_norm(engine)}
 
 
-def engine_grad_norm(engine: DeepSpeedEngine) -> float:
+def get_grad_norm(engine: DeepSpeedEngine) -> float:
     """Return the norm of the whole gradient of the last step, before clipping; `inf` if DeepSpeed skipped the step."""
     if engine.optimizer.overflow:
         return float("inf")
     return float(engine.get_global_grad_norm())
 
 
-def frozen_names(engine: DeepSpeedEngine) -> list[str]:
+def list_frozen_names(engine: DeepSpeedEngine) -> list[str]:
     """Return the Hugging Face names of the parameters that are not trained."""
-    return [hf_name(name) for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+    return [to_hf_name(name) for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
 
 
-def hf_name(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """Return the name in the Hugging Face model (the policy's attribute `model`) of one of the policy's parameters."""
     return name.removeprefix("model.")
 
 
-def full_parameters(
+def iter_full_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter except those in `without`, whole, with its Hugging Face name; tied ones once.
@@ -133,13 +133,13 @@ def full_parameters(
     at a time.
     """
     named_parameters = [
-        ((hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if hf_name(name) not in without
+        ((to_hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if to_hf_name(name) not in without
     ]
-    for name, parameter in while_whole(named_parameters, bucket_mb):
-        yield name, values_of(parameter, master=master)
+    for name, parameter in gather_items(named_parameters, bucket_mb):
+        yield name, get_values(parameter, master=master)
 
 
-def while_whole(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
+def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
     """Yield each item while its parameters are whole, about `bucket_mb` MiB of them at a time. Collective."""
     for bucket in plan_buckets(items, bucket_mb * 2**20):
         partitioned = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
@@ -154,7 +154,7 @@ def plan_buckets(
     buckets: list[list[tuple[T, Sequence[nn.Parameter]]]] = []
     room = 0.0
     for item in items:
-        size = sum(full_shape(parameter).numel() * parameter.element_size() for parameter in item[1])
+        size = sum(get_full_shape(parameter).numel() * parameter.element_size() for parameter in item[1])
         if not buckets or size > room:
             buckets.append([])
             room = max_bytes
@@ -163,7 +163,7 @@ def plan_buckets(
     return buckets
 
 
-def values_of(parameter: nn.Parameter, *, master: bool) -> Tensor:
+def get_values(parameter: nn.Parameter, *, master: bool) -> Tensor:
     """Return the values of a whole parameter; with `master`, a float32 copy if it is trained. Collective."""
     if master and parameter.requires_grad:
         copy: Tensor = safe_get_full_fp32_param(parameter)

@@ -30,21 +30,21 @@ class HostBuffer:
 
     def store(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values of `tensors`, which fill the buffer."""
-        for piece, part in self._pairs(tensors):
+        for piece, part in self._iter_pairs(tensors):
             piece.copy_(part, non_blocking=True)
-        synchronize()
+        wait_for_copies()
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values that were stored last into tensors of the same types and sizes, in the same order."""
-        for piece, part in self._pairs(tensors):
+        for piece, part in self._iter_pairs(tensors):
             part.copy_(piece, non_blocking=True)
-        synchronize()
+        wait_for_copies()
 
-    def _pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _iter_pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of equally long parts, `[bytes]`: of the buffer and of a tensor."""
         begin = 0
         for tensor in tensors:
-            remaining = as_bytes(tensor)
+            remaining = to_byte_view(tensor)
             while len(remaining):
                 number, offset = divmod(begin, PIECE)
                 piece = self.pieces[number][offset:][: len(remaining)]
@@ -71,7 +71,7 @@ class StagedCopy:
             event.synchronize()
             part.copy_(buffer)
 
-        parts = zip(as_bytes(target).split(STAGE), as_bytes(source.contiguous()).split(STAGE), strict=True)
+        parts = zip(to_byte_view(target).split(STAGE), to_byte_view(source.contiguous()).split(STAGE), strict=True)
         for number, (target_part, part) in enumerate(parts):
             if len(pending) == len(self.buffers):
                 finish_oldest()
@@ -84,12 +84,12 @@ class StagedCopy:
             finish_oldest()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def to_byte_view(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor, `[bytes]`."""
     return tensor.data.view(-1).view(torch.uint8)
 
 
-def synchronize() -> None:
+def wait_for_copies() -> None:
     """Wait until all copies from and to the GPU are done, if the process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

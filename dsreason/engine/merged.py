@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from dsreason.engine.engine import hf_name, values_of, while_whole
-from dsreason.models.lora import BASE, Delta, adapter_names, adapter_scales, base_name, is_adapter
+from dsreason.engine.engine import gather_items, get_values, to_hf_name
+from dsreason.models.lora import BASE, Delta, get_adapter_names, get_adapter_scales, is_adapter, to_base_name
 from dsreason.models.nf4.layers import NF4Linear
 
 
@@ -35,23 +35,23 @@ class Weight:
 
         The parameter must be whole.
         """
-        return values_of(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
+        return get_values(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
 
 
-def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
+def list_weights(engine: DeepSpeedEngine) -> list[Weight]:
     """Return the weights in the model's order; tied ones once."""
-    parameters = {hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
-    scales = {hf_name(name): scale for name, scale in adapter_scales(engine.module).items()}
+    parameters = {to_hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
+    scales = {to_hf_name(name): scale for name, scale in get_adapter_scales(engine.module).items()}
     quantized = {
-        f"{hf_name(name)}.weight": module
+        f"{to_hf_name(name)}.weight": module
         for name, module in engine.module.named_modules()
         if isinstance(module, NF4Linear)
     }
     return [
         Weight(
-            base_name(name),
+            to_base_name(name),
             parameter,
-            tuple(parameters[adapter_name] for adapter_name in adapter_names(name)),
+            tuple(parameters[adapter_name] for adapter_name in get_adapter_names(name)),
             scales.get(name.removesuffix(f"{BASE}.weight"), 0.0),
             quantized.get(name),
         )
@@ -60,24 +60,24 @@ def weights_of(engine: DeepSpeedEngine) -> list[Weight]:
     ]
 
 
-def constant_names(engine: DeepSpeedEngine) -> list[str]:
+def list_constant_names(engine: DeepSpeedEngine) -> list[str]:
     """Return the names of the weights that training leaves unchanged."""
-    return [weight.name for weight in weights_of(engine) if weight.is_constant]
+    return [weight.name for weight in list_weights(engine) if weight.is_constant]
 
 
-def merged_parameters(
+def iter_merged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight except those in `without`, with its adapter merged into it, as a model without adapters has it.
 
     Each is computed from the loaded (or dequantised) weight, which stays unchanged. Otherwise the same as
-    `unmerged_parameters`.
+    `iter_unmerged_parameters`.
     """
-    for name, tensor, delta in unmerged_parameters(engine, bucket_mb, without=without):
-        yield name, tensor if delta is None else delta.added_to(tensor, tensor.dtype)
+    for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):
+        yield name, tensor if delta is None else delta.add_to(tensor, tensor.dtype)
 
 
-def unmerged_parameters(
+def iter_unmerged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
     """Yield every weight except those in `without`, whole, with its Hugging Face name and the delta of its adapter.
@@ -86,10 +86,10 @@ def unmerged_parameters(
     ones) or the dequantised weight in the type of the forward, and are valid only until the next one is yielded. A weight and
     its adapter are whole together, at most about `bucket_mb` MiB at a time.
     """
-    weights = [weight for weight in weights_of(engine) if weight.name not in without]
-    for weight in while_whole([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):
+    weights = [weight for weight in list_weights(engine) if weight.name not in without]
+    for weight in gather_items([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):
         delta = None
         if weight.adapter:
-            a, b = (values_of(adapter_weight, master=master) for adapter_weight in weight.adapter)
+            a, b = (get_values(adapter_weight, master=master) for adapter_weight in weight.adapter)
             delta = Delta(a, b, weight.scale)
         yield weight.name, weight.values(master=master), delta

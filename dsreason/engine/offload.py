@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from dsreason.engine.engine import full_shape, is_partitioned
-from dsreason.engine.host_memory import HostBuffer, synchronize
+from dsreason.engine.engine import get_full_shape, is_partitioned
+from dsreason.engine.host_memory import HostBuffer, wait_for_copies
 from dsreason.engine.rollout_memory import EVERYTHING, OffloadAmount, RolloutMemory, allow_outside, count_moving
 from dsreason.engine.zero3 import release_gathered
 from dsreason.monitor.memory import GIB
@@ -63,16 +63,16 @@ class StateOffload:
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
-        moving = self.moving()
-        dropped = self._on_device(self.gradients()) if self.amount.drop_gradients else []
-        assert not storages(self._weights()) & storages([*moving.values(), *dropped])
+        moving = self.select_moving()
+        dropped = self._select_on_device(self.gradients()) if self.amount.drop_gradients else []
+        assert not get_storages(self._list_weights()) & get_storages([*moving.values(), *dropped])
         for name, tensor in moving.items():
             if name not in self.host:
                 self.host[name] = HostBuffer(tensor.untyped_storage().nbytes(), pinned=tensor.is_cuda)
-            self.host[name].store([raw_bytes(tensor)])
+            self.host[name].store([get_raw_bytes(tensor)])
         self.away = moving
         self.dropped = [(tensor, tensor.untyped_storage().nbytes()) for tensor in dropped]
-        synchronize()  # DeepSpeed fills gradient buffers beside the main stream
+        wait_for_copies()  # DeepSpeed fills gradient buffers beside the main stream
         for tensor in [*moving.values(), *dropped]:
             tensor.untyped_storage().resize_(0)
         if self.device_type == "cuda":
@@ -81,19 +81,19 @@ class StateOffload:
     def reload(self) -> None:
         for tensor, nbytes in self.dropped:
             tensor.untyped_storage().resize_(nbytes)
-            raw_bytes(tensor).zero_()
+            get_raw_bytes(tensor).zero_()
         for name, tensor in self.away.items():
             tensor.untyped_storage().resize_(self.host[name].nbytes)
-            self.host[name].restore([raw_bytes(tensor)])
+            self.host[name].restore([get_raw_bytes(tensor)])
         self.away, self.dropped = {}, []
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of this rank that can leave the GPU from the second rollout on, when AdamW has its moments."""
-        moments, masters = self._tensor_sizes()
+        moments, masters = self._measure_tensors()
         return {
             "master weights": sum(masters),
             "moments": sum(moments),
-            "gradient buffers": count_bytes(self._on_device(self.gradients())),
+            "gradient buffers": count_bytes(self._select_on_device(self.gradients())),
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
@@ -106,7 +106,7 @@ class StateOffload:
         release_gathered(self.engine)
         device, sizes = self.engine.device, self.sizes()
         free, total = torch.cuda.mem_get_info(device)
-        state = self._on_device([*self.masters(), *self.moments(), *self.gradients()])
+        state = self._select_on_device([*self.masters(), *self.moments(), *self.gradients()])
         return RolloutMemory(
             total=total,
             vllm=math.ceil(total * utilization),
@@ -114,7 +114,7 @@ class StateOffload:
             gradients=sizes["gradient buffers"],
             moments=sizes["moments"],
             masters=sizes["master weights"],
-            sync=2 * max(bucket_bytes, self._largest_weight()),
+            sync=2 * max(bucket_bytes, self._find_largest_weight()),
             outside=max(allow_outside(num_ranks), total - free - torch.cuda.memory_reserved(device)),
         )
 
@@ -124,10 +124,10 @@ class StateOffload:
             return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
         sizes = self.sizes()
         gradients = sizes.pop("gradient buffers")
-        moving = self._moving_bytes()
+        moving = self._count_moving_bytes()
         moves = [f"{name} {size / GIB:.2f} GiB" for name, size in moving.items() if size]
         text = f"offload during rollouts, to pinned host memory: {', '.join(moves) or 'nothing'}"
-        staying = {"weights": count_bytes(self._on_device(self._weights()))}
+        staying = {"weights": count_bytes(self._select_on_device(self._list_weights()))}
         staying |= {name: size - moving[name] for name, size in sizes.items()}
         if gradients and self.amount.drop_gradients:
             text += f"; given back until the next step: gradient buffers {gradients / GIB:.2f} GiB"
@@ -140,28 +140,28 @@ class StateOffload:
 
     # ------------------------------------------------------------ the tensors
 
-    def moving(self) -> dict[str, Tensor]:
+    def select_moving(self) -> dict[str, Tensor]:
         """Return the tensors that wait on the host, by names that stay the same from rollout to rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
-            "moments": self._on_device(self.moments())[:num_moments],
-            "master weights": self._on_device(self.masters())[:num_masters],
+            "moments": self._select_on_device(self.moments())[:num_moments],
+            "master weights": self._select_on_device(self.masters())[:num_masters],
         }
         return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
 
     def _count_moving(self) -> tuple[int, int]:
         """Return the numbers of moments and master weights that move."""
-        moments, masters = self._tensor_sizes()
+        moments, masters = self._measure_tensors()
         count = count_moving([*moments, *masters], self.amount.move_bytes)
         return min(count, len(moments)), max(0, count - len(moments))
 
-    def _moving_bytes(self) -> dict[str, int]:
-        (moments, masters), (num_moments, num_masters) = self._tensor_sizes(), self._count_moving()
+    def _count_moving_bytes(self) -> dict[str, int]:
+        (moments, masters), (num_moments, num_masters) = self._measure_tensors(), self._count_moving()
         return {"master weights": sum(masters[:num_masters]), "moments": sum(moments[:num_moments])}
 
-    def _tensor_sizes(self) -> tuple[list[int], list[int]]:
+    def _measure_tensors(self) -> tuple[list[int], list[int]]:
         """Return the bytes of each moment and of each master weight; moments count before the first step makes them."""
-        masters = [tensor.nbytes for tensor in self._on_device(self.masters())]
+        masters = [tensor.nbytes for tensor in self._select_on_device(self.masters())]
         return [size for size in masters for _ in MOMENTS], masters
 
     def masters(self) -> list[Tensor]:
@@ -181,23 +181,23 @@ class StateOffload:
             return list(optimizer.fp32_groups_gradients_flat)
         return [optimizer.temp_grad_buffer_for_gpu_offload] if optimizer.cpu_offload else []
 
-    def _weights(self) -> list[Tensor]:
+    def _list_weights(self) -> list[Tensor]:
         return [p.ds_tensor if is_partitioned(p) else p for p in self.engine.module.parameters()]
 
-    def _largest_weight(self) -> int:
+    def _find_largest_weight(self) -> int:
         parameters: list[nn.Parameter] = list(self.engine.module.parameters())
-        return max(full_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
+        return max(get_full_shape(parameter).numel() * parameter.element_size() for parameter in parameters)
 
-    def _on_device(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _select_on_device(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor for tensor in tensors if tensor.device.type == self.device_type and tensor.numel()]
 
 
-def raw_bytes(tensor: Tensor) -> Tensor:
+def get_raw_bytes(tensor: Tensor) -> Tensor:
     """Return the whole memory behind a tensor, `[bytes]`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def storages(tensors: list[Tensor]) -> set[int]:
+def get_storages(tensors: list[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 

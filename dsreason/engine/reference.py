@@ -11,15 +11,15 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
-from dsreason.engine.engine import hf_name, is_partitioned
+from dsreason.engine.engine import is_partitioned, to_hf_name
 from dsreason.engine.host_memory import HostBuffer
 from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import CheckpointError
-from dsreason.models.lora import adapters_off
+from dsreason.models.lora import disable_adapters
 from dsreason.models.weights import find_weights
 
 
-class Reference(Protocol):
+class KLReference(Protocol):
     """The policy that the KL is measured against."""
 
     def in_place(self) -> AbstractContextManager[None]:
@@ -33,7 +33,7 @@ class BaseReference:
         self.engine = engine
 
     def in_place(self) -> AbstractContextManager[None]:
-        return adapters_off(self.engine.module)
+        return disable_adapters(self.engine.module)
 
 
 class ReferencePolicy:
@@ -43,49 +43,49 @@ class ReferencePolicy:
     ranks must call the methods together.
 
     Args:
-        room: a buffer from `room_for_shares` for the policy while the reference takes its place; others may use the same
+        room: a buffer from `allocate_share_buffer` for the policy while the reference takes its place; others may use the same
             buffer at other times.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
         self.engine = engine
-        self._reference, self._policy = room_for_shares(engine), room or room_for_shares(engine)
-        self.become_policy()
+        self._reference, self._policy = allocate_share_buffer(engine), room or allocate_share_buffer(engine)
+        self.update_to_policy()
 
-    def become_policy(self) -> None:
+    def update_to_policy(self) -> None:
         """Make the current policy the reference."""
-        self._reference.store(own_shares(self.engine))
+        self._reference.store(get_local_shares(self.engine))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Make the engine's forward the reference's inside the block, which must not train anything."""
-        with policy_away(self.engine, self._policy):
-            self._reference.restore(own_shares(self.engine))
+        with set_policy_aside(self.engine, self._policy):
+            self._reference.restore(get_local_shares(self.engine))
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
         """Load the weights of a Hugging Face folder, whose names `rename` translates. Raise CheckpointError if one is missing."""
         weights = find_weights(folder, rename)
-        trained = trained_parameters(self.engine)
+        trained = get_trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
         tensors: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads only its part
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
-        self._reference.store(share_of(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
+        self._reference.store(cut_share(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
 
 
-def trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
-    return {hf_name(name): p for name, p in engine.module.named_parameters() if p.requires_grad}
+def get_trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
+    return {to_hf_name(name): p for name, p in engine.module.named_parameters() if p.requires_grad}
 
 
-def own_shares(engine: DeepSpeedEngine) -> list[Tensor]:
+def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
     """Return this rank's share of each trained weight, as the forward uses it: writing to a share changes the weight."""
-    parameters: Iterable[nn.Parameter] = trained_parameters(engine).values()
+    parameters: Iterable[nn.Parameter] = get_trained_parameters(engine).values()
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
-def share_of(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
+def cut_share(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
     """Return a rank's part of a whole tensor, partitioned as by ZeRO-3: flat, equal parts, the last one padded."""
     if not is_partitioned(parameter):
         return whole
@@ -94,29 +94,29 @@ def share_of(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
     return torch.nn.functional.pad(part, (0, size - part.numel()))
 
 
-def room_for_shares(engine: DeepSpeedEngine) -> HostBuffer:
-    shares = own_shares(engine)
+def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
+    shares = get_local_shares(engine)
     return HostBuffer(sum(share.nbytes for share in shares), pinned=any(share.is_cuda for share in shares))
 
 
 @contextmanager
-def policy_away(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
+def set_policy_aside(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
     """Save the policy's trained weights, so that the block may overwrite them in the engine, and restore them at its end."""
     assert not room.taken, "the policy is away already; it would be lost"
     drop_gathered(engine)
-    room.store(own_shares(engine))
+    room.store(get_local_shares(engine))
     room.taken = True
     try:
         yield
     finally:
         drop_gathered(engine)
-        room.restore(own_shares(engine))
+        room.restore(get_local_shares(engine))
         room.taken = False
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
     """Make the next forward gather every trained weight from the ranks' shares again."""
     release_gathered(engine)  # small parameters stay whole in between, and would be used as they are
-    for parameter in trained_parameters(engine).values():
+    for parameter in get_trained_parameters(engine).values():
         if is_partitioned(parameter):
             parameter.ds_secondary_tensor = None  # the copy within a host that zero_hpz_partition_size keeps

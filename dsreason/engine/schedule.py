@@ -10,14 +10,14 @@ WSD_SHARE = 0.2
 """Share of all steps in which the schedule wsd decays, unless `optim.decay_share` is set."""
 
 
-def warmup_steps(total_steps: int, optim: OptimConfig) -> int:
+def count_warmup_steps(total_steps: int, optim: OptimConfig) -> int:
     """Return `optim.warmup` in steps, at most `total_steps`; a value below 1 is a share of them."""
     return round(optim.warmup * total_steps) if optim.warmup < 1 else min(int(optim.warmup), total_steps)
 
 
-def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
+def describe_long_warmup(total_steps: int, optim: OptimConfig) -> str | None:
     """Return a warning for a warmup that takes the whole run; None for a shorter one."""
-    if warmup_steps(total_steps, optim) < total_steps:
+    if count_warmup_steps(total_steps, optim) < total_steps:
         return None
     warmup = f"{optim.warmup:g} steps" if optim.warmup >= 1 else f"{optim.warmup:g} of the run's steps"
     is_longer = optim.warmup > total_steps
@@ -29,23 +29,23 @@ def warmup_note(total_steps: int, optim: OptimConfig) -> str | None:
     return f"optim.warmup ({warmup}) is {length}: optim.lr is reached in the last step only; lower it"
 
 
-def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
+def compute_lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """Return the factor of the peak learning rate in 0-based `step`.
 
     It rises linearly to 1 at the last warmup step, then follows `optim.schedule`, which reaches `optim.min_lr_share` at
     `total_steps` (one step after the last). With `optim.decay_share` it stays at 1 until the decay, which takes that share
     of all steps at the end.
     """
-    warmup = warmup_steps(total_steps, optim)
+    warmup = count_warmup_steps(total_steps, optim)
     if step < warmup:
         return step / (warmup - 1) if warmup > 1 else 1.0
     share = WSD_SHARE if optim.decay_share is None and optim.schedule == "wsd" else optim.decay_share
     start = warmup if share is None else max(warmup, total_steps - round(share * total_steps))
     progress = min(max(step - start, 0) / max(total_steps - start, 1), 1.0)
-    return optim.min_lr_share + (1 - optim.min_lr_share) * _decay(optim.schedule, progress)
+    return optim.min_lr_share + (1 - optim.min_lr_share) * _compute_decay(optim.schedule, progress)
 
 
-def _decay(schedule: str, progress: float) -> float:
+def _compute_decay(schedule: str, progress: float) -> float:
     if schedule == "constant":
         return 1.0
     if schedule == "linear":

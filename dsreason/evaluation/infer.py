@@ -21,26 +21,26 @@ from dsreason.answers.parsing import parse
 from dsreason.checkpoints.shards import DTYPES
 from dsreason.config.schema import ModelConfig
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.messages import media_paths
+from dsreason.data.messages import list_media_paths
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.rows import JsonLinesRows
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.evaluation.ask.engine import VERSION
-from dsreason.evaluation.ask.models import exported, is_checkpoint, run_weights
-from dsreason.evaluation.timestamps import TimestampEncoder, frame_times
-from dsreason.files.cache import cache_dir
+from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, run_weights
+from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times
+from dsreason.files.cache import get_cache_dir
 from dsreason.job.gpu import choose_device
 from dsreason.job.ranks import init_world, shutdown
 from dsreason.media.images import probe_image
 from dsreason.media.videos import probe_video
-from dsreason.models.load import checked_model, model_config, resolve_model
+from dsreason.models.load import build_checked_model, read_model_config, resolve_model
 from dsreason.models.placement import load_where_it_fits
 from dsreason.models.processors.loading import open_encoder
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.opening import open_rollout_engine
-from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, media_token_ids
-from dsreason.rollout.transformers_engine import draw_tokens, stop_token_ids
+from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, find_media_token_ids
+from dsreason.rollout.transformers_engine import draw_tokens, read_stop_token_ids
 from dsreason.rollout.vllm_arguments import VLLMSettings
 
 MANY_PROMPTS = 8
@@ -93,10 +93,10 @@ class StreamedAnswer:
 
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter()
-        yield from stream(self._recorded(), self.tokenizer)
+        yield from stream(self._record(), self.tokenizer)
         self.seconds = time.perf_counter() - started
 
-    def _recorded(self) -> Iterator[int]:
+    def _record(self) -> Iterator[int]:
         for token in self.drawn:
             self.ids.append(token)
             yield token
@@ -111,7 +111,7 @@ class StreamedAnswer:
         parsed = parse(text, "reasoning", kind="open")
         return {
             "model": self.model,
-            "media": media_facts(self.prompt),
+            "media": describe_media(self.prompt),
             "prompt": self.prompt.sample.meta["prompt"],
             "prompt_tokens": len(self.prompt.encoded),
             "reasoning": parsed.reasoning,
@@ -138,7 +138,7 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         probe_video(path)
     with ExitStack() as stack:
         folder = find_model(settings, stack, say)
-        dtype = DTYPES.get(settings.dtype) or model_config(folder).dtype or torch.float32
+        dtype = DTYPES.get(settings.dtype) or read_model_config(folder).dtype or torch.float32
         encoder, longest = prompt_encoder(settings, folder, dtype)
         samples = [sample_of(settings, number, prompt) for number, prompt in enumerate(prompts)]
         lengths = [check_length(encoder, sample, longest) for sample in samples]
@@ -147,10 +147,10 @@ def infer(settings: InferSettings, prompts: Sequence[str], say: Callable[[str], 
         save_frames(first, settings.save_frames)
         say("loading the weights …")
         draw_ids = open_engine(settings, folder, dtype, encoder, needed, len(prompts), stack)
-        tokenizer, stop_ids = encoder.processor.tokenizer, stop_token_ids(folder)
+        tokenizer, stop_ids = encoder.processor.tokenizer, read_stop_token_ids(folder)
         rooms = [longest - length for length in lengths]
         wanted_engine = (
-            (encoder.encode_prompt(sample) if number else first, with_room(settings.sampling, room, say))
+            (encoder.encode_prompt(sample) if number else first, limit_length(settings.sampling, room, say))
             for number, (sample, room) in enumerate(zip(samples, rooms, strict=True))
         )
         for encoded, ids in draw_ids(wanted_engine):
@@ -166,15 +166,15 @@ def find_model(settings: InferSettings, stack: ExitStack, say: Callable[[str], N
         own_weights = run_weights(settings.model)
         if own_weights is not None and is_checkpoint(own_weights):
             say(f"exporting {own_weights} …")
-            return stack.enter_context(exported(own_weights, Path(tempfile.gettempdir()), settings.dtype))
-        return resolve_model(ModelConfig(path=str(own_weights or settings.model)), cache_dir() / "models")
+            return stack.enter_context(export_temporarily(own_weights, Path(tempfile.gettempdir()), settings.dtype))
+        return resolve_model(ModelConfig(path=str(own_weights or settings.model)), get_cache_dir() / "models")
     except CheckpointError as error:
         raise CheckpointError(str(error).replace("model.path", "--model", 1)) from None
 
 
 def prompt_encoder(settings: InferSettings, folder: Path, dtype: torch.dtype) -> tuple[PromptEncoder, int]:
     """The trainer's encoder, and how many tokens the model takes, prompt and answer together."""
-    longest = int(model_config(folder).get_text_config().max_position_embeddings)
+    longest = int(read_model_config(folder).get_text_config().max_position_embeddings)
     encoder = open_encoder(folder, dtype=dtype, max_length=longest, max_length_key="max_position_embeddings")
     kind = TimestampEncoder if settings.timestamps else PromptEncoder
     return kind(encoder.processor, encoder.family, encoder.position_ids, longest), longest
@@ -196,12 +196,12 @@ def open_engine(
     device = choose_device(0)
     on_gpu = device.type == "cuda"
     if settings.engine == "vllm" or (settings.engine == "auto" and installed and on_gpu and num_prompts > MANY_PROMPTS):
-        return stack.enter_context(vllm_engine(folder, dtype, encoder, max_length))
+        return stack.enter_context(open_vllm_engine(folder, dtype, encoder, max_length))
     model = load_where_it_fits(folder, dtype=dtype, device=device)
     banned_ids = torch.tensor(
-        media_token_ids(encoder.processor.tokenizer, encoder.family), dtype=torch.long, device=device
+        find_media_token_ids(encoder.processor.tokenizer, encoder.family), dtype=torch.long, device=device
     )
-    stop_ids = torch.tensor(stop_token_ids(folder), device=device)
+    stop_ids = torch.tensor(read_stop_token_ids(folder), device=device)
 
     def draw_ids(asked: Iterator[Asked]) -> Iterator[tuple[EncodedPrompt, Iterator[int]]]:
         for number, (prompt, sampling) in enumerate(asked):
@@ -212,10 +212,10 @@ def open_engine(
 
 
 @contextmanager
-def vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
+def open_vllm_engine(folder: Path, dtype: torch.dtype, encoder: PromptEncoder, max_length: int) -> Iterator[Draw]:
     """vLLM gets all prompts at once, and its answers come when they are complete: nothing is streamed."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    checked_model(folder)
+    build_checked_model(folder)
     settings = VLLMSettings(max_model_len=max_length, gpu_memory_utilization=0.9)  # nothing else needs it
     with ExitStack() as stack:
         world = init_world()
@@ -231,10 +231,10 @@ def draw_batch(engine: RolloutEngine, asked: Iterator[Asked]) -> Iterator[tuple[
     samplings: list[Sampling] = []
     for prompt, sampling in asked:
         media = prompts[0].media if prompts else prompt.media
-        prompts.append(replace(prompt if engine.reads_pixels else prompt.without_pixels(), media=media))
+        prompts.append(replace(prompt if engine.reads_pixels else prompt.drop_pixels(), media=media))
         samplings.append(sampling)
     streams = range(len(prompts))
-    completed = engine.as_completed(prompts, samplings, version=VERSION, streams=streams)
+    completed = engine.iter_completions(prompts, samplings, version=VERSION, streams=streams)
     completions: dict[int, Completion] = {}
 
     def ids_of(number: int) -> Iterator[int]:
@@ -290,7 +290,7 @@ def check_length(encoder: PromptEncoder, sample: Sample, longest: int) -> int:
     return length
 
 
-def with_room(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
+def limit_length(sampling: Sampling, room: int, say: Callable[[str], None]) -> Sampling:
     if sampling.max_completion_length <= room:
         return sampling
     say(f"note: --max-tokens ({sampling.max_completion_length}) is cut to the {room} that the model has room for")
@@ -307,7 +307,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
             prompts = [str(prompt)]
         elif file.suffix == ".jsonl":
             rows = JsonLinesRows(file)
-            prompts = [_prompt_of(rows[i], rows.location(i)) for i in range(len(rows))]
+            prompts = [_prompt_of(rows[i], rows.describe_location(i)) for i in range(len(rows))]
         else:
             prompts = [read_prompt(file)]
     except (OSError, UnicodeDecodeError) as error:
@@ -336,10 +336,10 @@ def _prompt_of(row: Any, where: str) -> str:
 # ---------------------------------------------------------------- the media, as they are shown
 
 
-def media_facts(prompt: EncodedPrompt) -> list[dict[str, Any]]:
+def describe_media(prompt: EncodedPrompt) -> list[dict[str, Any]]:
     """`{path, kind, frames, seconds, fps, size}` of each medium; `fps` of the frames that are shown."""
     prompts = []
-    for path, medium in zip(media_paths(prompt.sample.messages), prompt.media, strict=True):
+    for path, medium in zip(list_media_paths(prompt.sample.messages), prompt.media, strict=True):
         if isinstance(medium, Image.Image):
             kind: dict[str, Any] = {"kind": "image", "frames": 1, "seconds": None, "fps": None, "size": medium.size}
         else:
@@ -362,14 +362,14 @@ def save_frames(prompt: EncodedPrompt, folder: Path | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, (path, medium) in enumerate(
-            zip(media_paths(prompt.sample.messages), prompt.media, strict=True), start=1
+            zip(list_media_paths(prompt.sample.messages), prompt.media, strict=True), start=1
         ):
             name = f"{number}_{Path(path).stem}"
             if isinstance(medium, Image.Image):
                 medium.save(folder / f"{name}.png")
                 continue
             frames, metadata = medium
-            for i, (frame, at) in enumerate(zip(frames, frame_times(metadata), strict=True)):
+            for i, (frame, at) in enumerate(zip(frames, compute_frame_times(metadata), strict=True)):
                 Image.fromarray(frame).save(folder / f"{name}_{i:03d}_{at:.2f}s.png")
     except OSError as error:
         raise ConfigError(f"--save-frames {folder}: cannot be written ({error})") from None

@@ -11,18 +11,18 @@ from pathlib import Path
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.types import AnswerType, Parsed
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.data.messages import media_paths, text_of
+from dsreason.data.messages import get_text, list_media_paths
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation.ask.answerers import Answering, open_answering
-from dsreason.evaluation.ask.asking import Reply, Request
-from dsreason.evaluation.ask.sampling import sampling
+from dsreason.evaluation.ask.asking import QuestionRequest, Reply
+from dsreason.evaluation.ask.sampling import choose_sampling
 from dsreason.evaluation.questions.grading import Graded, Grader, check_scorer
 from dsreason.evaluation.questions.questions import load_questions
 from dsreason.evaluation.report.results import (
-    dataset_files,
+    list_dataset_files,
+    locate_result_file,
+    make_safe_name,
     read_file,
-    result_file,
-    safe_name,
     write_results,
 )
 from dsreason.evaluation.settings import open_run_folder, run_folder
@@ -85,10 +85,10 @@ def evaluate(config: EvalConfig) -> tuple[Path, Throughput]:
     ):
         folder = run_folder(config, answering.model["name"])
         evaluation = Evaluation(config, folder, grader, answering)
-        own_questions = of_rank(questions, answering.rank, answering.size)
+        own_questions = select_for_rank(questions, answering.rank, answering.size)
         with answering.progress(len(questions)) as advance:
             answered = evaluation.prepare(own_questions)
-            answering.on_first_rank(lambda: check_stored(folder, questions))
+            answering.run_on_first_rank(lambda: check_stored(folder, questions))
             advance(sum(question.id in answered or question.problem is not None for question in own_questions))
             started = time.perf_counter()
             results = list(evaluation.run(own_questions, answered, advance))
@@ -113,7 +113,7 @@ def check_asked(folder: Path, config: EvalConfig, questions: Sequence[Question])
     With a limit they may be those beyond it, and stay.
     """
     question_ids = {question.id for question in questions}
-    files = [file for name in config.names for file in dataset_files(folder / safe_name(name))]
+    files = [file for name in config.names for file in list_dataset_files(folder / make_safe_name(name))]
     other_results = [(file, result.id) for file in files for result in read_file(file) if result.id not in question_ids]
     if not other_results:
         return
@@ -136,7 +136,7 @@ def check_stored(folder: Path, questions: Sequence[Question]) -> None:
     """Raise DataError if not every question stands in the folder, as it does once all ranks have prepared theirs."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_S
-    while missing := {question.id for question in questions} - stored_ids(folder, clips):
+    while missing := {question.id for question in questions} - read_stored_ids(folder, clips):
         if time.monotonic() >= deadline:
             raise DataError(
                 f"{folder}: the results of {len(missing)} questions are missing on the first host, such as {min(missing)}: "
@@ -145,12 +145,12 @@ def check_stored(folder: Path, questions: Sequence[Question]) -> None:
         time.sleep(1)
 
 
-def stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
-    files = [result_file(folder, dataset, video_id) for dataset, video_id in clips]
+def read_stored_ids(folder: Path, clips: Iterable[tuple[str, str]]) -> set[str]:
+    files = [locate_result_file(folder, dataset, video_id) for dataset, video_id in clips]
     return {result.id for file in files if file.exists() for result in read_file(file)}
 
 
-def of_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
+def select_for_rank(questions: Sequence[Question], rank: int, size: int) -> list[Question]:
     """One rank's part: whole clips, so that no two ranks write to one file."""
     clips = dict.fromkeys((question.dataset, question.video_id) for question in questions)
     own_clips = set(list(clips)[rank::size])
@@ -176,16 +176,16 @@ class Evaluation:
             clips.setdefault((question.dataset, question.video_id), []).append(question)
         answered: set[str] = set()
         for (dataset, video_id), clip_questions in clips.items():
-            stored = {result.id: result for result in self.stored(dataset, video_id)}
+            stored = {result.id: result for result in self.read_stored(dataset, video_id)}
             done = [
                 question for question in clip_questions if question.id in stored and stored[question.id].error is None
             ]
             for question in done:
-                check_same(question, stored[question.id], result_file(self.folder, dataset, video_id))
+                check_same(question, stored[question.id], locate_result_file(self.folder, dataset, video_id))
             answered |= {question.id for question in done}
             if missing := [question for question in clip_questions if question.id not in answered]:
                 unasked = {
-                    question.id: self.graded(question, Reply(error=question.problem or NOT_ASKED), 0)
+                    question.id: self.grade(question, Reply(error=question.problem or NOT_ASKED), 0)
                     for question in missing
                 }
                 write_results(self.folder, dataset, video_id, list((stored | unasked).values()))
@@ -203,8 +203,8 @@ class Evaluation:
                     yield self.store(question, reply, attempts)
                     advance(1)
 
-    def stored(self, dataset: str, video_id: str) -> list[Result]:
-        file = result_file(self.folder, dataset, video_id)
+    def read_stored(self, dataset: str, video_id: str) -> list[Result]:
+        file = locate_result_file(self.folder, dataset, video_id)
         return read_file(file) if file.exists() else []
 
     def batches(self, questions: Sequence[Question], answered: Set[str]) -> list[list[Question]]:
@@ -230,7 +230,8 @@ class Evaluation:
                 return
             unread = []
             requests = [
-                Request(question, sampling(self.config, question.kind, attempt), attempt) for question in pending
+                QuestionRequest(question, choose_sampling(self.config, question.kind, attempt), attempt)
+                for question in pending
             ]
             replies = self.answering.answerer.ask(requests)
             if is_first and attempt == 0 and self.config.server.url is not None:
@@ -246,18 +247,20 @@ class Evaluation:
 
     def store(self, question: Question, reply: Reply, attempts: int) -> Result:
         """Grade a reply, and write it into the file of its clip. One with an error is a wrong answer that says why."""
-        result = self.graded(question, reply, attempts)
-        stored = {other.id: other for other in self.stored(question.dataset, question.video_id)} | {result.id: result}
+        result = self.grade(question, reply, attempts)
+        stored = {other.id: other for other in self.read_stored(question.dataset, question.video_id)} | {
+            result.id: result
+        }
         write_results(self.folder, question.dataset, question.video_id, list(stored.values()))
         return result
 
-    def graded(self, question: Question, reply: Reply, attempts: int) -> Result:
+    def grade(self, question: Question, reply: Reply, attempts: int) -> Result:
         unread = Graded(Parsed("", "", "none"), False, {})
         grade = self.grader.grade(question, reply.text) if reply.error is None else unread
         return Result(
             datasource=question.dataset,
             video_id=question.video_id,
-            prompt=[text_of(message) for message in question.sample.messages],
+            prompt=[get_text(message) for message in question.sample.messages],
             correct_answer=question.answer,
             reasoning=grade.parsed.reasoning,
             answer=grade.parsed.answer,
@@ -266,7 +269,7 @@ class Evaluation:
             id=question.id,
             kind=question.kind,
             options=question.options,
-            media=media_paths(question.sample.messages),
+            media=list_media_paths(question.sample.messages),
             rule=grade.parsed.rule,
             attempts=attempts,
             finish_reason=reply.finish_reason,
@@ -279,8 +282,8 @@ class Evaluation:
 
 
 def check_server_answers(
-    replies: Iterator[tuple[Request, Reply]], num_asked: int, url: str
-) -> Iterator[tuple[Request, Reply]]:
+    replies: Iterator[tuple[QuestionRequest, Reply]], num_asked: int, url: str
+) -> Iterator[tuple[QuestionRequest, Reply]]:
     """The same replies. ConfigError if a server fails at the first `MIN_FAILURES` questions, or at all where they are fewer.
 
     Questions that were not sent to it say nothing about it.
@@ -309,13 +312,13 @@ def read(question: Question, text: str, answer_type: AnswerType, parser: Parser)
 
 def check_same(question: Question, stored: Result, file: Path) -> None:
     """Raise DataError if a stored answer is to another question."""
-    texts = [text_of(message) for message in question.sample.messages]
+    texts = [get_text(message) for message in question.sample.messages]
     for fact, old, new in (
         ("asks", stored.prompt, texts),
         ("has the answer", stored.correct_answer, question.answer),
         ("has the options", stored.options, question.options),
         ("is of kind", stored.kind, question.kind),
-        ("shows", stored.media, media_paths(question.sample.messages)),
+        ("shows", stored.media, list_media_paths(question.sample.messages)),
     ):
         if old != new:
             raise DataError(

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.config.load import dump_config
-from dsreason.config.output import run_record
+from dsreason.config.output import find_run_record
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError, DataError
-from dsreason.evaluation.report.results import RUN_FILE, dataset_files, read_file, read_json, safe_name, write_text
+from dsreason.evaluation.report.results import (
+    RUN_FILE,
+    list_dataset_files,
+    make_safe_name,
+    read_file,
+    read_json,
+    write_text,
+)
 from dsreason.files.disk import remove
-from dsreason.job.record import git_state, versions
+from dsreason.job.record import read_git_state, read_versions
 
 COMPARED = ("evaluation", "generation", "vision")
 OPTIONS = ("engine_options", "scorer_options")
@@ -29,28 +36,28 @@ MODEL = ("max_length", "engine", "trust_remote_code", "attention")
 
 def run_folder(config: EvalConfig, model_name: str) -> Path:
     """`<results_dir>/<model>/<answer_type>`."""
-    return Path(config.results_dir).expanduser() / safe_name(model_name) / config.evaluation.answer_type
+    return Path(config.results_dir).expanduser() / make_safe_name(model_name) / config.evaluation.answer_type
 
 
-def vision_note(config: EvalConfig) -> str | None:
+def describe_vision_difference(config: EvalConfig) -> str | None:
     """Return a note if a model that dsreason trained is evaluated with vision settings other than those of its training."""
-    trained = trained_vision(Path(str(config.model.path)).expanduser())
-    vision = config.vision_of().model_dump(exclude_none=True)
+    trained = read_trained_vision(Path(str(config.model.path)).expanduser())
+    vision = config.merge_vision().model_dump(exclude_none=True)
     if trained is None or trained == vision:
         return None
     return f"the model was trained with data.vision {trained or 'at its defaults'}, and is asked with vision {vision}"
 
 
-def trained_vision(model: Path) -> dict[str, Any] | None:
+def read_trained_vision(model: Path) -> dict[str, Any] | None:
     """`data.vision` of the run that a folder belongs to (`<run>`, `<run>/export/…`, `<run>/checkpoints/…`), None if none."""
     for folder in (model, *list(model.absolute().parents)[:2]):
-        if record := run_record(folder):
+        if record := find_run_record(folder):
             vision = record["config"].get("data", {}).get("vision")
             return None if vision is None else {key: value for key, value in vision.items() if value is not None}
     return None
 
 
-def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
+def collect_settings(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     """Return what decides the answers: `{"model.fingerprint": …, "evaluation.seed": 1, …}`."""
     document = dump_config(config)
     has_fingerprint = "fingerprint" in model  # however its path is spelled
@@ -66,14 +73,14 @@ def settings_of(config: EvalConfig, model: dict[str, str]) -> dict[str, Any]:
     for name in OPTIONS:
         if options := document["evaluation"][name]:
             settings[f"evaluation.{name}"] = options
-    if config.evaluation.scorer is not None and (scorer := scorer_file(config.evaluation.scorer)).is_file():
+    if config.evaluation.scorer is not None and (scorer := locate_scorer(config.evaluation.scorer)).is_file():
         settings["evaluation.scorer's content"] = hashlib.sha256(scorer.read_bytes()).hexdigest()[:16]
     for source in config.sources:
-        settings[f"{SOURCES}{source.dataset}"] = config.vision_of(source.vision).model_dump(exclude_none=True)
+        settings[f"{SOURCES}{source.dataset}"] = config.merge_vision(source.vision).model_dump(exclude_none=True)
     return settings
 
 
-def scorer_file(scorer: str) -> Path:
+def locate_scorer(scorer: str) -> Path:
     """Return the file of `judge.py:helpful`; for a built-in reward or a module, a path that does not exist."""
     return Path(scorer.partition(":")[0]).expanduser()
 
@@ -86,18 +93,18 @@ def open_run_folder(folder: Path, config: EvalConfig, model: dict[str, str]) -> 
             the data sets of this evaluation are deleted first, unless there are others. Questions without an answer are
             no results.
     """
-    settings, file = settings_of(config, model), folder / RUN_FILE
+    settings, file = collect_settings(config, model), folder / RUN_FILE
     replaced: list[Path] = []
     if config.evaluation.overwrite:
-        replaced = [folder / safe_name(name) for name in config.names]
+        replaced = [folder / make_safe_name(name) for name in config.names]
     stay = [inside for inside in sorted(folder.glob("*/")) if inside not in replaced]
-    if any(has_answers(stored) for inside in stay for stored in dataset_files(inside)):
+    if any(has_answers(stored) for inside in stay for stored in list_dataset_files(inside)):
         if not file.exists():
             raise ConfigError(f"{folder}: holds results, and no {RUN_FILE} that says whose; give another results_dir")
-        settings = same_settings(read_json(file), settings, folder)
+        settings = check_same_settings(read_json(file), settings, folder)
     for old in replaced:
         delete(old)
-    record = {"settings": settings, "versions": versions(), "git": git_state(), "config": dump_config(config)}
+    record = {"settings": settings, "versions": read_versions(), "git": read_git_state(), "config": dump_config(config)}
     write_text(file, json.dumps(record, indent=2) + "\n")
 
 
@@ -113,7 +120,7 @@ def has_answers(file: Path) -> bool:
     return any(result.error is None for result in read_file(file))
 
 
-def same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def check_same_settings(record: Any, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The settings with what is recorded of other data sets; ConfigError if those of both differ."""
     before = record.get("settings") if isinstance(record, dict) else None
     if not isinstance(before, dict):

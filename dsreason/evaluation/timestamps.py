@@ -27,27 +27,29 @@ class TimestampEncoder(PromptEncoder):
     def _plan_video(self, part: Mapping[str, Any]) -> PlannedMedium:
         planned = super()._plan_video(part)
         size = planned.size[0] + self._border, planned.size[1]
-        return replace(planned, size=size, grid=self._grid(len(planned.indices), size))
+        return replace(planned, size=size, grid=self._compute_grid(len(planned.indices), size))
 
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
         bare = [
             replace(medium, size=(medium.size[0] - self._border, medium.size[1])) if medium.kind == "video" else medium
             for medium in planned
         ]
-        return [self._stamped(medium) for medium in super()._load(sample, bare)]
+        return [self._stamp_medium(medium) for medium in super()._load(sample, bare)]
 
     @property
     def _border(self) -> int:
-        return self._limits("video").factor
+        return self._get_pixel_limits("video").factor
 
-    def _stamped(self, medium: Medium) -> Medium:
+    def _stamp_medium(self, medium: Medium) -> Medium:
         if isinstance(medium, Image.Image):
             return medium
         frames, metadata = medium
-        return stamp(frames, frame_times(metadata), border=self._border, sections=self._temporal_patch), metadata
+        return stamp(
+            frames, compute_frame_times(metadata), border=self._border, sections=self._temporal_patch
+        ), metadata
 
 
-def frame_times(metadata: Mapping[str, Any]) -> list[float]:
+def compute_frame_times(metadata: Mapping[str, Any]) -> list[float]:
     """Seconds from the beginning of the file, of each sampled frame; even if `video_start` cuts off what is before."""
     return [index / metadata["fps"] for index in metadata["frames_indices"]]
 
@@ -67,11 +69,11 @@ def stamp(
     stamped[:, :height] = frames
     for number, time in enumerate(times):
         left_edge, right = (width * (number % sections + i) // sections for i in (0, 1))
-        stamped[number, height:, left_edge:right] = _label(f"{time:.2f}s", right - left_edge, border)
+        stamped[number, height:, left_edge:right] = _draw_label(f"{time:.2f}s", right - left_edge, border)
     return stamped
 
 
-def _label(text: str, width: int, height: int) -> NDArray[np.uint8]:
+def _draw_label(text: str, width: int, height: int) -> NDArray[np.uint8]:
     """White text on black in the middle of [height, width, 3], as large as it fits, up to `FONT_SIZE`."""
     font = ImageFont.load_default(FONT_SIZE)
     if (length := font.getlength(text)) > width:

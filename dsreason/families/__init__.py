@@ -10,12 +10,12 @@ from dsreason.families.qwen2_5_vl import QWEN2_5_VL
 from dsreason.families.qwen3_vl import QWEN3_VL
 from dsreason.families.qwen_text import QWEN2_5, QWEN3
 
-__all__ = ["FAMILIES", "Family", "control_tokens", "family_of"]
+__all__ = ["FAMILIES", "Family", "list_control_tokens", "get_family"]
 
 FAMILIES = {family.model_type: family for family in (QWEN2_5_VL, QWEN3_VL, COSMOS3, QWEN2_5, QWEN3)}
 
 
-def family_of(model_type: str) -> Family:
+def get_family(model_type: str) -> Family:
     """Return the family for the `model_type` of a `config.json`; raise CheckpointError if it is not supported."""
     if model_type not in FAMILIES:
         supported = ", ".join(f"{family.name} ({key})" for key, family in FAMILIES.items())
@@ -23,6 +23,6 @@ def family_of(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def control_tokens() -> list[str]:
+def list_control_tokens() -> list[str]:
     """Return the control tokens of all families, because rows are read before the model is known."""
     return list(dict.fromkeys(token for family in FAMILIES.values() for token in family.tokens.control))

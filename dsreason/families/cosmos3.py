@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsreason.families.family import Family
 from dsreason.families.qwen3_vl import QWEN3_VL
-from dsreason.families.qwen3_vl import tiny_config as tiny_qwen3_vl_config
+from dsreason.families.qwen3_vl import build_tiny_config as tiny_qwen3_vl_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ATTENTION = r"layers\.\d+\.self_attn\."
 
 
-def tiny_config(
+def build_tiny_config(
     text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
 ) -> PreTrainedConfig:
     from transformers import Cosmos3OmniConfig
@@ -60,7 +60,7 @@ COSMOS3 = Family(
     ),
     tiny=replace(
         QWEN3_VL.tiny,
-        config=tiny_config,
+        config=build_tiny_config,
         others=(
             "layers.0.self_attn.add_q_proj.weight",
             "layers.0.self_attn.to_q_moe_gen.weight",

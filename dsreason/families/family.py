@@ -28,14 +28,14 @@ GridRule = Callable[[dict[str, Any], Any], Grids]
 """`(mm_kwargs, config) -> Grids` for the media of one or more samples."""
 
 
-def merged_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
+def merge_grids(grid_thw: Any, merge_size: int) -> list[Grid]:
     """Convert a processor's `[media, 3]` grid of patches (frames, height, width) to grids of tokens; None gives an empty list."""
     if grid_thw is None:
         return []
     return [Grid(t, h // merge_size, w // merge_size) for t, h, w in grid_thw.tolist()]
 
 
-def no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+def return_no_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return no grids, for a model that reads only text."""
     return (), ()
 
@@ -44,7 +44,7 @@ TowerLayout = Callable[[Any, "Tensor"], dict[str, Any]]
 """`(vision_config, grids [media, 3]) -> keyword arguments` of a vision tower's forward, computed on the host."""
 
 
-def grids_only(vision: Any, grids: Tensor) -> dict[str, Any]:
+def return_grids(vision: Any, grids: Tensor) -> dict[str, Any]:
     """Return only the grids, so that the tower computes everything else itself."""
     return {"grid_thw": grids}
 
@@ -164,9 +164,9 @@ class Family:
     tiny: Tiny
     vision: Vision | None = None
     """Defaults for media; None if the model reads only text."""
-    grids: GridRule = no_grids
+    grids: GridRule = return_no_grids
     """Function that returns the grids of tokens from which mRoPE positions are computed; must be picklable."""
-    tower_layout: TowerLayout = grids_only
+    tower_layout: TowerLayout = return_grids
     """Function that returns the arguments of the vision tower's forward other than pixels. It should include everything that
     the tower would otherwise derive from the grids, because that makes the host wait for the GPU."""
     vision_windows: Callable[[Any], tuple[int, int]] | None = None
@@ -186,18 +186,18 @@ class Family:
 
     def rename(self, name: str) -> str | None:
         """Return the name in memory of a tensor in a checkpoint, None if it belongs to another model."""
-        return None if any(re.search(pattern, name) for pattern in self.others) else renamed(name, self.renames)
+        return None if any(re.search(pattern, name) for pattern in self.others) else apply_renames(name, self.renames)
 
-    def published_name(self, name: str) -> str:
+    def to_published_name(self, name: str) -> str:
         """Return the name in published checkpoints of a tensor in memory."""
-        return renamed(name, self.published)
+        return apply_renames(name, self.published)
 
-    def exported_name(self, name: str) -> str:
+    def to_exported_name(self, name: str) -> str:
         """Return the name that exports and vLLM use for a tensor in memory."""
-        return self.published_name(name) if self.keeps_published_names else name
+        return self.to_published_name(name) if self.keeps_published_names else name
 
 
-def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def apply_renames(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     """Apply the first rule that matches."""
     for pattern, replacement in rules:
         new_name, count = re.subn(pattern, replacement, name)

@@ -35,7 +35,7 @@ MODULES = Modules(
 )
 
 
-def vision_defaults(*, bounds_are_per_video: bool) -> Vision:
+def build_vision_defaults(*, bounds_are_per_video: bool) -> Vision:
     """Return the defaults of qwen-vl-utils (`vision_process.py`), with which these models were trained."""
     return Vision(
         bounds_are_per_video=bounds_are_per_video,

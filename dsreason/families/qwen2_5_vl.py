@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsreason.families.family import Family, Grid, Grids, Tiny, merged_grids
-from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
+from dsreason.families.family import Family, Grid, Grids, Tiny, merge_grids
+from dsreason.families.qwen import MODULES, TOKENS, build_vision_defaults
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
-def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return the grids of all media. Two temporal steps of a video are `second_per_grid_ts * tokens_per_second` apart.
 
     A step lasts 1 s if the processor gives no time. Source: `iter_mm_grid_thw` of vLLM's qwen2_5_vl.py. vLLM casts every
@@ -23,8 +23,8 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     import torch
 
     vision = config.vision_config
-    images = merged_grids(mm_kwargs.get("image_grid_thw"), vision.spatial_merge_size)
-    videos = merged_grids(mm_kwargs.get("video_grid_thw"), vision.spatial_merge_size)
+    images = merge_grids(mm_kwargs.get("image_grid_thw"), vision.spatial_merge_size)
+    videos = merge_grids(mm_kwargs.get("video_grid_thw"), vision.spatial_merge_size)
     seconds = mm_kwargs.get("second_per_grid_ts")
     if seconds is None:
         return images, [video._replace(time_step=1.0 * vision.tokens_per_second) for video in videos]
@@ -33,7 +33,7 @@ def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     return images, [Grid(*video[:3], step) for video, step in zip(videos, steps, strict=True)]
 
 
-def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
+def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
     """Return positions and the starts of frames and windows for consecutive media."""
     from transformers.utils.generic import get_max_seqlen
     from transformers.vision_utils import (
@@ -60,13 +60,13 @@ def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
     }
 
 
-def vision_windows(vision: Any) -> tuple[int, int]:
+def compute_vision_windows(vision: Any) -> tuple[int, int]:
     """Return the number of blocks with windowed attention (all but `fullatt_block_indexes`) and the side of a window."""
     side = vision.window_size // vision.patch_size // vision.spatial_merge_size
     return vision.depth - len(vision.fullatt_block_indexes), side
 
 
-def tiny_config(
+def build_tiny_config(
     text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
 ) -> PreTrainedConfig:
     from transformers import Qwen2_5_VLConfig
@@ -77,7 +77,7 @@ def tiny_config(
     return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision | windows, **common)
 
 
-def tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
+def build_tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     size = {"shortest_edge": unit, "longest_edge": 256 * unit}
@@ -89,11 +89,11 @@ QWEN2_5_VL = Family(
     name="Qwen2.5-VL",
     model_type="qwen2_5_vl",
     tokens=TOKENS,
-    vision=vision_defaults(bounds_are_per_video=False),
-    grids=grids,
+    vision=build_vision_defaults(bounds_are_per_video=False),
+    grids=build_grids,
     modules=replace(MODULES, blocks=("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock", "Qwen2_5_VLPatchMerger")),
-    tower_layout=tower_layout,
-    vision_windows=vision_windows,
+    tower_layout=compute_tower_layout,
+    vision_windows=compute_vision_windows,
     renames=(
         (r"^visual\.", "model.visual."),
         (r"^model\.(?!visual\.|language_model\.)", "model.language_model."),
@@ -102,7 +102,7 @@ QWEN2_5_VL = Family(
     tiny=Tiny(
         patch_size=14,
         default_system="You are a helpful assistant.",
-        config=tiny_config,
-        processor=tiny_processor,
+        config=build_tiny_config,
+        processor=build_tiny_processor,
     ),
 )

@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dsreason.families.family import Family, Grids, Tiny, merged_grids
-from dsreason.families.qwen import MODULES, TOKENS, vision_defaults
+from dsreason.families.family import Family, Grids, Tiny, merge_grids
+from dsreason.families.qwen import MODULES, TOKENS, build_vision_defaults
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 
-def grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
+def build_grids(mm_kwargs: dict[str, Any], config: Any) -> Grids:
     """Return one grid per image and per group of video frames; real time is in the text (`<1.5 seconds>`), not in the index.
 
     Source: `_iter_mm_grid_hw` of vLLM's qwen3_vl.py.
     """
     merge_size = config.vision_config.spatial_merge_size
-    images = merged_grids(mm_kwargs.get("image_grid_thw"), merge_size)
-    videos = merged_grids(mm_kwargs.get("video_grid_thw"), merge_size)
+    images = merge_grids(mm_kwargs.get("image_grid_thw"), merge_size)
+    videos = merge_grids(mm_kwargs.get("video_grid_thw"), merge_size)
     return images, [video._replace(frames=1) for video in videos for _ in range(video.frames)]
 
 
-def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
+def compute_tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
     """Return learned and rotary positions and the starts of frames for consecutive media."""
     from transformers.vision_utils import (
         get_vision_attention_seqlens,
@@ -50,7 +50,7 @@ def tower_layout(vision: Any, grids: Tensor) -> dict[str, Any]:
     }
 
 
-def tiny_config(
+def build_tiny_config(
     text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
 ) -> PreTrainedConfig:
     from transformers import Qwen3VLConfig
@@ -62,7 +62,7 @@ def tiny_config(
     return Qwen3VLConfig(text_config=text, vision_config=vision | more, **common)
 
 
-def tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
+def build_tiny_processor(tokenizer: PreTrainedTokenizerBase, unit: int, patches: dict[str, int]) -> ProcessorMixin:
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     # vLLM normalises videos with the image processor's values, so both processors need the same ones.
@@ -77,9 +77,9 @@ QWEN3_VL = Family(
     name="Qwen3-VL",
     model_type="qwen3_vl",
     tokens=TOKENS,
-    vision=vision_defaults(bounds_are_per_video=True),
-    grids=grids,
+    vision=build_vision_defaults(bounds_are_per_video=True),
+    grids=build_grids,
     modules=replace(MODULES, blocks=("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Qwen3VLVisionPatchMerger")),
-    tower_layout=tower_layout,
-    tiny=Tiny(patch_size=16, default_system=None, config=tiny_config, processor=tiny_processor),
+    tower_layout=compute_tower_layout,
+    tiny=Tiny(patch_size=16, default_system=None, config=build_tiny_config, processor=build_tiny_processor),
 )

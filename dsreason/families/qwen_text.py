@@ -20,7 +20,7 @@ MODULES = Modules(
 )
 
 
-def qwen2_config(
+def build_qwen2_config(
     text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
 ) -> PreTrainedConfig:
     from transformers import Qwen2Config
@@ -28,7 +28,7 @@ def qwen2_config(
     return Qwen2Config(**text, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **common)
 
 
-def qwen3_config(
+def build_qwen3_config(
     text: dict[str, Any], vision: dict[str, Any], head_size: int, common: dict[str, Any]
 ) -> PreTrainedConfig:
     from transformers import Qwen3Config
@@ -43,7 +43,7 @@ QWEN2_5 = Family(
     tokens=TOKENS,
     modules=MODULES,
     tiny=Tiny(
-        default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", config=qwen2_config
+        default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", config=build_qwen2_config
     ),
 )
 QWEN3 = Family(
@@ -51,5 +51,5 @@ QWEN3 = Family(
     model_type="qwen3",
     tokens=TOKENS,
     modules=MODULES,
-    tiny=Tiny(default_system=None, config=qwen3_config),
+    tiny=Tiny(default_system=None, config=build_qwen3_config),
 )

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from dsreason.secrets import without_credentials
+from dsreason.secrets import mask_credentials
 
 S3 = "s3://"
 HUB = "hub:"
@@ -77,7 +77,7 @@ def parse_s3(text: str) -> S3Address:
         )
     if "?" in key:
         raise ValueError(f"{S3}{bucket}/{key.partition('?')[0]}?…: an address has no query; remove ? and what follows")
-    return S3Address(bucket, _checked(key.strip("/"), f"{S3}{bucket}/{key}"))
+    return S3Address(bucket, _check_path(key.strip("/"), f"{S3}{bucket}/{key}"))
 
 
 UploadAddress = S3Address | HubAddress
@@ -90,16 +90,16 @@ def parse_target(text: str) -> UploadAddress:
         return parse_s3(text)
     match = REPOSITORY.fullmatch(text.removeprefix(HUB).rstrip("/"))
     if not text.startswith(HUB) or match is None:
-        shown_text = TOKEN.sub("hf_…", without_credentials(text))
+        shown_text = TOKEN.sub("hf_…", mask_credentials(text))
         raise ValueError(
             f"{shown_text!r} is not an upload target; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
         raise ValueError("hub:…: an address must not contain a token; set HF_TOKEN")
-    return HubAddress(match["repo"], _checked((match["folder"] or "").strip("/"), text), match["revision"])
+    return HubAddress(match["repo"], _check_path((match["folder"] or "").strip("/"), text), match["revision"])
 
 
-def _checked(path: str, text: str) -> str:
+def _check_path(path: str, text: str) -> str:
     """Return the path; raise ValueError unless it is safe to join to a local folder."""
     if path and (path != str(PurePosixPath(path)) or ".." in path.split("/")):
         raise ValueError(f"{text}: has an empty part, '.' or '..' in its path; write it without")

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from dsreason.errors import DISK_ERRORS, DataError, StorageError
 from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import cache_dir, cache_errors
+from dsreason.files.cache import convert_cache_errors, get_cache_dir
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MAX_UNPACKED_BYTES = 2 * 1024**4
@@ -57,13 +57,13 @@ UNPACK_ERRORS = (
 """Errors that the readers of the standard library raise on damaged input."""
 
 
-def media_cache() -> Path:
-    """Return `$COSMOS_CACHE`, even if `$DSREASON_CACHE` names another folder for other files; else `cache_dir`."""
+def get_media_cache() -> Path:
+    """Return `$COSMOS_CACHE`, even if `$DSREASON_CACHE` names another folder for other files; else `get_cache_dir`."""
     folder = os.environ.get("COSMOS_CACHE")
-    return Path(folder).expanduser() if folder else cache_dir()
+    return Path(folder).expanduser() if folder else get_cache_dir()
 
 
-def embedded_file(content: bytes, suffix: str = "") -> Path:
+def write_embedded(content: bytes, suffix: str = "") -> Path:
     """Return a file in the cache with this content, named after its hash. Several processes may call it at once.
 
     `suffix` comes from the data: an unusual one is dropped.
@@ -76,9 +76,9 @@ def embedded_file(content: bytes, suffix: str = "") -> Path:
         raise DataError(f"the content of a media file must be bytes, but is {type(content).__name__}")
     suffix = suffix if re.fullmatch(r"\.\w{1,16}", suffix, re.ASCII) else ""
     name = hashlib.sha256(content).hexdigest()
-    file = media_cache() / "media" / name[:2] / f"{name}{suffix}"
+    file = get_media_cache() / "media" / name[:2] / f"{name}{suffix}"
     if not file.is_file():
-        with cache_errors(file, "COSMOS_CACHE"):
+        with convert_cache_errors(file, "COSMOS_CACHE"):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, content)
     return file
@@ -95,13 +95,13 @@ def unpack(archive: Path) -> Path:
     """
     status = archive.stat()
     key = hashlib.sha256(f"{archive.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = media_cache() / "archives" / f"{archive.name.split('.')[0]}-{key}"
+    folder = get_media_cache() / "archives" / f"{archive.name.split('.')[0]}-{key}"
 
     def extract_anew(partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         extract(archive, partial)
 
-    with cache_errors(folder, "COSMOS_CACHE"):
+    with convert_cache_errors(folder, "COSMOS_CACHE"):
         return build_once(folder, extract_anew)
 
 
@@ -113,7 +113,7 @@ def extract(archive: Path, folder: Path) -> None:
         StorageError: the disk is full or read-only.
     """
     try:
-        with unpack_errors(archive), archive.open("rb") as file:
+        with convert_unpack_errors(archive), archive.open("rb") as file:
             unpack_members = extract_zip if file.read(2) == b"PK" else extract_tar
         unpack_members(archive, folder, Budget(archive))
     except (DataError, StorageError):
@@ -122,21 +122,21 @@ def extract(archive: Path, folder: Path) -> None:
 
 
 def extract_zip(archive: Path, folder: Path, budget: Budget) -> None:
-    with unpack_errors(archive), zipfile.ZipFile(archive) as file:
+    with convert_unpack_errors(archive), zipfile.ZipFile(archive) as file:
         for member in file.infolist():
             budget.spend(BLOCK_BYTES + member.file_size)
-            with unpack_errors(archive, member.filename):
+            with convert_unpack_errors(archive, member.filename):
                 check_member(member.filename, is_link=stat.S_ISLNK(member.external_attr >> 16))
         for member in file.infolist():
-            with unpack_errors(archive, member.filename):
+            with convert_unpack_errors(archive, member.filename):
                 file.extract(member, folder)
 
 
 def extract_tar(archive: Path, folder: Path, budget: Budget) -> None:
-    with unpack_errors(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
+    with convert_unpack_errors(archive), tarfile.open(archive, tarinfo=TarMember) as tar:
         for member in tar:
             budget.spend(BLOCK_BYTES + member.size)
-            with unpack_errors(archive, member.name):
+            with convert_unpack_errors(archive, member.name):
                 check_member(member.name, is_link=member.issym() or member.islnk())
                 tar.extract(member, folder, filter="data")
         while padding := tar.fileobj.read(BLOCK_BYTES):  # read on to the checksum at the end of the file
@@ -173,7 +173,7 @@ def check_member(name: str, *, is_link: bool) -> None:
 
 
 @contextmanager
-def unpacked(file: Path) -> Iterator[IO[bytes]]:
+def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
     """Open a file that may be compressed (gz, bz2, xz).
 
     Raises:
@@ -186,7 +186,7 @@ def unpacked(file: Path) -> Iterator[IO[bytes]]:
             f"{file}: is packed as zip, zst, lz4, rar or 7z, but a table may only be packed as gz, bz2 or xz; unpack it"
         )
     opener = next((opener for magic, opener in PACKED.items() if start.startswith(magic)), open)
-    with unpack_errors(file), opener(file, "rb") as content:
+    with convert_unpack_errors(file), opener(file, "rb") as content:
         yield content
 
 
@@ -207,7 +207,7 @@ class Budget:
 
 
 @contextmanager
-def unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
+def convert_unpack_errors(archive: Path, member: str | None = None) -> Iterator[None]:
     """Raise errors as a DataError that names archive and member; errors of the target disk as a StorageError."""
     try:
         yield

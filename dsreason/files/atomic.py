@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def draft_of(file: Path, *, durable: bool = False) -> Iterator[Path]:
+def open_draft(file: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a path to write to, which replaces `file` at the end of the block. A block that fails leaves nothing.
 
     Args:
@@ -30,7 +30,7 @@ def draft_of(file: Path, *, durable: bool = False) -> Iterator[Path]:
 
 def write_file(file: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a whole file, or leave the old one unchanged. Text is encoded as UTF-8."""
-    with draft_of(file, durable=durable) as draft:
+    with open_draft(file, durable=durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsreason.errors import ConfigError, StorageError
-from dsreason.files.disk import as_os_error
+from dsreason.files.disk import to_os_error
 
 
-def cache_dir() -> Path:
+def get_cache_dir() -> Path:
     """Return `$DSREASON_CACHE`, else `$COSMOS_CACHE`, else `dsreason` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`)."""
     folder = os.environ.get("DSREASON_CACHE") or os.environ.get("COSMOS_CACHE")
     try:
@@ -23,7 +23,7 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def cache_errors(path: Path, variable: str) -> Iterator[None]:
+def convert_cache_errors(path: Path, variable: str) -> Iterator[None]:
     """Raise OS errors in the block as a StorageError: a cache that cannot be written is not a fault of the data.
 
     `variable` is the environment variable that sets the folder.
@@ -31,7 +31,7 @@ def cache_errors(path: Path, variable: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (cause := as_os_error(error)) is None:
+        if (cause := to_os_error(error)) is None:
             raise
         raise StorageError(
             f"{path}: cannot be written: {cause}; make room, or set {variable} to another folder"

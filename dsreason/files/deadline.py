@@ -14,7 +14,7 @@ PACE_BYTES, PACE_S = 60_000, 60.0
 """A download of less than this many bytes in this many seconds counts as broken."""
 
 
-def within(limit: float, call: Callable[[], T]) -> T:
+def run_with_limit(limit: float, call: Callable[[], T]) -> T:
     """Return the call's result; raise TimeoutError after `limit` seconds.
 
     A call into a library cannot be interrupted: it continues in a thread that nobody waits for, not even at process exit.

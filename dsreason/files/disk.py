@@ -20,7 +20,7 @@ MOST_BYTES = 64 * 1024**2
 END_BYTES = 64 * 1024
 
 
-def as_os_error(error: Exception) -> OSError | None:
+def to_os_error(error: Exception) -> OSError | None:
     """Return the OS error, also one that a Rust library reports: `I/O error: No space left on device (os error 28)`."""
     if isinstance(error, OSError):
         return error
@@ -28,13 +28,13 @@ def as_os_error(error: Exception) -> OSError | None:
     return OSError(int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
-def sha256_of(file: Path) -> str:
+def compute_sha256(file: Path) -> str:
     """Compute the SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def digest_of_end(file: Path) -> str:
+def hash_end(file: Path) -> str:
     """Compute the SHA-256 of the last 64 KiB, in hexadecimal digits: one read, however long the file is.
 
     A zip archive, which torch writes, ends with a checksum of each of its parts, so any change of the archive changes its end.
@@ -91,7 +91,7 @@ def check_writable(folder: Path, option: str) -> None:
     """
     existing = folder
     try:
-        existing = existing_part(folder)
+        existing = find_existing(folder)
         if not existing.is_dir():
             raise ConfigError(f"{folder}: {existing} is a file, not a folder; choose another {option}")
         with tempfile.TemporaryFile(dir=existing):
@@ -102,12 +102,12 @@ def check_writable(folder: Path, option: str) -> None:
         ) from None
 
 
-def existing_part(path: Path) -> Path:
+def find_existing(path: Path) -> Path:
     """Return the path, or the nearest parent that exists."""
     return next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
 
 
-def json_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file of dsreason; empty if it cannot be read, because its content can be recomputed."""
     try:
         document = json.loads(read_small(file))

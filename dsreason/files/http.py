@@ -34,7 +34,7 @@ REDIRECTED = "redirects are not followed, since they would carry the request alo
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     status: int
     reason: str
     """Reason phrase after the status."""
@@ -74,9 +74,9 @@ class BadAnswer(Exception):
     """A response that is too long or has an unknown encoding."""
 
 
-async def answer_to(
+async def send_request(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
-) -> Answer:
+) -> HttpResponse:
     """Send a request and return the response, whatever its status.
 
     Args:
@@ -104,20 +104,20 @@ async def answer_to(
     except zlib.error as error:
         raise BadAnswer(f"the response cannot be unpacked ({error})") from None
     except (httpx2.RequestError, httpx2.InvalidURL, OSError, ValueError) as error:
-        raise NoAnswer(f"{type(error).__name__}: {cause(error)}") from None
-    return Answer(response.status_code, response.reason_phrase, response.headers, body)
+        raise NoAnswer(f"{type(error).__name__}: {find_cause(error)}") from None
+    return HttpResponse(response.status_code, response.reason_phrase, response.headers, body)
 
 
 def ask(
     method: str, url: str, *, limit: float, max_bytes: int, content: bytes = b"", headers: Mapping[str, str] = {}
-) -> Answer:
-    """Send a request and wait for the response; arguments and errors are those of `answer_to`."""
-    return wait_for(answer_to(method, url, limit=limit, max_bytes=max_bytes, content=content, headers=headers))
+) -> HttpResponse:
+    """Send a request and wait for the response; arguments and errors are those of `send_request`."""
+    return wait_for(send_request(method, url, limit=limit, max_bytes=max_bytes, content=content, headers=headers))
 
 
 def wait_for(request: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine from any thread and return its result."""
-    future = asyncio.run_coroutine_threadsafe(request, loop(os.getpid()))
+    future = asyncio.run_coroutine_threadsafe(request, get_loop(os.getpid()))
     try:
         return future.result()
     except BaseException:  # a KeyboardInterrupt must cancel it, too
@@ -126,7 +126,7 @@ def wait_for(request: Coroutine[Any, Any, T]) -> T:
 
 
 @lru_cache(maxsize=1)
-def loop(process: int) -> asyncio.AbstractEventLoop:
+def get_loop(process: int) -> asyncio.AbstractEventLoop:
     """Start the event loop of a process: a fork inherits its parent's loop, but not the thread that runs it.
 
     It never ends, because closing a loop waits for name look-ups, which nothing can interrupt.
@@ -136,7 +136,7 @@ def loop(process: int) -> asyncio.AbstractEventLoop:
     return new_loop
 
 
-def cause(error: BaseException) -> str:
+def find_cause(error: BaseException) -> str:
     """Return the cause behind asyncio's "All connection attempts failed": `[Errno 111] Connection refused`."""
     inner: BaseException | None = error
     while inner is not None:
@@ -152,16 +152,16 @@ def open_client() -> httpx2.AsyncClient:
     import httpx2
 
     try:
-        return httpx2.AsyncClient(verify=tls(), timeout=None)
+        return httpx2.AsyncClient(verify=get_tls_context(), timeout=None)
     except (OSError, ValueError, ImportError, httpx2.InvalidURL) as error:
         raise ConfigError(
-            f"no request can be sent: {cause(error)}; correct the environment's proxies (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, "
-            "NO_PROXY) or certificates (SSL_CERT_FILE, SSL_CERT_DIR)"
+            f"no request can be sent: {find_cause(error)}; correct the environment's proxies (HTTP_PROXY, HTTPS_PROXY, "
+            "ALL_PROXY, NO_PROXY) or certificates (SSL_CERT_FILE, SSL_CERT_DIR)"
         ) from None
 
 
 @lru_cache(maxsize=1)
-def tls() -> ssl.SSLContext:
+def get_tls_context() -> ssl.SSLContext:
     """Create the TLS context once, because it reads all certificates."""
     import httpx2
 
@@ -169,7 +169,7 @@ def tls() -> ssl.SSLContext:
 
 
 async def read(response: httpx2.Response, most: int) -> bytes:
-    unpack = unpacker(response.headers.get("Content-Encoding", ""))
+    unpack = make_unpacker(response.headers.get("Content-Encoding", ""))
     content = bytearray()
     async for part in response.aiter_raw():
         content += unpack(part, most + 1 - len(content))
@@ -178,7 +178,7 @@ async def read(response: httpx2.Response, most: int) -> bytes:
     return bytes(content)
 
 
-def unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
+def make_unpacker(encoding: str) -> Callable[[bytes, int], bytes]:
     """Return the decompressor of an encoding: (compressed bytes, maximum length of the result) → bytes."""
     name = encoding.strip().lower()
     if name in ("", "identity"):

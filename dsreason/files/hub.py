@@ -32,12 +32,12 @@ ADVICE = {
 }
 
 
-def hub() -> str:
+def get_hub_url() -> str:
     """Return the URL of the Hub; `HF_ENDPOINT` names a mirror."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-def hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
+def convert_hub_error(error: Exception, where: str, *, page: str = "", revision: str | None = None) -> StorageError:
     """Convert one of `HUB_ERRORS`, for a repository that was read (then `page` is its page on the Hub) or written.
 
     The library's messages may hold signed URLs: raise the result from None if others see them.
@@ -49,13 +49,13 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
     if isinstance(error, HFValidationError):
         return StorageError(f"{where}: is not the name of a repository ({error}); write owner/name")
     if isinstance(error, (KeyError, TypeError, RecursionError)):
-        text = first_line(f"{type(error).__name__}: {error}")
+        text = get_first_line(f"{type(error).__name__}: {error}")
         return StorageError(f"{where}: the response is not from a Hub ({text}); check HF_ENDPOINT")
     if not isinstance(error, HfHubHTTPError):
-        text = f"{where}: {first_line(str(error)) or type(error).__name__}; check the connection and the disk"
+        text = f"{where}: {get_first_line(str(error)) or type(error).__name__}; check the connection and the disk"
         return StorageError(text, transient=not isinstance(error, ValueError))
-    status, message = error.response.status_code, first_line(error.server_message or "")
-    if page and (advice := reading_advice(error, page, revision)):
+    status, message = error.response.status_code, get_first_line(error.server_message or "")
+    if page and (advice := get_reading_advice(error, page, revision)):
         return StorageError(f"{where}: {advice}", status=status)
     transient = status == 429 or status >= 500
     advice = ADVICE.get(status, "a server error: try again later" if transient else "check the name")
@@ -63,7 +63,7 @@ def hub_error(error: Exception, where: str, *, page: str = "", revision: str | N
     return StorageError(f"{where}: {answer}; {advice}", status=status, transient=transient)
 
 
-def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:
+def get_reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> str:
     token = "the token in HF_TOKEN" if get_token() else "HF_TOKEN (it is not set)"
     if isinstance(error, GatedRepoError):
         state = "the current one has no access" if get_token() else "it is not set"
@@ -76,16 +76,16 @@ def reading_advice(error: HfHubHTTPError, page: str, revision: str | None) -> st
     return f"the Hub answers {status}; check {token}" if status in (401, 403) else ""
 
 
-def first_line(text: str) -> str:
+def get_first_line(text: str) -> str:
     return hide_secrets(text.strip().partition("\n")[0])
 
 
 @contextmanager
-def dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
+def convert_dataset_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Turn the errors of huggingface_hub, about a data set, into one DataError that says what to do."""
     try:
         yield
     except HUB_ERRORS as error:
-        problem = hub_error(error, repo, page=f"{hub()}/datasets/{repo}", revision=revision)
+        problem = convert_hub_error(error, repo, page=f"{get_hub_url()}/datasets/{repo}", revision=revision)
         advice = ", and run the same command again: it continues" if problem.transient else ""
         raise DataError(f"{problem}{advice}") from error

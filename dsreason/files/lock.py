@@ -71,20 +71,20 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             ConfigError: another job uses the folder; the message names its host and process.
             Stopped: this job was asked to stop before that was known.
         """
-        file, content = folder / LOCK_FILE, json.dumps(asdict(this_process()))
+        file, content = folder / LOCK_FILE, json.dumps(asdict(describe_process()))
         while not create(file, content):
             current = read(file)
             if is_alive(file, current, self.asked_to_stop):
-                raise in_use(folder, current)
+                raise make_in_use_error(folder, current)
             remove_stale(file, current)
         self.file, self.content = file, content
-        threading.Thread(target=self._heartbeat, args=(file,), name="lock", daemon=True).start()
+        threading.Thread(target=self._run_heartbeat, args=(file,), name="lock", daemon=True).start()
 
-    def _heartbeat(self, file: Path) -> None:
+    def _run_heartbeat(self, file: Path) -> None:
         while not self.over.wait(HEARTBEAT_S):
             with suppress(OSError, ConfigError):
                 if (current := read(file)) not in ("", self.content):
-                    self.on_lost(in_use(file.parent, current))
+                    self.on_lost(make_in_use_error(file.parent, current))
                     return
                 os.utime(file)
 
@@ -99,11 +99,11 @@ def check_not_in_use(folder: Path) -> None:
     """Raise ConfigError if a job on this machine uses the folder. Only `take` waits to judge locks of other machines."""
     content = read(folder / LOCK_FILE)
     holder = parse(content)
-    if holder is not None and holder.machine == this_machine() and start_time(holder.pid) == holder.started:
-        raise in_use(folder, content)
+    if holder is not None and holder.machine == read_machine_id() and read_start_time(holder.pid) == holder.started:
+        raise make_in_use_error(folder, content)
 
 
-def in_use(folder: Path, content: str) -> ConfigError:
+def make_in_use_error(folder: Path, content: str) -> ConfigError:
     return ConfigError(
         f"{folder}: is in use by {parse(content) or 'another job'}; wait for it or end it, or choose another folder"
     )
@@ -112,15 +112,15 @@ def in_use(folder: Path, content: str) -> ConfigError:
 def is_alive(file: Path, content: str, asked_to_stop: Callable[[], str]) -> bool:
     """Return whether the holder of a lock is alive. For a job on another machine this takes up to STALE_AFTER_S."""
     holder = parse(content)
-    if holder is not None and holder.machine == this_machine():
-        return start_time(holder.pid) == holder.started
+    if holder is not None and holder.machine == read_machine_id():
+        return read_start_time(holder.pid) == holder.started
     log.warning("%s: waiting up to %g s to see whether %s is alive", file, STALE_AFTER_S, holder or "another job")
-    touched, alive, deadline = last_touched(file), False, time.monotonic() + STALE_AFTER_S
+    touched, alive, deadline = get_last_touch(file), False, time.monotonic() + STALE_AFTER_S
     while time.monotonic() < deadline:
         time.sleep(STALE_AFTER_S / 60)
         if name := asked_to_stop():
             raise Stopped(f"stopped by {name} while it waited to see whether the holder of {file} is alive")
-        now = last_touched(file)
+        now = get_last_touch(file)
         if now is None:
             return False
         alive = alive or now != touched
@@ -164,15 +164,15 @@ def read(file: Path) -> str:
         if not file.is_symlink():
             return ""
         raise ConfigError(
-            f"{file}: is not a dsreason lock (a dangling link: {reason(error)}); remove it, or choose another folder"
+            f"{file}: is not a dsreason lock (a dangling link: {get_error_reason(error)}); remove it, or choose another folder"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file}: is not a dsreason lock ({reason(error)}); remove it, or choose another folder"
+            f"{file}: is not a dsreason lock ({get_error_reason(error)}); remove it, or choose another folder"
         ) from None
 
 
-def reason(error: OSError | UnicodeDecodeError) -> str:
+def get_error_reason(error: OSError | UnicodeDecodeError) -> str:
     return str(error.strerror) if isinstance(error, OSError) else "not UTF-8"
 
 
@@ -183,7 +183,7 @@ def parse(content: str) -> Holder | None:
         return None
 
 
-def last_touched(file: Path) -> int | None:
+def get_last_touch(file: Path) -> int | None:
     """Return the modification time in nanoseconds; None if the file is gone.
 
     The file is opened because NFS reports cached attributes of files that are not open.
@@ -195,16 +195,16 @@ def last_touched(file: Path) -> int | None:
         return None
 
 
-def this_process() -> Holder:
-    started = start_time(os.getpid()) or ""
-    return Holder(socket.gethostname(), this_machine(), os.getpid(), started, time.strftime("%Y-%m-%d %H:%M:%S"))
+def describe_process() -> Holder:
+    started = read_start_time(os.getpid()) or ""
+    return Holder(socket.gethostname(), read_machine_id(), os.getpid(), started, time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
-def this_machine() -> str:
+def read_machine_id() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def start_time(pid: int) -> str | None:
+def read_start_time(pid: int) -> str | None:
     """Return the start of a process in ticks since the boot; None if it does not exist or is a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -18,7 +18,7 @@ from huggingface_hub import DatasetCard, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 
 from dsreason.errors import DataError
-from dsreason.secrets import without_credentials
+from dsreason.secrets import mask_credentials
 
 README = "README.md"
 STANDALONE = ".huggingface.yaml"
@@ -39,7 +39,7 @@ def check_configs(folder: Path) -> None:
     """Raise DataError if a `configs` entry of the folder's README takes its files from anywhere else."""
     for name in (README, STANDALONE):
         if (file := folder / name).is_file():
-            for key, text in _named_files(file):
+            for key, text in _iter_named_files(file):
                 _check(file, key, text, folder, folder)
 
 
@@ -52,7 +52,7 @@ def check_hub_configs(repository: str, revision: str | None) -> None:
             continue
         except (HfHubHTTPError, OSError, ValueError):
             return  # `datasets` meets the same error and reports it
-        for key, text in _named_files(file):
+        for key, text in _iter_named_files(file):
             if _is_local(text):
                 raise DataError(
                     f"{repository}: {name}: {key}: {text} is a file of this machine, not of the data set; "
@@ -64,7 +64,7 @@ def check_saved(folder: Path) -> None:
     """Raise DataError if the index files that `save_to_disk` wrote name tables or splits outside of `folder`."""
     tables = [folder]
     if (file := folder / SPLITS).is_file():
-        splits = list(_texts(_read_index(file).get("splits")))
+        splits = list(_iter_texts(_read_index(file).get("splits")))
         for i, split in enumerate(splits):
             _check(file, f"splits[{i}]", split, folder, folder)
         tables += [folder / split for split in splits]
@@ -72,11 +72,11 @@ def check_saved(folder: Path) -> None:
         if (file := table / STATE).is_file():
             entries = _read_index(file).get("_data_files")
             for i, entry in enumerate(entries if isinstance(entries, list) else []):
-                for text in _texts(entry):
+                for text in _iter_texts(entry):
                     _check(file, f"_data_files[{i}].filename", text, table, folder)
 
 
-def _named_files(file: Path) -> Iterator[tuple[str, str]]:
+def _iter_named_files(file: Path) -> Iterator[tuple[str, str]]:
     """Yield (key, text) for each file that a README or standalone header names, read as the library `datasets` reads it."""
     try:
         header = (
@@ -87,7 +87,7 @@ def _named_files(file: Path) -> Iterator[tuple[str, str]]:
         raise DataError(f"{file}: its YAML header cannot be read: {error}; correct it") from error
     for i, config in enumerate(configs if isinstance(configs, list) else []):
         for key in ("data_dir", "data_files"):
-            for text in _texts(config.get(key) if isinstance(config, dict) else None):
+            for text in _iter_texts(config.get(key) if isinstance(config, dict) else None):
                 yield f"configs[{i}].{key}", text
 
 
@@ -112,7 +112,7 @@ def _read_index(file: Path) -> dict[str, Any]:
     return document
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iter_texts(value: Any) -> Iterator[str]:
     """Iterate over all texts in nested lists and mappings: `[{split: train, path: [a, b]}]` → train, a, b."""
     waiting, visited = [value], set()
     while waiting:
@@ -130,7 +130,7 @@ def _check(file: Path, key: str, path: str, base: Path, folder: Path) -> None:
     """Raise DataError unless `path`, relative to `base`, stays in `folder`."""
     if ADDRESS.match(path):
         raise DataError(
-            f"{file}: {key}: {without_credentials(path)} is an address, but a local data set is read only from its folder; "
+            f"{file}: {key}: {mask_credentials(path)} is an address, but a local data set is read only from its folder; "
             f"download the file into {folder} and name it there"
         )
     if not is_inside(base.absolute() / path, folder.absolute()):

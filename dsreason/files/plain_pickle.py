@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsreason.errors import DataError
-from dsreason.files.atomic import draft_of, write_file
+from dsreason.files.atomic import open_draft, write_file
 
 MAX_BYTES = 2 * 2**30
 FREE_SIZE, MAX_RATIO = 2**20, 64
@@ -112,7 +112,7 @@ def convert_pickle(file: Path, folder: Path) -> list[Path]:
     except Exception as error:  # noqa: BLE001  a damaged pickle may raise anything
         raise DataError(f"{file}: is not a usable pickle: {str(error) or type(error).__name__}") from None
     for target, array in arrays:
-        with draft_of(target) as draft, draft.open("wb") as output:
+        with open_draft(target) as draft, draft.open("wb") as output:
             np.save(output, array.astype(array.dtype.newbyteorder("=")), allow_pickle=False)
     write_file(folder / f"{file.stem}.json", content)
     return [folder / f"{file.stem}.json", *(target for target, _ in arrays)]

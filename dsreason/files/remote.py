@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 from dsreason.errors import DataError, StorageError
 from dsreason.files.address import S3Address, is_s3, parse_s3
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import cache_dir, cache_errors
+from dsreason.files.cache import convert_cache_errors, get_cache_dir
 from dsreason.files.s3 import S3Object, find_object, list_objects, read_into
-from dsreason.secrets import without_credentials
+from dsreason.secrets import mask_credentials
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def check_place(key: str, text: str) -> None:
         read_address(text)
     elif "://" in text:
         raise DataError(
-            f"{key}: {without_credentials(text)} is an address, but only local files, s3:// addresses and data sets of the Hub "
+            f"{key}: {mask_credentials(text)} is an address, but only local files, s3:// addresses and data sets of the Hub "
             "are read; download it first"
         )
 
@@ -58,7 +58,7 @@ def join_address(folder: S3Address, relative: str) -> S3Address:
     return folder / str(PurePosixPath(relative))
 
 
-def local_copy(text: str) -> Path:
+def fetch_file(text: str) -> Path:
     """Return the local copy of one object.
 
     Raises:
@@ -83,14 +83,14 @@ def _copy_of(text: str) -> Path:
         if error.status == 404:
             raise DataError(f"{address}: no such object, or no bucket {address.bucket}; correct the address") from None
         raise
-    folder = _folder(address, source.version)
+    folder = _get_cache_folder(address, source.version)
     name = PurePosixPath(address.key).name
-    with cache_errors(folder, "DSREASON_CACHE"):
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, lambda partial: _fetch(source, partial / name)) / name
 
 
-def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
-    """Return a local copy of a folder with the objects whose path below it is `wanted`. Errors are those of `local_copy`."""
+def fetch_folder(text: str, wanted: Callable[[str], bool]) -> Path:
+    """Return a local copy of a folder with the objects whose path below it is `wanted`. Errors are those of `fetch_file`."""
     address = read_address(text)
     objects = list_objects(address)
     chosen_objects = {name: source for name, source in sorted(objects.items()) if wanted(name)}
@@ -104,16 +104,18 @@ def local_folder(text: str, wanted: Callable[[str], bool]) -> Path:
             or {"..", "/"} & {*PurePosixPath(name).parts}
         ):
             raise DataError(f"{address}: the object {name!r} would leave its folder; rename it")
-    folder = _folder(address, "\n".join(f"{name} {source.version}" for name, source in chosen_objects.items()))
-    with cache_errors(folder, "DSREASON_CACHE"):
+    folder = _get_cache_folder(
+        address, "\n".join(f"{name} {source.version}" for name, source in chosen_objects.items())
+    )
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, lambda partial: _fetch_all(address, chosen_objects, partial))
 
 
 def check_room(place: str, sources: Iterable[S3Object]) -> None:
     """Raise StorageError if the objects not yet in the cache do not fit its disk."""
-    missing = sum(source.size for source in sources if not _folder(source.address, source.version).is_dir())
-    folder = cache_dir()
-    with cache_errors(folder, "DSREASON_CACHE"):
+    missing = sum(source.size for source in sources if not _get_cache_folder(source.address, source.version).is_dir())
+    folder = get_cache_dir()
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
     if missing > free:
@@ -130,9 +132,9 @@ def _fetch_all(address: S3Address, objects: Mapping[str, S3Object], partial: Pat
             pass
 
 
-def _folder(address: S3Address, version: str) -> Path:
+def _get_cache_folder(address: S3Address, version: str) -> Path:
     key = hashlib.sha256(f"{address} {version}".encode()).hexdigest()[:24]
-    return cache_dir() / "s3" / address.bucket / key
+    return get_cache_dir() / "s3" / address.bucket / key
 
 
 def _fetch(source: S3Object, file: Path) -> None:

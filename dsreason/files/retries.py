@@ -20,7 +20,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
-def with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
+def run_with_retries(action: Callable[[], T], attempts: int | None = None) -> T:
     """Return the result of `action`, calling it up to `attempts` times (None: ATTEMPTS) if it raises a transient StorageError.
 
     The waits double, and each is scaled by a random factor from 0.5 to 1, so that many ranks do not retry at once.

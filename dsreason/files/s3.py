@@ -1,6 +1,6 @@
 """S3 through boto3, configured from the environment, with retries of transient errors and messages that name the address.
 
-boto3 would retry silently, but not after damage that only an ETag shows; here it tries once, and `with_retries` decides.
+boto3 would retry silently, but not after damage that only an ETag shows; here it tries once, and `run_with_retries` decides.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 
 from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
-from dsreason.files.deadline import within
-from dsreason.files.retries import with_retries
-from dsreason.screen import in_one_line
-from dsreason.secrets import hide_secrets, quiet_libraries, without_credentials
+from dsreason.files.deadline import run_with_limit
+from dsreason.files.retries import run_with_retries
+from dsreason.screen import to_one_line
+from dsreason.secrets import hide_secrets, mask_credentials, quiet_libraries
 
 Answer: TypeAlias = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def connect() -> Any:
     key, secret = variables.get(f"{COSMOS}ACCESS_KEY_ID"), variables.get(f"{COSMOS}SECRET_ACCESS_KEY")
     endpoints = [name for name in ENDPOINTS if name in variables]
     endpoint = variables[endpoints[0]] if endpoints else ""
-    if without_credentials(endpoint) != endpoint:
+    if mask_credentials(endpoint) != endpoint:
         keys = COSMOS if endpoints[0].startswith(COSMOS) else "AWS_"
         raise StorageError(
             f"{endpoints[0]} holds a user and a password; remove them, and set {keys}ACCESS_KEY_ID and {keys}SECRET_ACCESS_KEY"
@@ -82,11 +82,11 @@ def connect() -> Any:
         raise StorageError(f"{COSMOS}ACCESS_KEY_ID and {COSMOS}SECRET_ACCESS_KEY belong together; set both")
     # botocore reads only AWS_DEFAULT_REGION.
     region = next((variables[name] for name in REGIONS if name in variables), None)
-    return _client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
+    return _create_client(os.getpid(), endpoint, region, READ_LIMIT_S, key, secret)
 
 
 @lru_cache(maxsize=1)
-def _client(
+def _create_client(
     process: int, endpoint: str, region: str | None, read_limit: float, key: str | None, secret: str | None
 ) -> Any:
     """Create the client of a process: a fork must not write into its parent's connections.
@@ -129,17 +129,19 @@ def request(
     limit += len(parameters.get("Body", b"")) / SLOWEST
 
     def once() -> Answer:
-        with named_errors(address):
-            answer: Answer = within(limit, lambda: getattr(connect(), method)(Bucket=address.bucket, **parameters))
+        with convert_s3_errors(address):
+            answer: Answer = run_with_limit(
+                limit, lambda: getattr(connect(), method)(Bucket=address.bucket, **parameters)
+            )
         check(answer)
         return answer
 
-    return with_retries(once, attempts)
+    return run_with_retries(once, attempts)
 
 
 def find_object(address: S3Address) -> S3Object:
     head = request("head_object", address, Key=address.key)
-    return _object(address, head.get("ContentLength"), head)
+    return _parse_object(address, head.get("ContentLength"), head)
 
 
 def list_objects(address: S3Address) -> dict[str, S3Object]:
@@ -152,7 +154,7 @@ def list_objects(address: S3Address) -> dict[str, S3Object]:
         for entry in page.get("Contents", []):
             key, size = entry.get("Key", ""), entry.get("Size")
             if not key.endswith("/"):
-                objects[key.removeprefix(prefix)] = _object(S3Address(address.bucket, key), size, entry)
+                objects[key.removeprefix(prefix)] = _parse_object(S3Address(address.bucket, key), size, entry)
         if not page.get("IsTruncated"):
             return objects
         following = {"ContinuationToken": page.get("NextContinuationToken", "")}
@@ -167,7 +169,7 @@ def read_into(source: S3Object, file: Path) -> None:
     """
     with file.open("ab") as target:
         while target.tell() < source.size:
-            target.write(with_retries(lambda: _read(source, target.tell())))
+            target.write(run_with_retries(lambda: _read(source, target.tell())))
 
 
 def _read(source: S3Object, start: int) -> bytes:
@@ -178,8 +180,8 @@ def _read(source: S3Object, start: int) -> bytes:
         answer = connect().get_object(**location, Range=f"bytes={start}-{last}", IfMatch=source.etag)
         return bytes(answer["Body"].read(last - start + 2))  # one byte more detects a server that ignores the range
 
-    with named_errors(source.address):
-        content = within(REQUEST_LIMIT_S + READ_BYTES / SLOWEST, part)
+    with convert_s3_errors(source.address):
+        content = run_with_limit(REQUEST_LIMIT_S + READ_BYTES / SLOWEST, part)
     if len(content) > last - start + 1:
         raise StorageError(
             f"{source.address}: the server sent more than the {last - start + 1} bytes that were requested"
@@ -191,7 +193,7 @@ def _read(source: S3Object, start: int) -> bytes:
     return content
 
 
-def _object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
+def _parse_object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
     etag, time = facts.get("ETag"), facts.get("LastModified")
     if size is None or size < 0 or etag is None or time is None:
         raise StorageError(
@@ -204,7 +206,7 @@ def _object(address: S3Address, size: int | None, facts: Answer) -> S3Object:
 
 
 @contextmanager
-def named_errors(address: S3Address) -> Iterator[None]:
+def convert_s3_errors(address: S3Address) -> Iterator[None]:
     """Raise boto3's errors as a StorageError, without their cause: their messages may hold secrets."""
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -216,22 +218,22 @@ def named_errors(address: S3Address) -> Iterator[None]:
     except RecursionError:  # boto3 calls itself for each redirect
         raise StorageError(f"{address}: the server redirects without end; check AWS_ENDPOINT_URL") from None
     except ClientError as error:
-        raise refused(address, error.response) from None
+        raise build_refusal(address, error.response) from None
     except (OSError, ValueError, BotoCoreError, ResponseParserError) as error:
-        raise unreached(address, error) from None
+        raise build_unreached(address, error) from None
 
 
-def refused(address: S3Address, response: Answer) -> StorageError:
+def build_refusal(address: S3Address, response: Answer) -> StorageError:
     """Build the error for a response with an error status."""
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
     answer = " ".join(dict.fromkeys(part for part in (str(status), code, f"({message})" if message else "") if part))
-    text = f"{address}: the server answers {in_one_line(hide_secrets(answer))}{advice(status, code, address)}"
+    text = f"{address}: the server answers {to_one_line(hide_secrets(answer))}{get_advice(status, code, address)}"
     transient = (status >= 500 and status != 501) or status in (408, 429) or code in TRANSIENT_CODES
     return StorageError(text, status=status, transient=transient)
 
 
-def advice(status: int, code: str, address: S3Address) -> str:
+def get_advice(status: int, code: str, address: S3Address) -> str:
     if code == "NoSuchBucket":
         return f"; create the bucket {address.bucket}, or correct its name"
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"):
@@ -245,7 +247,7 @@ def advice(status: int, code: str, address: S3Address) -> str:
     return ""
 
 
-def unreached(address: S3Address, error: Exception) -> StorageError:
+def build_unreached(address: S3Address, error: Exception) -> StorageError:
     """Build the error for a request without a response."""
     from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 

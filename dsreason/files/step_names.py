@@ -8,7 +8,7 @@ from pathlib import Path
 PREFIX = "step_"
 
 
-def step_name(step: int) -> str:
+def format_step(step: int) -> str:
     """Return the name of a step: 12 → `step_12`."""
     return f"{PREFIX}{step}"
 
@@ -17,6 +17,6 @@ def is_step_name(name: str) -> bool:
     return re.fullmatch(rf"{PREFIX}(0|[1-9][0-9]*)", name) is not None
 
 
-def named_step(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step in a path: `.../step_12` → 12, `.../step_12.jsonl` → 12."""
     return int(path.name.partition(".")[0].removeprefix(PREFIX))

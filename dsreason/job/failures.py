@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsreason.errors import DISK_ERRORS, ConfigError, DataError, DsReasonError, SaveError, Stopped
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import as_os_error
-from dsreason.media.time_limit import last_words
-from dsreason.screen import as_message
+from dsreason.files.disk import to_os_error
+from dsreason.media.time_limit import read_last_words
+from dsreason.screen import format_message
 from dsreason.secrets import hide_secrets
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RankError(DsReasonError):
         self.label = Stopped.label if failure.exit_code == Stopped.exit_code else DsReasonError.label
 
 
-def peer_error(failure: Failure) -> RankError:
+def build_peer_error(failure: Failure) -> RankError:
     """Return the error that ends this rank because another one failed."""
     return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
@@ -92,19 +92,19 @@ def peer_error(failure: Failure) -> RankError:
 # In a rank
 
 
-def own_rank() -> int:
+def read_rank() -> int:
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdecimal() else 0
 
 
-def disk_error_as_save_error(error: E) -> E | SaveError:
+def convert_disk_error(error: E) -> E | SaveError:
     """Return a SaveError for a full or read-only disk, which is not a bug wherever it occurs; other errors unchanged."""
-    cause = as_os_error(error) if isinstance(error, Exception) else None
+    cause = to_os_error(error) if isinstance(error, Exception) else None
     if cause is None or cause.errno not in DISK_ERRORS:
         return error
     file = f"{cause.filename}: " if cause.filename else ""
-    if not file and cause.errno == errno.ENOSPC and shared_memory():
-        file = f"perhaps {shared_memory()}: "  # the error does not name the file
+    if not file and cause.errno == errno.ENOSPC and describe_small_shared_memory():
+        file = f"perhaps {describe_small_shared_memory()}: "  # the error does not name the file
     if cause.errno == errno.EFBIG:
         max_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = (
@@ -119,7 +119,7 @@ def disk_error_as_save_error(error: E) -> E | SaveError:
     )
 
 
-def shared_memory() -> str:
+def describe_small_shared_memory() -> str:
     """Describe the size of a small /dev/shm, through which processes exchange data; "" for an ordinary one."""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
@@ -128,15 +128,15 @@ def shared_memory() -> str:
     return ""
 
 
-def dead_worker() -> str:
+def describe_dead_worker() -> str:
     """Return why a data worker may have died."""
-    limits = f"; {shared_memory()}" if shared_memory() else ""
+    limits = f"; {describe_small_shared_memory()}" if describe_small_shared_memory() else ""
     if (max_bytes := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         limits += f"; files, and what a worker hands over, are limited to {max_bytes} bytes here (ulimit -f)"
     return f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch{limits}"
 
 
-def dead_worker_as_error(error: E) -> E | DsReasonError:
+def convert_dead_worker_error(error: E) -> E | DsReasonError:
     """Turn torch's error about a dead data worker into one that names the cause; return other errors unchanged.
 
     torch raises it from a signal handler, wherever the trainer happens to be. A worker that ended itself because of a file
@@ -145,12 +145,12 @@ def dead_worker_as_error(error: E) -> E | DsReasonError:
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
         return error
-    if reason := last_words(text):
+    if reason := read_last_words(text):
         return DataError(reason)
-    return DsReasonError(f"{dead_worker()} ({text.strip()})")
+    return DsReasonError(f"{describe_dead_worker()} ({text.strip()})")
 
 
-def limit_as_config_error(error: E) -> E | ConfigError:
+def convert_limit_error(error: E) -> E | ConfigError:
     """Return a ConfigError if open files or memory ran out, which is not a bug; other errors unchanged."""
     if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
         return ConfigError("too many open files; raise the limit (ulimit -n), or use fewer workers")
@@ -159,25 +159,25 @@ def limit_as_config_error(error: E) -> E | ConfigError:
     return error
 
 
-def error_for_people(error: E) -> E | DsReasonError:
+def to_readable_error(error: E) -> E | DsReasonError:
     """Turn errors from limits of the machine and the shell, and from dead data workers, into sentences for people."""
-    return dead_worker_as_error(limit_as_config_error(disk_error_as_save_error(error)))
+    return convert_dead_worker_error(convert_limit_error(convert_disk_error(error)))
 
 
-def failure_of(error: BaseException) -> Failure:
-    error = error_for_people(error)
+def build_failure(error: BaseException) -> Failure:
+    error = to_readable_error(error)
     if isinstance(error, RankError):
         return error.failure
     if isinstance(error, DsReasonError):
         text, restarts = hide_secrets(str(error)), error.exit_code not in FINAL_EXIT_CODES
-        return Failure(own_rank(), text, error.exit_code, user_fixable=True, time=time.time(), restarts=restarts)
-    return Failure(own_rank(), crash_text(error), exit_code=1, user_fixable=False, time=time.time())
+        return Failure(read_rank(), text, error.exit_code, user_fixable=True, time=time.time(), restarts=restarts)
+    return Failure(read_rank(), format_crash(error), exit_code=1, user_fixable=False, time=time.time())
 
 
-def crash_text(error: BaseException) -> str:
+def format_crash(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
     if "DataLoader worker (pid" in text:  # it caused the other error
-        text += f"{dead_worker()}\n"
+        text += f"{describe_dead_worker()}\n"
     return text
 
 
@@ -188,11 +188,11 @@ def record_failure(failure: Failure) -> None:
     report, in whole seconds, for the cause, and a rank that was killed has left none.
     """
     if ERROR_DIR in os.environ:
-        if failure.rank == own_rank():
+        if failure.rank == read_rank():
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
         timestamp = str(int(failure.time) - failure.silent)
-        text = as_message(failure.text)  # torchrun prints it as it is
+        text = format_message(failure.text)  # torchrun prints it as it is
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": timestamp}}
         write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
@@ -206,18 +206,18 @@ def write_once(file: Path, text: str) -> None:
 def record_activity(activity: str) -> None:
     """Write what this rank is doing, for the parent to print if it is killed. Called several times per step, so it is cheap."""
     if ERROR_DIR in os.environ:
-        file = activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{own_rank()}")
+        file = open_activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{read_rank()}")
         file[:] = activity.encode().ljust(ACTIVITY_BYTES)
 
 
 @cache
-def activity_file(file: Path) -> mmap:
+def open_activity_file(file: Path) -> mmap:
     file.write_bytes(bytes(ACTIVITY_BYTES))
     with file.open("r+b") as opened:
         return mmap(opened.fileno(), ACTIVITY_BYTES)
 
 
-def last_line(log: Path) -> str:
+def read_last_line(log: Path) -> str:
     """Return the last non-empty line of a log, without secrets; "" if the log is empty or missing."""
     try:
         with log.open("rb") as file:
@@ -231,7 +231,7 @@ def last_line(log: Path) -> str:
 # In the parent
 
 
-def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
+def get_exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     """Return the exit codes of the ranks that failed; a rank that the agent had to kill counts as ended by its SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())
     return {
@@ -240,7 +240,7 @@ def exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
     }
 
 
-def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
+def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> Failure:
     """Return the failure that caused the others.
 
     Args:
@@ -252,7 +252,7 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
     if has_saved:  # the ranks that SIGUSR1 ended got it too late to save
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
-    silent = [_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
+    silent = [_build_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
     killed = [failure for failure in silent if exit_codes[failure.rank] not in followed]
     user_fixable = [failure for failure in reports if failure.user_fixable]
@@ -269,7 +269,7 @@ def first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]) -> 
     return min(candidates, key=lambda failure: (failure.time, failure.rank))
 
 
-def _silent_failure(rank: int, exit_code: int) -> Failure:
+def _build_silent_failure(rank: int, exit_code: int) -> Failure:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = " (often: out of memory; see the kernel log)" if name == "SIGKILL" else ""
@@ -279,10 +279,10 @@ def _silent_failure(rank: int, exit_code: int) -> Failure:
     return Failure(rank, text, exit_code=1, user_fixable=False, time=0.0, signal=max(0, -exit_code), silent=True)
 
 
-def with_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
+def add_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
     """Add what a rank that reported nothing was doing, and the last line of its log."""
     if not failure.silent:
         return failure
-    activity, line = error_dir / f"activity_{failure.rank}", last_line(log)
+    activity, line = error_dir / f"activity_{failure.rank}", read_last_line(log)
     text = f"{failure.text} {activity.read_text().strip()}" if activity.exists() else failure.text
     return replace(failure, text=f"{text}\nits last log line: {line}" if line else text)

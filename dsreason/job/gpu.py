@@ -47,7 +47,7 @@ CAUSES = {
 
 
 @cache
-def cuda_fault() -> str | None:
+def find_cuda_fault() -> str | None:
     """Return why torch cannot use the GPUs of this machine; None if it can, if the machine has none, or if torch is a CPU build.
 
     torch warns of it once per process, so this is called before anything else that looks for GPUs.
@@ -75,7 +75,7 @@ def has_gpu() -> bool:
 
 def check_gpus() -> None:
     """Raise ConfigError if the machine has GPUs that torch cannot use, unless DS_ACCELERATOR selects the CPU."""
-    fault = cuda_fault()
+    fault = find_cuda_fault()
     if fault is None or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         return
     import torch
@@ -101,7 +101,7 @@ def choose_device(local_rank: int) -> torch.device:
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
-    with gpu_errors():
+    with translate_gpu_errors():
         torch.cuda.set_device(device)
     # On Hopper and newer GPUs torch prefers cuDNN's attention, whose gradients can be NaN under a mask, and which compiles
     # kernels for every new length.
@@ -110,17 +110,17 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 @contextmanager
-def gpu_errors() -> Iterator[None]:
+def translate_gpu_errors() -> Iterator[None]:
     """Turn errors of CUDA and NCCL with a known cause into DsReasonErrors that name it."""
     try:
         yield
     except RuntimeError as error:
-        if text := meaning(str(error)):
+        if text := describe_gpu_error(str(error)):
             raise DsReasonError(text) from error
         raise
 
 
-def meaning(error: str) -> str | None:
+def describe_gpu_error(error: str) -> str | None:
     """Return what an error of CUDA or NCCL means, and what to do; None if that is not known."""
     import torch
 

@@ -23,15 +23,15 @@ from torch.distributed.rendezvous import rendezvous
 import dsreason
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config
-from dsreason.config.output import flat
+from dsreason.config.output import flatten_keys
 from dsreason.config.schema import JobConfig
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.files.disk import sha256_of
+from dsreason.files.disk import compute_sha256
 from dsreason.job import launch
-from dsreason.job.launchers import PDSH, launchers
-from dsreason.job.record import versions
-from dsreason.problems import listed
-from dsreason.screen import say
+from dsreason.job.launchers import PDSH, find_launchers
+from dsreason.job.record import read_versions
+from dsreason.problems import join_first
+from dsreason.screen import print_message
 
 JOIN_TIMEOUT = timedelta(minutes=3)
 """Time limit for all ranks to reach the store, and again for their first connections; later collectives may take longer."""
@@ -57,11 +57,11 @@ SHOWN = 5
 _store: dist.Store | None = None
 
 
-def several_hosts() -> bool:
-    return local_size() < int(os.environ["WORLD_SIZE"])
+def has_several_hosts() -> bool:
+    return count_local_ranks() < int(os.environ["WORLD_SIZE"])
 
 
-def local_size() -> int:
+def count_local_ranks() -> int:
     """Return the number of ranks on this host; 1 outside a job. torchrun sets LOCAL_WORLD_SIZE, `deepspeed` LOCAL_SIZE."""
     sizes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
     return int(next(filter(None, sizes), "1"))
@@ -72,36 +72,41 @@ def join() -> dist.Store:
     global _store
     if _store is None:
         try:
-            with ending_after(JOIN_TIMEOUT + GRACE, not_met("the listening process does not answer")):
+            with end_after(JOIN_TIMEOUT + GRACE, build_rendezvous_error("the listening process does not answer")):
                 store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
-            raise not_met(str(error)) from error
+            raise build_rendezvous_error(str(error)) from error
         # torchrun keeps its store over restarts, and torch would read the addresses of the previous attempt from it.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         rank = os.environ["RANK"]
         if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun assigns ranks itself
-            raise ConfigError(f"{this_rank()}: another process of this job has RANK={rank} as well; give each its own")
-        if several_hosts():
+            raise ConfigError(
+                f"{describe_rank()}: another process of this job has RANK={rank} as well; give each its own"
+            )
+        if has_several_hosts():
             share_environment()
-            use_interface(exchange("address", own_address(os.environ["MASTER_ADDR"])))
+            use_interface(exchange("address", find_own_address(os.environ["MASTER_ADDR"])))
     return _store
 
 
-def not_met(cause: str) -> DsReasonError:
+def build_rendezvous_error(cause: str) -> DsReasonError:
     if "EADDRINUSE" in cause:
         return DsReasonError(
-            f"{this_rank()}: port {os.environ['MASTER_PORT']} is taken by another process of this host, perhaps another job; "
+            f"{describe_rank()}: port {os.environ['MASTER_PORT']} is taken by another process of this host, perhaps another job; "
             "choose another MASTER_PORT for all ranks (torchrun --master-port, deepspeed --master_port)"
         )
-    unknown_host = "" if knows(os.environ["MASTER_ADDR"]) else f": {socket.gethostname()} knows no host of that name"
+    unknown_host = (
+        "" if can_resolve(os.environ["MASTER_ADDR"]) else f": {socket.gethostname()} knows no host of that name"
+    )
     return DsReasonError(
-        f"{this_rank()}: the ranks did not all connect to {master()} within {limit()}{unknown_host} ({cause}); check that all "
+        f"{describe_rank()}: the ranks did not all connect to {get_master_address()} within "
+        f"{format_join_timeout()}{unknown_host} ({cause}); check that all "
         "hosts have started, that no firewall between them closes that port, and that no other program uses it"
     )
 
 
 @contextmanager
-def ending_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
+def end_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
     """End the process with the error if the block takes longer than `time`: no exception reaches native code that waits."""
     timer = threading.Timer(time.total_seconds(), launch.report_and_exit, [error])
     timer.daemon = True
@@ -112,7 +117,7 @@ def ending_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
         timer.cancel()
 
 
-def leave() -> None:
+def release_store() -> None:
     global _store
     _store = None
 
@@ -127,17 +132,18 @@ def exchange(name: str, value: Any) -> list[Any]:
     except dist.DistStoreError as error:
         missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
         raise DsReasonError(
-            f"{this_rank()}: rank {missing} did not connect to {master()} within {limit()}; look at the output of "
+            f"{describe_rank()}: rank {missing} did not connect to {get_master_address()} within "
+            f"{format_join_timeout()}; look at the output of "
             "their hosts, and check that no firewall closes that port"
         ) from error
     except dist.DistError as error:
         raise DsReasonError(
-            f"{this_rank()}: lost the connection to {master()} ({error}); look at the output of rank 0"
+            f"{describe_rank()}: lost the connection to {get_master_address()} ({error}); look at the output of rank 0"
         ) from error
 
 
 @contextmanager
-def connecting() -> Iterator[None]:
+def bound_connecting() -> Iterator[None]:
     """Bound the first connections between ranks: after JOIN_TIMEOUT this process ends and reports what to check.
 
     The native code would wait as long as a collective may take.
@@ -146,40 +152,41 @@ def connecting() -> Iterator[None]:
         yield
         return
     try:
-        with ending_after(JOIN_TIMEOUT, not_connected(f"no connection within {limit()}")):
+        with end_after(JOIN_TIMEOUT, build_connection_error(f"no connection within {format_join_timeout()}")):
             yield
     except torch.AcceleratorError:
         raise
     except RuntimeError as error:  # gloo's and NCCL's
-        raise not_connected(str(error)) from error
+        raise build_connection_error(str(error)) from error
 
 
-def not_connected(cause: str) -> DsReasonError:
+def build_connection_error(cause: str) -> DsReasonError:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     used = " and ".join(f"{name} ({os.environ.get(name, 'not set')})" for name in names)
     return DsReasonError(
-        f"{this_rank()}: the ranks met at {master()}, but then could not connect to each other ({cause}); hosts must reach "
+        f"{describe_rank()}: the ranks met at {get_master_address()}, but then could not connect to each other "
+        f"({cause}); hosts must reach "
         f"each other on every port of the interface that {used} name; check firewalls, or name the interface that leads "
         "to the other hosts"
     )
 
 
-def master() -> str:
+def get_master_address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def limit() -> str:
+def format_join_timeout() -> str:
     return f"{JOIN_TIMEOUT.total_seconds():.0f} s"
 
 
-def this_rank() -> str:
+def describe_rank() -> str:
     """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, with the address from which its host reaches the first one."""
-    address = own_address(os.environ["MASTER_ADDR"])
+    address = find_own_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
 
 
-def own_address(peer: str) -> str | None:
+def find_own_address(peer: str) -> str | None:
     """Return the address from which this host reaches `peer`; None if that is its loopback. Nothing is sent."""
     with suppress(OSError, UnicodeError):  # an unknown or impossible name, or an unreachable host
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
@@ -190,14 +197,14 @@ def own_address(peer: str) -> str | None:
     return None
 
 
-def knows(name: str) -> bool:
+def can_resolve(name: str) -> bool:
     try:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):
         return False
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
@@ -213,11 +220,11 @@ def share_environment() -> None:
     The source is the host where `deepspeed` was called, if it was used: pdsh starts the ranks there without
     the variables, too.
     """
-    caller_values = shared(caller_environment())
-    own_values = caller_values | shared(os.environ)
+    caller_values = select_shared_variables(read_caller_environment())
+    own_values = caller_values | select_shared_variables(os.environ)
     offers = exchange("names", [bool(caller_values), sorted(own_values)])
     source = next((rank for rank, (is_caller, _) in enumerate(offers) if is_caller), 0)
-    requested_names = exchange("wanted", sorted(lacking(offers[source][1], os.environ)))
+    requested_names = exchange("wanted", sorted(find_missing_variables(offers[source][1], os.environ)))
     if not any(requested_names):
         return
     rank = int(os.environ["RANK"])
@@ -226,8 +233,8 @@ def share_environment() -> None:
     )[source]
     os.environ.update({name: values[name] for name in requested_names[rank]})
     if requested_names[rank] and os.environ["LOCAL_RANK"] == "0":
-        say(
-            f"{this_rank()} takes these variables from where the job was started: {', '.join(requested_names[rank])}",
+        print_message(
+            f"{describe_rank()} takes these variables from where the job was started: {', '.join(requested_names[rank])}",
             err=True,
         )
     exchange("taken", None)
@@ -235,20 +242,20 @@ def share_environment() -> None:
         join().delete_key(f"values/{rank}")
 
 
-def caller_environment() -> dict[str, str]:
+def read_caller_environment() -> dict[str, str]:
     """Return the environment of the shell in which `deepspeed --hostfile` was called; empty if it was on another host."""
-    for process in launchers():
+    for process in find_launchers():
         with suppress(psutil.Error):
             if process.name() in PDSH:
                 return dict(process.environ())
     return {}
 
 
-def shared(environment: Mapping[str, str]) -> dict[str, str]:
+def select_shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if SHARED.fullmatch(name) and name not in OWN}
 
 
-def lacking(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
+def find_missing_variables(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
     """Return the names among those of the first host that a host with `environment` takes."""
     own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
@@ -259,8 +266,8 @@ def use_interface(addresses: Sequence[str | None]) -> None:
 
     Its default is the address that this host's name resolves to: often 127.0.1.1, which no other host reaches.
     """
-    peer = next((address for address in addresses if address and interface_of(address) is None), None)
-    interface = interface_of(own_address(peer) or "") if peer else None
+    peer = next((address for address in addresses if address and find_interface(address) is None), None)
+    interface = find_interface(find_own_address(peer) or "") if peer else None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
@@ -277,30 +284,30 @@ def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
     Raises:
         ConfigError: a host differs from the first one; raised on every rank.
     """
-    if not several_hosts():
+    if not has_several_hosts():
         return
-    device = launch.device_kind(launch.gpu_count())
+    device = launch.get_device_kind(launch.count_gpus())
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=int(os.environ["WORLD_SIZE"]))
-    settings = flat({**dump_config(config), "deepspeed": deepspeed})
-    compare({**versions(), "device": device, **code_facts(config), **options, **settings})
+    settings = flatten_keys({**dump_config(config), "deepspeed": deepspeed})
+    compare({**read_versions(), "device": device, **hash_code(config), **options, **settings})
 
 
 def compare(facts: Mapping[str, Any]) -> None:
     """Raise ConfigError on every rank if a host's facts differ from the first one's. Every rank calls it."""
     entry = (f"{socket.gethostname()} (rank {os.environ['RANK']})", facts) if os.environ["LOCAL_RANK"] == "0" else None
-    differing = differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
+    differing = find_differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
     if not differing:
         return
     with suppress(DsReasonError, dist.DistError):
         exchange("compared", None)  # the store ends with rank 0
-    lines = listed(differing, SHOWN, separator="\n  ")
+    lines = join_first(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
         "give all of them the same environment, code, files and options, and start again"
     )
 
 
-def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """Return a text for each fact that differs between hosts: the first host's value, and the first other value."""
     (first, facts), *other_hosts = hosts
     texts = []
@@ -316,18 +323,18 @@ def differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return texts
 
 
-def code_facts(config: JobConfig) -> dict[str, str]:
+def hash_code(config: JobConfig) -> dict[str, str]:
     """Return hashes of this package and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
-            total.update(f"{file.relative_to(root)} {sha256_of(file)}\n".encode())
+            total.update(f"{file.relative_to(root)} {compute_sha256(file)}\n".encode())
     return {"code of dsreason": total.hexdigest()[:12]} | {
-        f"code of {file}": sha256_of(file)[:12] for file in named_files(dump_config(config))
+        f"code of {file}": compute_sha256(file)[:12] for file in find_named_files(dump_config(config))
     }
 
 
-def named_files(document: Any) -> list[Path]:
+def find_named_files(document: Any) -> list[Path]:
     """Return the Python files that the keys and values of a JSON document name, also as `package.module:attr`."""
     targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]

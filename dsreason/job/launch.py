@@ -25,24 +25,24 @@ from typing import Literal
 
 from dsreason.errors import ConfigError, DsReasonError, Stopped
 from dsreason.files.atomic import write_file
-from dsreason.files.lock import start_time
-from dsreason.imports import quick_imports
+from dsreason.files.lock import read_start_time
+from dsreason.imports import make_imports_fast
 from dsreason.job.failures import (
     CRASH_LOG,
     ERROR_DIR,
     Failure,
     RankError,
-    error_for_people,
-    exit_codes,
-    failure_of,
-    first_failure,
+    add_last_log_line,
+    build_failure,
+    find_first_failure,
+    get_exit_codes,
     record_failure,
-    with_last_log_line,
+    to_readable_error,
 )
-from dsreason.job.gpu import cuda_fault
+from dsreason.job.gpu import find_cuda_fault
 from dsreason.job.launchers import end_with_launchers
-from dsreason.job.signals import LAUNCHER_PID, forwarded_signals
-from dsreason.screen import say, write
+from dsreason.job.signals import LAUNCHER_PID, forward_signals
+from dsreason.screen import print_message, write
 from dsreason.secrets import hide_secrets
 
 LOG_DIR = "DSREASON_LOG_DIR"
@@ -77,12 +77,12 @@ def is_first_rank() -> bool:
     return not is_rank() or os.environ["RANK"] == "0"
 
 
-def started_by_us() -> bool:
+def is_started_by_us() -> bool:
     return is_rank() and ERROR_DIR in os.environ
 
 
-def started_by_torchrun() -> bool:
-    return RESTARTS in os.environ and not started_by_us()
+def is_started_by_torchrun() -> bool:
+    return RESTARTS in os.environ and not is_started_by_us()
 
 
 # First actions of every rank
@@ -97,7 +97,7 @@ def prepare_environment() -> None:
         os.environ["PATH"] = folder + os.pathsep + path
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of a lost peer with 30 lines of native frames
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns in every forked data worker
-    if "DS_ACCELERATOR" not in os.environ and cuda_fault() is None and gpu_count() == 0:
+    if "DS_ACCELERATOR" not in os.environ and find_cuda_fault() is None and count_gpus() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
@@ -125,8 +125,8 @@ def enter_rank() -> None:
             os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before the call above
         exit_if_failed_before()
         end_with_launchers()
-    if started_by_us() and not is_first_rank():
-        redirect_output(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
+    if is_started_by_us() and not is_first_rank():
+        send_output_to_file(Path(os.environ[LOG_DIR]) / f"rank_{os.environ['RANK']}.log")
     prepare_environment()
 
 
@@ -145,7 +145,7 @@ def end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def redirect_output(file: Path) -> None:
+def send_output_to_file(file: Path) -> None:
     """Send stdout and stderr of this process, native code included, to the end of `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -159,22 +159,22 @@ def report(error: Exception) -> int:
 
     The parent prints the traceback of a bug: that of the rank that failed first.
     """
-    error = error_for_people(error)
-    failure = failure_of(error)
+    error = to_readable_error(error)
+    failure = build_failure(error)
     if is_rank():
         record_failure(failure)
-        if not failure.restarts and started_by_torchrun():
+        if not failure.restarts and is_started_by_torchrun():
             # torchrun restarts the ranks even after an error that the user has to fix; the note stops the next attempt.
             with suppress(OSError):  # a full disk may be the error
-                write_file(shared_file("final"), json.dumps(asdict(failure)))
+                write_file(get_shared_path("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
         if should_print_error(str(error)):
-            say(hide_secrets(f"{error.label}{error}"), err=True)
+            print_message(hide_secrets(f"{error.label}{error}"), err=True)
         return error.exit_code
     has_log = bool(logging.getLogger().handlers)
     if has_log:
         logging.getLogger(CRASH_LOG).critical("uncaught %s\n%s", type(error).__name__, failure.text)
-    if should_print_error(failure.text) and not (started_by_us() and has_log):
+    if should_print_error(failure.text) and not (is_started_by_us() and has_log):
         write(failure.text, file=sys.stderr, end="")
     return 1
 
@@ -191,36 +191,36 @@ def should_print_error(text: str) -> bool:
     Under others, only the first rank of this host with the error does, as torchrun shows the output of all ranks. Tracebacks
     are compared by their last line, because another rank that learns of the error prints it with other words before that.
     """
-    if started_by_us():
+    if is_started_by_us():
         return not is_first_rank()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     last = text.rstrip().rpartition("\n")[2]
     with suppress(OSError):  # if the file cannot be written, every rank prints the error
         try:
-            shared_file(f"{attempt()} {last}").touch(exist_ok=False)
+            get_shared_path(f"{get_attempt()} {last}").touch(exist_ok=False)
         except FileExistsError:
             return False
     return True
 
 
-def attempt() -> int:
+def get_attempt() -> int:
     """Return how often torchrun has started the ranks again."""
     return int(os.environ.get(RESTARTS, 0))
 
 
 def exit_if_failed_before() -> None:
     """End at once if an earlier attempt has printed an error that the user has to fix."""
-    mark = shared_file("final")
-    if attempt() and mark.exists():
+    mark = get_shared_path("final")
+    if get_attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))
         record_failure(failure)
         sys.exit(failure.exit_code)
 
 
-def agreed(word: str, value: str) -> str:
+def share_value(word: str, value: str) -> str:
     """Return the value of the first rank of this host that calls this, on all ranks and in all attempts."""
-    file = shared_file(word)
+    file = get_shared_path(word)
     own_file = file.with_suffix(f".{os.getpid()}")
     own_file.write_text(value)
     with suppress(FileExistsError):
@@ -229,13 +229,13 @@ def agreed(word: str, value: str) -> str:
     return file.read_text()
 
 
-def shared_file(word: str) -> Path:
+def get_shared_path(word: str) -> Path:
     """Return the path of a file that the ranks of this host share, also with ranks that the same launcher starts later.
 
     Its name follows from the process id and start time of their common parent. No other user can write there.
     """
     parent = os.getppid()
-    key = hashlib.sha256(f"{parent} {start_time(parent)} {word}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{parent} {read_start_time(parent)} {word}".encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"dsreason-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -249,22 +249,22 @@ def shared_file(word: str) -> Path:
 # The parent
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """Return the number of visible GPUs without using memory on them."""
-    with quick_imports():
+    with make_imports_fast():
         import torch
 
     return int(torch.cuda.device_count())
 
 
-def rank_count(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
+def count_ranks(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
     """Return how many ranks to start on this machine: `nproc` if set, else one per GPU, else `on_cpu`."""
     if gpus and nproc is not None and nproc > gpus:
         raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
     return nproc or gpus or on_cpu
 
 
-def device_kind(gpus: int) -> Literal["cpu", "cuda"]:
+def get_device_kind(gpus: int) -> Literal["cpu", "cuda"]:
     """Return `cuda` if the machine has a GPU, unless DS_ACCELERATOR selects the CPU."""
     return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
@@ -296,7 +296,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
     """Start all ranks, wait for them, and return the first failure; None if all succeeded."""
-    with quick_imports():
+    with make_imports_fast():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -315,26 +315,26 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
-        environment(_rank_environment(ranks, log_dir, error_dir)),
-        forwarded_signals() as received,
+        set_variables(_build_rank_environment(ranks, log_dir, error_dir)),
+        forward_signals() as received,
     ):
         logging.disable(logging.CRITICAL)  # the agent repeats failures, which the parent reports more clearly
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
             reports = [Failure(**json.loads(file.read_text())) for file in Path(error_dir).glob("rank_*.json")]
-            failure = first_failure(reports, exit_codes(error.failures))
-            failure = with_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
-            return replace(_as_stopped(failure, received), restarts=False) if received else failure
+            failure = find_first_failure(reports, get_exit_codes(error.failures))
+            failure = add_last_log_line(failure, Path(error_dir), log_dir / f"rank_{failure.rank}.log")
+            return replace(_convert_stopped_failure(failure, received), restarts=False) if received else failure
         except SignalException as error:
-            say(f"stopped by {error.sigval.name}", err=True)
+            print_message(f"stopped by {error.sigval.name}", err=True)
             raise SystemExit(128 + error.sigval) from None
         finally:
             logging.disable(logging.NOTSET)
     return None
 
 
-def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
+def _convert_stopped_failure(failure: Failure, received: Sequence[str]) -> Failure:
     """Return the outcome of ranks that signals stopped: they report it, or a signal ended them; else the failure stays."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
@@ -347,7 +347,7 @@ def _as_stopped(failure: Failure, received: Sequence[str]) -> Failure:
     return failure
 
 
-def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:
+def _build_rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -358,7 +358,7 @@ def _rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[str, st
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
+def set_variables(values: Mapping[str, str]) -> Iterator[None]:
     """Set these variables inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

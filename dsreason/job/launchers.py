@@ -27,10 +27,10 @@ def end_with_launchers() -> None:
     The kernel reports only the end of the parent. `deepspeed` has a process between itself and the ranks, and on several
     hosts pdsh and ssh, which continue without it.
     """
-    threading.Thread(target=_watch, args=[launchers()], name="launchers", daemon=True).start()
+    threading.Thread(target=_watch, args=[find_launchers()], name="launchers", daemon=True).start()
 
 
-def launchers() -> list[psutil.Process]:
+def find_launchers() -> list[psutil.Process]:
     """Return the processes that started this rank: its parent, and under `deepspeed` those above it.
 
     They reach up to the runner, or to sshd if the runner is on another host; on the runner's host they include pdsh, which
@@ -44,15 +44,15 @@ def launchers() -> list[psutil.Process]:
             return above[:1]
         for process in above:
             launchers.append(process)
-            if not _is_of(process, job):
+            if not _is_part_of_job(process, job):
                 break
         for pdsh in [process for process in psutil.process_iter(["name"]) if process.info["name"] in PDSH]:
-            if _is_of(pdsh, job):
+            if _is_part_of_job(pdsh, job):
                 launchers += [pdsh, *pdsh.parents()[:1]]
     return launchers
 
 
-def _is_of(process: psutil.Process, job: Sequence[str]) -> bool:
+def _is_part_of_job(process: psutil.Process, job: Sequence[str]) -> bool:
     with suppress(psutil.Error):  # the process may have ended meanwhile
         words = process.cmdline()  # a shell or ssh has all arguments in one word
         return all(any(text in word for word in words) for text in job)
@@ -60,13 +60,13 @@ def _is_of(process: psutil.Process, job: Sequence[str]) -> bool:
 
 
 def _watch(processes: Sequence[psutil.Process]) -> None:
-    while all(_lives(process) for process in processes):
+    while all(_is_alive(process) for process in processes):
         time.sleep(TICK)
     logging.getLogger(CRASH_LOG).critical("a launcher of this rank is gone; ending")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     """Return whether the process runs: its id may belong to another one now, or it may be a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from dsreason.errors import DsReasonError
 from dsreason.job import hosts, launch
-from dsreason.job.failures import PEER_EXIT_CODE, Failure, failure_of, last_line, own_rank, peer_error
+from dsreason.job.failures import PEER_EXIT_CODE, Failure, build_failure, build_peer_error, read_last_line, read_rank
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +80,17 @@ class Peer:
         with suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def named(self, failure: Failure) -> Failure:
+    def describe_failure(self, failure: Failure) -> Failure:
         """Return this rank's failure as another rank reports it."""
         if failure.user_fixable:
             return failure
         log_note = f"; its log: {self.log}" if self.log else ":"
         return replace(failure, text=f"rank {self.rank} on {self.host} failed{log_note}\n\n{failure.text}")
 
-    def death(self) -> Failure:
+    def build_death_failure(self) -> Failure:
         """Build the failure of a rank whose connection ended without a report."""
         text = f"rank {self.rank} on {self.host} died {self.activity} (killed, or its host is gone)"
-        if line := last_line(Path(self.log)):
+        if line := read_last_line(Path(self.log)):
             text += f"; its last log line: {line}"
         if self.log:
             text += f"; its log: {self.log}"
@@ -150,7 +150,7 @@ class Lifeline:
     def report_activity(self, activity: str) -> None:
         self._send({"activity": activity})
 
-    def say_goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
@@ -177,7 +177,7 @@ class Lifeline:
                 if "first" in message:
                     self._decide(Failure(**message["first"]))
         if not zero.has_ended:
-            self._decide(zero.death())
+            self._decide(zero.build_death_failure())
 
     def _decide(self, first: Failure) -> None:
         if self._first is None:
@@ -187,11 +187,11 @@ class Lifeline:
 
 
 _started: Lifeline | None = None
-"""Lifeline of this rank since its start; None outside `from_the_start` and on a single host."""
+"""Lifeline of this rank since its start; None outside `join_with_lifeline` and on a single host."""
 
 
 @contextmanager
-def from_the_start(activity: str = AT_START) -> Iterator[None]:
+def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
     """Join the job and hold a lifeline for the whole life of a rank, if there are several hosts.
 
     Enter it before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, a
@@ -205,16 +205,16 @@ def from_the_start(activity: str = AT_START) -> Iterator[None]:
         RankError: this rank's error followed from another rank's failure, which is raised instead.
     """
     global _started
-    if not hosts.several_hosts():
+    if not hosts.has_several_hosts():
         yield
         return
     is_failing = threading.Event()
 
     def end(first: Failure) -> None:
-        if first.rank != own_rank() and not is_failing.is_set():
-            launch.report_and_exit(peer_error(first))
+        if first.rank != read_rank() and not is_failing.is_set():
+            launch.report_and_exit(build_peer_error(first))
 
-    _started = line = Lifeline(own_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
+    _started = line = Lifeline(read_rank(), int(os.environ["WORLD_SIZE"]), hosts.join())
     line.open(end)
     line.report_activity(activity)
     try:
@@ -223,17 +223,17 @@ def from_the_start(activity: str = AT_START) -> Iterator[None]:
         if line.on_failure is not end:  # the watchdog has reported it
             raise
         is_failing.set()
-        first = line.fail(failure_of(error))
-        if first.rank != own_rank() and (first.silent or not isinstance(error, DsReasonError)):
-            raise peer_error(first) from error
+        first = line.fail(build_failure(error))
+        if first.rank != read_rank() and (first.silent or not isinstance(error, DsReasonError)):
+            raise build_peer_error(first) from error
         raise
     else:
-        line.say_goodbye()
+        line.send_goodbye()
     finally:
         _started = None
 
 
-def of_this_rank(rank: int, size: int, store: dist.Store) -> Lifeline:
+def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
     """Return the lifeline that this rank has held since its start, or else a new one that is not open yet."""
     return _started or Lifeline(rank, size, store)
 
@@ -246,7 +246,7 @@ def announce(store: dist.Store, size: int) -> None:
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, they use MASTER_ADDR
+        "host": hosts.find_own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, they use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
@@ -287,7 +287,7 @@ class LifelineServer:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_over:
-                received = [(peer, self._receive(peer)) for peer in self._ready(selector)]
+                received = [(peer, self._receive(peer)) for peer in self._wait_for_peers(selector)]
                 # A killed rank comes before those that lost their connection to it.
                 for peer, messages in sorted(received, key=lambda item: item[1] is not None):
                     if messages is None:
@@ -298,7 +298,7 @@ class LifelineServer:
                     self._decide()
         self._close()
 
-    def _ready(self, selector: selectors.BaseSelector) -> list[Peer]:
+    def _wait_for_peers(self, selector: selectors.BaseSelector) -> list[Peer]:
         """Wait until peers have sent something or it is time to decide, and return those peers."""
         seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
         ready = [key.data for key, _ in selector.select(seconds)]
@@ -315,7 +315,7 @@ class LifelineServer:
         try:
             messages = peer.messages()
             if messages and not is_known:
-                self._admit(peer, messages.pop(0))
+                self._accept_peer(peer, messages.pop(0))
         except (ValueError, TypeError, KeyError, RecursionError):  # the sender is not a rank of this job
             return None
         return messages if is_known or len(peer.received) < HELLO_BYTES else None
@@ -324,9 +324,9 @@ class LifelineServer:
         selector.unregister(peer.connection)
         peer.connection.close()
         if peer in self._peers and not peer.has_ended:
-            self._add_failure(peer.death())
+            self._add_failure(peer.build_death_failure())
 
-    def _admit(self, peer: Peer, hello: Message) -> None:
+    def _accept_peer(self, peer: Peer, hello: Message) -> None:
         if not secrets.compare_digest(str(hello["token"]), self._token):
             raise ValueError("token")
         peer.rank, peer.host = int(hello["rank"]), str(hello["host"])
@@ -339,7 +339,7 @@ class LifelineServer:
         peer.update(message)
         if "failure" in message:
             peer.has_ended = True
-            self._add_failure(peer.named(Failure(**message["failure"])))
+            self._add_failure(peer.describe_failure(Failure(**message["failure"])))
         elif "goodbye" in message:
             peer.has_ended = True
             self._is_over = peer.rank == 0

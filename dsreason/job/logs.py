@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsreason.errors import ConfigError
-from dsreason.job.failures import CRASH_LOG, crash_text
+from dsreason.job.failures import CRASH_LOG, format_crash
 from dsreason.screen import write
 from dsreason.secrets import HidingFormatter
 
@@ -52,7 +52,7 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
     return record.levelno >= (logging.ERROR if rank else logging.INFO if is_own else logging.WARNING)
 
 
-def once() -> Callable[[logging.LogRecord], bool]:
+def build_once_filter() -> Callable[[logging.LogRecord], bool]:
     """Return a filter that passes each message once: libraries set warning filters to "always" and warn at every step."""
     logged: set[str] = set()
 
@@ -96,7 +96,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         library.handlers.clear()
         library.propagate = True
     logging.captureWarnings(True)
-    logging.getLogger("py.warnings").addFilter(once())
+    logging.getLogger("py.warnings").addFilter(build_once_filter())
     log_crashes(to_file)
     return path
 
@@ -115,7 +115,7 @@ def log_crashes(handler: logging.FileHandler) -> None:
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
         # If a library's thread lost its file, the code that waits for it gets the error and reports it as a sentence.
-        text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else crash_text(exception[1])
+        text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else format_crash(exception[1])
         write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")
 
     threading.excepthook = log_thread_exception

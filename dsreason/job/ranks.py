@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
-from dsreason.job.gpu import choose_device, gpu_errors
-from dsreason.job.launch import started_by_us
+from dsreason.job.gpu import choose_device, translate_gpu_errors
+from dsreason.job.launch import is_started_by_us
 from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
@@ -50,7 +50,7 @@ class World:
         """The part of its group's rows that this rank computes."""
         return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
-    def of_groups(self, values: Sequence[T]) -> list[T]:
+    def select_group_values(self, values: Sequence[T]) -> list[T]:
         """Return the value of the first rank of each group, whose ranks all have the same value, from `values` by rank."""
         return list(values[:: self.ranks_per_row])
 
@@ -83,18 +83,18 @@ def init_world() -> World:
     device = choose_device(local_rank)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    set_threads(hosts.local_size())
+    set_threads(hosts.count_local_ranks())
     if not dist.is_initialized():
         import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
 
         store = hosts.join()
         hosts.exchange("ready to connect", None)  # waits for ranks that import more slowly
         store.set_timeout(COLLECTIVE_TIMEOUT)
-        with hosts.connecting(), gpu_errors():
+        with hosts.bound_connecting(), translate_gpu_errors():
             _init_deepspeed(device, store)
             _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
             dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
-            barrier()
+            wait_for_ranks()
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
 
@@ -102,7 +102,7 @@ def _describe_single_process() -> None:
     set_names = {name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
     if not set_names:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ["MASTER_PORT"] = str(find_free_port())
         return
     missing = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
@@ -112,13 +112,13 @@ def _describe_single_process() -> None:
         )
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def with_row_groups(world: World, ranks_per_row: int) -> World:
+def build_row_groups(world: World, ranks_per_row: int) -> World:
     """Return the world with groups of `ranks_per_row` ranks of one host that compute each row together. Collective.
 
     Raises:
@@ -126,11 +126,11 @@ def with_row_groups(world: World, ranks_per_row: int) -> World:
     """
     if ranks_per_row == 1:
         return world
-    with errors_on_all_ranks():
-        if hosts.local_size() % ranks_per_row:
+    with share_errors():
+        if hosts.count_local_ranks() % ranks_per_row:
             raise ConfigError(
                 f"train.sequence_parallel_size ({ranks_per_row}) does not divide the number of ranks on {socket.gethostname()} "
-                f"({hosts.local_size()}), and ranks that compute a row together must be on one host; lower it, or start "
+                f"({hosts.count_local_ranks()}), and ranks that compute a row together must be on one host; lower it, or start "
                 "another number of ranks there"
             )
     starts = range(0, world.size, ranks_per_row)
@@ -153,7 +153,7 @@ def set_threads(local_size: int) -> None:
     torchrun sets OMP_NUM_THREADS=1 itself when it starts several ranks, which looks like a person's choice, so the variable
     is ignored under torchrun.
     """
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not started_by_us()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not is_started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
         return
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
@@ -185,7 +185,7 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _waiting_group = None
-    hosts.leave()
+    hosts.release_store()
 
 
 def seed_everything(seed: int, rank: int) -> None:
@@ -201,7 +201,7 @@ def connect_to_store() -> dist.Store:
     return store
 
 
-def barrier() -> None:
+def wait_for_ranks() -> None:
     """Wait for every rank, however long one of them takes."""
     dist.barrier(_waiting_group)
 
@@ -220,32 +220,32 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def all_sum(value: float) -> float:
+def reduce_sum(value: float) -> float:
     """Return the sum of a value over ranks, in float64."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=_waiting_group)
     return float(total)
 
 
-def on_rank_zero(call: Callable[[], T]) -> T:
+def run_on_rank_zero(call: Callable[[], T]) -> T:
     """Run `call` on rank 0 only and return its (small) result on every rank.
 
     If it raises a `DsReasonError`, every rank raises it, so none waits forever.
     """
-    with errors_on_all_ranks():
+    with share_errors():
         result = call() if dist.get_rank() == 0 else None
     return cast(T, broadcast_object(result))
 
 
-def on_one_rank_per_folder(world: World, call: Callable[[], object]) -> None:
+def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
     """Run `call` on one rank per output folder. If it raises a `DsReasonError`, every rank raises it."""
-    with errors_on_all_ranks():
+    with share_errors():
         if world.is_first_of_folder:
             call()
 
 
 @contextmanager
-def errors_on_all_ranks() -> Iterator[None]:
+def share_errors() -> Iterator[None]:
     """Raise on every rank, after the block, the `DsReasonError` that the lowest failing rank raised inside.
 
     If only one rank raised it, the others would wait in the next collective.
@@ -261,11 +261,11 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def first_rank_first(world: World) -> Iterator[None]:
+def run_first_rank_first(world: World) -> Iterator[None]:
     """Run the body on the first rank of each host before the others: it fills the caches that they then read."""
     if world.local_rank != 0:
-        barrier()
+        wait_for_ranks()
     yield
     if world.local_rank == 0:
-        barrier()
-    barrier()
+        wait_for_ranks()
+    wait_for_ranks()

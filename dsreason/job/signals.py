@@ -33,7 +33,7 @@ class Interrupted(BaseException):
     """A signal to this command to end. It does not derive from Exception, which other code might catch and continue."""
 
 
-def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+def select_heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that are not ignored.
 
     A job goes on when its terminal is closed under `nohup`, and when a script that started it with `&` gets Ctrl-C.
@@ -43,7 +43,7 @@ def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     ]
 
 
-def demands_immediate_end(number: int, noted: float) -> bool:
+def should_end_at_once(number: int, noted: float) -> bool:
     """Return whether a signal that follows the first request to stop, at the monotonic time `noted`, ends the command at once.
 
     SIGUSR1 may be repeated, and any signal may be an echo of the first.
@@ -64,12 +64,12 @@ def end_at_signals() -> None:
             noted.append(time.monotonic())
             STOPPED_BY.append(name)
             raise Interrupted(name)
-        if demands_immediate_end(number, noted[0]):
+        if should_end_at_once(number, noted[0]):
             with suppress(OSError):
                 os.write(2, f"ended at once by a second {name}\n".encode())
             os._exit(128 + number)
 
-    numbers = heeded(ASK_TO_STOP)
+    numbers = select_heeded(ASK_TO_STOP)
     for number in numbers:
         signal.signal(number, end)
 
@@ -82,7 +82,7 @@ def end_at_signals() -> None:
 
 
 @contextmanager
-def when_stopped(text: str) -> Iterator[None]:
+def add_stop_message(text: str) -> Iterator[None]:
     """Add `text`, which says what remains, to the message of a signal that ends the block, unless a rank has reported more."""
     try:
         yield
@@ -95,7 +95,7 @@ def when_stopped(text: str) -> Iterator[None]:
 
 
 @contextmanager
-def forwarded_signals() -> Iterator[list[str]]:
+def forward_signals() -> Iterator[list[str]]:
     """Forward the signals that stop the command to its ranks, and yield the names of the signals received.
 
     The first is sent as SIGUSR1, which lets ranks save first. A later Ctrl-C or SIGTERM is sent as SIGTERM, which ends them
@@ -106,7 +106,7 @@ def forwarded_signals() -> Iterator[list[str]]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal noted
-        if received and not demands_immediate_end(number, noted):
+        if received and not should_end_at_once(number, noted):
             return
         noted = noted or time.monotonic()
         received.append(signal.Signals(number).name)
@@ -117,7 +117,7 @@ def forwarded_signals() -> Iterator[list[str]]:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGUSR1 if len(received) == 1 else signal.SIGTERM)
 
-    before = {number: signal.signal(number, forward) for number in heeded(ASK_TO_STOP)}
+    before = {number: signal.signal(number, forward) for number in select_heeded(ASK_TO_STOP)}
     try:
         yield received
     finally:

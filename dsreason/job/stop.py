@@ -8,9 +8,9 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from dsreason.job.launch import started_by_us
+from dsreason.job.launch import is_started_by_us
 from dsreason.job.ranks import gather_objects
-from dsreason.job.signals import ASK_TO_STOP, demands_immediate_end, heeded
+from dsreason.job.signals import ASK_TO_STOP, select_heeded, should_end_at_once
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class StopRequest:
         self.before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = ASK_TO_STOP[:1] if started_by_us() else heeded(ASK_TO_STOP)
+        numbers = ASK_TO_STOP[:1] if is_started_by_us() else select_heeded(ASK_TO_STOP)
         self.before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -39,7 +39,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.name:
             self.name, self.noted = signal.Signals(number).name, time.monotonic()
-        elif demands_immediate_end(number, self.noted):
+        elif should_end_at_once(number, self.noted):
             signal.signal(number, self.before[number])
             signal.raise_signal(number)
 

@@ -24,8 +24,8 @@ from dsreason.job.failures import (
     CRASH_LOG,
     TIME_LIMIT_EXIT_CODE,
     Failure,
-    failure_of,
-    peer_error,
+    build_failure,
+    build_peer_error,
     record_activity,
     record_failure,
 )
@@ -79,8 +79,8 @@ class Watchdog:
         self._phases: list[Phase] = []
         self._store = connect_to_store()
         self._store_lost = False
-        self._outputs = outputs()
-        self._lifeline = lifeline.of_this_rank(world.rank, world.size, self._store)
+        self._outputs = get_output_descriptors()
+        self._lifeline = lifeline.get_lifeline(world.rank, world.size, self._store)
         self._over = threading.Event()
         self._is_closing = self._is_late = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -102,7 +102,7 @@ class Watchdog:
         finally:
             self._over.set()
             if error is None:
-                self._lifeline.say_goodbye()
+                self._lifeline.send_goodbye()
             if not isinstance(error, Exception):
                 self._thread.join(timeout=2 * TICK)
                 faulthandler.cancel_dump_traceback_later()
@@ -118,11 +118,11 @@ class Watchdog:
         if error is None or self._is_closing:
             return
         self._is_closing = True
-        failure = failure_of(error)
+        failure = build_failure(error)
         first = self._lifeline.fail(failure)
         followed = first.rank != self.world.rank and not isinstance(error, DsReasonError)
         record_failure(first if followed else failure)
-        reason = peer_error(first) if followed else error
+        reason = build_peer_error(first) if followed else error
         if isinstance(reason, Exception):
             self._end_soon(reason)
         if followed:
@@ -132,7 +132,7 @@ class Watchdog:
     def _end_with(self, first: Failure) -> None:
         """End this rank because another one failed, which may have left it in a collective that never ends."""
         if first.rank != self.world.rank and not self._is_closing and not self._is_late:
-            error = peer_error(first)
+            error = build_peer_error(first)
             self._end_soon(error)
             logging.getLogger(CRASH_LOG).critical("%s", error)
 
@@ -145,7 +145,7 @@ class Watchdog:
         timer.start()
 
     @contextmanager
-    def phase(self, name: PhaseName) -> Iterator[None]:
+    def track_phase(self, name: PhaseName) -> Iterator[None]:
         """Watch a block. An inner phase has its own time limit; the clock of the outer one stands still meanwhile."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
@@ -176,7 +176,7 @@ class Watchdog:
             if seconds > limit:
                 key = "monitor.phase_time_limits" if phase.name in self.time_limits else "monitor.phase_time_limit"
                 self._end(f"{situation}, time limit exceeded; raise {key} ({limit:g}) if it may take longer")
-            asking = self._asking_rank()
+            asking = self._find_requesting_rank()
             if asking is not None:
                 self._end(f"{situation} when rank {asking} exceeded its time limit")
 
@@ -184,7 +184,7 @@ class Watchdog:
         """End the process after this time, whatever its threads are doing."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
 
-    def _asking_rank(self) -> int | None:
+    def _find_requesting_rank(self) -> int | None:
         """Return the rank that requests the stacks of all ranks; None if no rank does."""
         if self._store_lost:
             return None
@@ -203,10 +203,10 @@ class Watchdog:
         """Write the stacks of this rank, request those of the others, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self._lifeline.say_goodbye()  # the others are to write their stacks, not to treat this as a death
+        self._lifeline.send_goodbye()  # the others are to write their stacks, not to treat this as a death
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
-            *other_stacks, main = stacks(self.world.rank)
+            *other_stacks, main = format_stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {situation}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
@@ -236,15 +236,15 @@ class Watchdog:
                 file.write(text)
 
 
-def outputs() -> list[int]:
+def get_output_descriptors() -> list[int]:
     """Return the descriptors of this rank's log, if it has one, and of stderr, unless the parent shows the log's content."""
     handlers = logging.getLogger().handlers
     logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     stderr = 2
-    return logs if logs and launch.started_by_us() else [*logs, stderr]
+    return logs if logs and launch.is_started_by_us() else [*logs, stderr]
 
 
-def stacks(rank: int) -> list[str]:
+def format_stacks(rank: int) -> list[str]:
     """Return the stacks of this process, one text per thread, without the watchers; the main thread comes last."""
     main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
     frames = [(ident, frame) for ident, frame in sys._current_frames().items() if names.get(ident) not in WATCHERS]

@@ -30,7 +30,7 @@ def group_centered(rewards: Tensor) -> Tensor:
 
     Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
     """
-    return _zero_where_equal(rewards - rewards.mean(dim=1, keepdim=True), rewards)
+    return _clear_equal_groups(rewards - rewards.mean(dim=1, keepdim=True), rewards)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     Example: [1, 0, 0, 0] gives [1, -1/3, -1/3, -1/3]. A group of one completion gives 0.
     """
     sum_of_others = rewards.sum(dim=1, keepdim=True) - rewards
-    return _zero_where_equal(rewards - sum_of_others / (rewards.shape[1] - 1 or 1), rewards)
+    return _clear_equal_groups(rewards - sum_of_others / (rewards.shape[1] - 1 or 1), rewards)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def batch_normalized(rewards: Tensor) -> Tensor:
     return group_centered(rewards) / (rewards.std(correction=0) + EPS)
 
 
-def _zero_where_equal(advantages: Tensor, rewards: Tensor) -> Tensor:
+def _clear_equal_groups(advantages: Tensor, rewards: Tensor) -> Tensor:
     equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     return torch.where(equal, torch.zeros_like(advantages), advantages)
 

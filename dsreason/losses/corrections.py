@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsreason.losses.sequences import sequence_mean, sequence_sum
+from dsreason.losses.sequences import average_by_sequence, sum_by_sequence
 
 
 def token_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 2.0) -> Tensor:
@@ -40,7 +40,7 @@ def sequence_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, 
 
     Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [3, 3, 3].
     """
-    return sequence_sum(log_ratio.detach(), sequence).exp().clamp(low, high)
+    return sum_by_sequence(log_ratio.detach(), sequence).exp().clamp(low, high)
 
 
 def sequence_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 3.0) -> Tensor:
@@ -50,7 +50,7 @@ def sequence_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high
 
     Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [0, 0, 0].
     """
-    return _keep_inside(sequence_sum(log_ratio.detach(), sequence).exp(), low, high)
+    return _keep_inside(sum_by_sequence(log_ratio.detach(), sequence).exp(), low, high)
 
 
 def geometric_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.99, high: float = 1.01) -> Tensor:
@@ -58,7 +58,7 @@ def geometric_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.99, hi
 
     Example: in one sequence, w_t [4, 0.25] have the geometric mean 1 and give [1, 1].
     """
-    return _keep_inside(sequence_mean(log_ratio.detach(), sequence).exp(), low, high)
+    return _keep_inside(average_by_sequence(log_ratio.detach(), sequence).exp(), low, high)
 
 
 def _keep_inside(weights: Tensor, low: float, high: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def distillation_advantages(
+def compute_distillation_advantages(
     teacher_logprobs: Tensor, student_logprobs: Tensor, sequence: Tensor, *, discount: float = 0.0
 ) -> Tensor:
     """Return A_t = Σ_{s ≥ t} discount^(s - t) (log T(y_s) - log π(y_s)) within each sequence, `[N]`, detached.

@@ -12,7 +12,7 @@ from dsreason.config.schema_grpo import AlgorithmConfig
 from dsreason.losses.advantages import ADVANTAGES
 from dsreason.losses.corrections import CORRECTIONS
 from dsreason.losses.kl import KL_ESTIMATORS, bias_corrected_k3
-from dsreason.losses.policy import PolicyLoss
+from dsreason.losses.policy import MicroBatchLoss
 from dsreason.losses.presets import PRESETS
 
 
@@ -20,12 +20,12 @@ from dsreason.losses.presets import PRESETS
 class Objective:
     """All functions and coefficients that turn log-probabilities and rewards into the loss.
 
-    Example: `objective_of(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
+    Example: `build_objective(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
     """
 
     advantages: Callable[[Tensor], Tensor]
     """Rewards `[P, G]` → advantages `[P, G]`."""
-    loss: Callable[..., PolicyLoss]
+    loss: Callable[..., MicroBatchLoss]
     """A loss of `losses.policy` with its clips bound."""
     correction: Callable[[Tensor, Tensor], Tensor] | None
     """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None disables the correction."""
@@ -48,7 +48,7 @@ class Objective:
         return sum(terms[1:], terms[0]) if terms else None
 
 
-def objective_of(config: AlgorithmConfig) -> Objective:
+def build_objective(config: AlgorithmConfig) -> Objective:
     """Build the objective from the preset; settings in the config override it."""
     preset = PRESETS[config.preset]
     names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
@@ -60,8 +60,8 @@ def objective_of(config: AlgorithmConfig) -> Objective:
     return Objective(
         advantages=ADVANTAGES[preset.advantage],
         loss=partial(preset.loss, **clips),
-        correction=correction_of(config),
-        kl=kl_of(config),
+        correction=build_correction(config),
+        kl=build_kl_estimator(config),
         kl_coef=preset.kl_coef,
         entropy_coef=config.entropy_coef,
         overlong_filter=preset.overlong_filter,
@@ -69,14 +69,14 @@ def objective_of(config: AlgorithmConfig) -> Objective:
     )
 
 
-def correction_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
+def build_correction(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
     if config.correction == "none":
         return None
     bounds = {"low": config.correction_low, "high": config.correction_high}
     return partial(CORRECTIONS[config.correction], **{key: value for key, value in bounds.items() if value is not None})
 
 
-def kl_of(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def build_kl_estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if config.kl_estimator == "bias_corrected_k3":
         return partial(bias_corrected_k3, clamp=config.kl_clamp)
     clamp = {} if config.kl_clamp is None else {"clamp": config.kl_clamp}

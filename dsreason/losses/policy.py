@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsreason.losses.sequences import sequence_lengths, sequence_mean
+from dsreason.losses.sequences import average_by_sequence, count_sequence_tokens
 
 # e^20 is past any clip and still finite: an infinite ratio would turn the clipped gradient into 0 * inf = nan.
 MAX_LOG_RATIO = 20.0
@@ -56,7 +56,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class MicroBatchLoss:
     """The loss of a micro-batch, and which of its tokens were clipped."""
 
     loss: Tensor
@@ -65,68 +65,78 @@ class PolicyLoss:
     """Bool `[N]`: tokens whose update was clipped."""
 
 
-def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
+def grpo_loss(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> MicroBatchLoss:
     """GRPO (2402.03300): J = mean_i 1/|o_i| Σ_t min(r A, clip(r) A); every sequence weighs the same.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: ((1.2 + 0.5) / 2 - 1) / 2 = -0.075, a loss of 0.075.
     """
-    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
-    losses = losses / sequence_lengths(inputs.sequence)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
+    losses, clipped = _compute_clipped_losses(
+        inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip
+    )
+    losses = losses / count_sequence_tokens(inputs.sequence)
+    return MicroBatchLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
 def dr_grpo_loss(
     inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> PolicyLoss:
+) -> MicroBatchLoss:
     """Dr.GRPO (2503.20783): J = mean_i 1/max_length Σ_t min(r A, clip(r) A); weights do not depend on lengths.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1], max_length 4: (1.2 + 0.5 - 1) / (2 * 4) = 0.0875, a loss of -0.0875.
     """
-    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences * inputs.counts.max_length, 1), clipped)
+    losses, clipped = _compute_clipped_losses(
+        inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip
+    )
+    return MicroBatchLoss(losses.sum() / max(inputs.counts.num_sequences * inputs.counts.max_length, 1), clipped)
 
 
-def dapo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> PolicyLoss:
+def dapo_loss(
+    inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> MicroBatchLoss:
     """DAPO (2503.14476): J = 1 / Σ_i |o_i| Σ_i Σ_t min(r A, clip(r) A); every token of the global batch weighs the same.
 
     Example: r [1.5, 0.5 | 1] with A [1, 1 | -1]: (1.28 + 0.5 - 1) / 3 = 0.26, a loss of -0.26.
     """
-    losses, clipped = _clipped_losses(inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
+    losses, clipped = _compute_clipped_losses(
+        inputs.logprobs - inputs.old_logprobs, inputs, clip_low, clip_high, dual_clip
+    )
+    return MicroBatchLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
-def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
     """GSPO (2507.18071): J = mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(1/|o_i| Σ_t log r_t).
 
     A sequence is clipped as a whole. Correction weights and penalties are averaged over its tokens.
 
     Example: r [4, 1 | 1] gives s [2 | 1]; with A [1 | -1] and clip_high 0.5: (1.5 - 1) / 2 = 0.25, a loss of -0.25.
     """
-    log_ratio = sequence_mean(inputs.logprobs - inputs.old_logprobs, inputs.sequence)
-    losses, clipped = _clipped_losses(log_ratio, inputs, clip_low, clip_high)
-    losses = losses / sequence_lengths(inputs.sequence)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
+    log_ratio = average_by_sequence(inputs.logprobs - inputs.old_logprobs, inputs.sequence)
+    losses, clipped = _compute_clipped_losses(log_ratio, inputs, clip_low, clip_high)
+    losses = losses / count_sequence_tokens(inputs.sequence)
+    return MicroBatchLoss(losses.sum() / max(inputs.counts.num_sequences, 1), clipped)
 
 
-def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+def cispo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> MicroBatchLoss:
     """CISPO (MiniMax-M1, 2506.13585): J = 1 / Σ_i |o_i| Σ_i Σ_t sg(clip(r)) A log π; no token loses its gradient.
 
     The paper has no lower bound and does not give the upper one; in ScaleRL (2510.13786) maximum weights of 4 to 8 work.
 
     Example: r [1.5, 0.5 | 1], A [1, 1 | -1], log π [-1, -2 | -3], clip_high 0.2: (-1.2 - 1 + 3) / 3, a loss of -0.2667.
     """
-    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
+    ratio = _compute_ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     weights = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = _token_losses(weights * inputs.advantages * inputs.logprobs, inputs)
+    losses = _compute_token_losses(weights * inputs.advantages * inputs.logprobs, inputs)
     clipped = (weights != ratio) & (inputs.advantages != 0)
-    return PolicyLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
+    return MicroBatchLoss(losses.sum() / max(inputs.counts.num_tokens, 1), clipped)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def _compute_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped_losses(
+def _compute_clipped_losses(
     log_ratio: Tensor, inputs: LossInputs, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the losses `[N]` of the objective min(r A, clip(r) A), and bool `[N]`, true if clipped (PPO, 1707.06347).
@@ -134,15 +144,15 @@ def _clipped_losses(
     With `dual_clip` c (1912.09729; usually c = 3) the objective of tokens with A < 0, for which r is otherwise unbounded,
     is at least c A.
     """
-    ratio, advantages = _ratio(log_ratio), inputs.advantages
+    ratio, advantages = _compute_ratio(log_ratio), inputs.advantages
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     if dual_clip is not None:
         objective = torch.where(advantages < 0, objective.maximum(dual_clip * advantages), objective)
         clipped = clipped | ((advantages < 0) & (ratio > dual_clip))
-    return _token_losses(objective, inputs), clipped
+    return _compute_token_losses(objective, inputs), clipped
 
 
-def _token_losses(objective: Tensor, inputs: LossInputs) -> Tensor:
+def _compute_token_losses(objective: Tensor, inputs: LossInputs) -> Tensor:
     losses = -objective if inputs.correction is None else -objective * inputs.correction
     return losses if inputs.penalty is None else losses + inputs.penalty

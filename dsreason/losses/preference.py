@@ -54,7 +54,7 @@ class PairSettings:
     """Reward β · log-ratio that BCO considers neutral."""
 
 
-def pairs_of(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
+def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
     """Sum the token log-probabilities of a flat micro-batch into pairs.
 
     Args:
@@ -115,7 +115,7 @@ def bco_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
     return -logsigmoid(chosen_reward - settings.baseline) - logsigmoid(settings.baseline - rejected_reward)
 
 
-def chosen_nll(pairs: Pairs) -> Tensor:
+def compute_chosen_nll(pairs: Pairs) -> Tensor:
     """Return the mean negative log-likelihood of the chosen answer's tokens, the SFT term of MPO (2411.10442)."""
     return -pairs.chosen / pairs.chosen_length
 
@@ -129,19 +129,19 @@ LOSSES: dict[str, Callable[[Pairs, PairSettings], Tensor]] = {
 }
 
 
-def preference_loss(
+def compute_preference_loss(
     pairs: Pairs, settings: PairSettings, weights: Mapping[str, float], sft_weight: float, *, num_pairs: int
 ) -> Tensor:
     """Return this micro-batch's share of the weighted mean loss over the global batch.
 
     Args:
         weights: loss name in `LOSSES` → weight.
-        sft_weight: weight of `chosen_nll`.
+        sft_weight: weight of `compute_chosen_nll`.
         num_pairs: number of pairs in the whole global batch (all ranks, all micro-batches), so that the sum over all
             micro-batches of all ranks is the mean over the global batch, however it is cut.
     """
     # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
-    total = sft_weight * chosen_nll(pairs)
+    total = sft_weight * compute_chosen_nll(pairs)
     for name, weight in weights.items():
         total = total + weight * LOSSES[name](pairs, settings)
     return total.sum() / num_pairs

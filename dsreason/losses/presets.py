@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dsreason.losses.policy import PolicyLoss, cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss
+from dsreason.losses.policy import MicroBatchLoss, cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Preset:
     Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """
 
-    loss: Callable[..., PolicyLoss]
+    loss: Callable[..., MicroBatchLoss]
     advantage: str
     """Key of `ADVANTAGES`."""
     clip_low: float

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sequence_lengths(sequence: Tensor) -> Tensor:
+def count_sequence_tokens(sequence: Tensor) -> Tensor:
     """Return the length of each token's sequence: `[N]` int64 → `[N]` int64.
 
     A sequence is never split between micro-batches, so the local count is complete.
@@ -16,7 +16,7 @@ def sequence_lengths(sequence: Tensor) -> Tensor:
     return torch.bincount(sequence)[sequence]
 
 
-def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+def sum_by_sequence(values: Tensor, sequence: Tensor) -> Tensor:
     """Return the sum of the values over each token's sequence: `[N]`, `[N]` int64 → `[N]`, differentiable.
 
     Example: values [1, 2, 5] with sequence [0, 0, 1] give [3, 3, 5].
@@ -26,9 +26,9 @@ def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     return sums.index_select(0, sequence)
 
 
-def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+def average_by_sequence(values: Tensor, sequence: Tensor) -> Tensor:
     """Return the mean of the values over each token's sequence: `[N]`, `[N]` int64 → `[N]`, differentiable.
 
     Example: values [1, 2, 5] with sequence [0, 0, 1] give [1.5, 1.5, 5].
     """
-    return sequence_sum(values, sequence) / sequence_lengths(sequence)
+    return sum_by_sequence(values, sequence) / count_sequence_tokens(sequence)

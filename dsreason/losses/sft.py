@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
+def compute_sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
     """Return this micro-batch's share of the mean negative log-likelihood of the trained tokens.
 
     Args:

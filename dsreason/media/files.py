@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
-from dsreason.files.remote import local_copy
+from dsreason.files.remote import fetch_file
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 """Image formats that are opened, whatever the suffix. Pillow supports more, and runs Ghostscript for one of them (EPS)."""
@@ -24,7 +24,7 @@ OTHER_FORMATS = (
 """Containers that hold no video but are opened for a better message."""
 
 
-def local_path(path: str | Path) -> Path:
+def find_local_file(path: str | Path) -> Path:
     """Return the local file of a path, `file://` or `s3://` URI; for S3 that is a local copy.
 
     Raises:
@@ -33,7 +33,7 @@ def local_path(path: str | Path) -> Path:
     """
     text = str(path)
     if is_s3(text):
-        text = str(local_copy(text))
+        text = str(fetch_file(text))
     elif "://" in text:
         if not text.startswith(("file:///", "file://localhost/")):
             raise DataError(f"{text}: media must be local files or s3:// URIs; download the file and use its path")

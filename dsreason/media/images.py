@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dsreason.errors import DataError, DsReasonError
-from dsreason.media.files import IMAGE_FORMATS, local_path
+from dsreason.media.files import IMAGE_FORMATS, find_local_file
 from dsreason.media.time_limit import MOST_OF_AN_IMAGE, check_time, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS
 
@@ -28,22 +28,22 @@ EXIF_ORIENTATION = 0x0112
 
 def probe_image(path: str | Path) -> tuple[int, int]:
     """Return (height, width) after EXIF rotation; reads only the header."""
-    with _opened_image(local_path(path)) as image:
+    with _open_image(find_local_file(path)) as image:
         width, height = image.size
-        return (width, height) if _orientation(image) in (5, 6, 7, 8) else (height, width)
+        return (width, height) if _read_orientation(image) in (5, 6, 7, 8) else (height, width)
 
 
 def load_image(path: str | Path) -> Image.Image:
     """Load an image as 8-bit RGB, with EXIF rotation applied and transparency over white."""
-    file = local_path(path)
-    with _opened_image(file) as image:
-        rotated = _orientation(image) != 1
+    file = find_local_file(path)
+    with _open_image(file) as image:
+        rotated = _read_orientation(image) != 1
         _check_scans(file, image)
         image.load()
         return _to_rgb(ImageOps.exif_transpose(image) if rotated else image)
 
 
-def _orientation(image: Image.Image) -> int:
+def _read_orientation(image: Image.Image) -> int:
     """Return the EXIF orientation that is still to be applied; Pillow applies it to TIFF itself.
 
     The base class reads it, because `PngImageFile.getexif` would decode the image to look for data behind the pixels.
@@ -71,7 +71,7 @@ class TimedFile(io.BufferedReader):
 
 
 @contextmanager
-def _opened_image(file: Path) -> Iterator[Image.Image]:
+def _open_image(file: Path) -> Iterator[Image.Image]:
     try:
         with (
             time_limit(file, most=MOST_OF_AN_IMAGE),
@@ -90,7 +90,7 @@ def _opened_image(file: Path) -> Iterator[Image.Image]:
 
 def _check_scans(file: Path, image: Image.Image) -> None:
     if image.info.get("progressive"):
-        for scans in _scans(file):
+        for scans in _count_scans(file):
             if scans * image.width * image.height > MAX_SCANNED_PIXELS:
                 raise DataError(
                     f"{file}: more than {scans - 1} scans of {image.width}x{image.height} pixels exceed the limit of "
@@ -98,7 +98,7 @@ def _check_scans(file: Path, image: Image.Image) -> None:
                 )
 
 
-def _scans(file: Path) -> Iterator[int]:
+def _count_scans(file: Path) -> Iterator[int]:
     """Yield the running number of scans of a JPEG up to its end marker; phones append a video. Skips the content of segments."""
     scans, position = 0, 0
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content:

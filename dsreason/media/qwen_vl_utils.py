@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsreason.errors import DataError
-from dsreason.media.vision import MAX_ASPECT_RATIO, VideoInfo, evenly_spaced
+from dsreason.media.vision import MAX_ASPECT_RATIO, VideoInfo, sample_evenly
 
 IMAGE_TOKENS = 4, 16_384
 FRAME_TOKENS = 128, 768
@@ -33,7 +33,7 @@ class Shown:
     indices: tuple[int, ...] = ()
 
 
-def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
+def fit_image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Shown:
     """Resize an image of this size. `part` has the settings of a message part, `factor` is patch size x merge size.
 
     Raises:
@@ -42,23 +42,23 @@ def image(height: int, width: int, part: Mapping[str, Any], factor: int) -> Show
     settings = {key: value for key, value in part.items() if value is not None}
     low = settings.get("min_pixels", IMAGE_TOKENS[0] * factor**2)
     high = settings.get("max_pixels", IMAGE_TOKENS[1] * factor**2)
-    size = smart_resize(height, width, factor, low, high)
+    size = fit_size(height, width, factor, low, high)
     return Shown(*size, tokens=size[0] * size[1] // factor**2)
 
 
-def video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
-    """Choose the frames of a video and resize them; arguments and errors as for `image`."""
+def fit_video(info: VideoInfo, part: Mapping[str, Any], factor: int) -> Shown:
+    """Choose the frames of a video and resize them; arguments and errors as for `fit_image`."""
     settings = {key: value for key, value in part.items() if value is not None}
-    start, end = frame_range(info, settings)
-    indices = evenly_spaced(start, end, smart_nframes(settings, end - start + 1, info.fps))
+    start, end = find_frame_range(info, settings)
+    indices = sample_evenly(start, end, count_frames(settings, end - start + 1, info.fps))
     low = settings.get("min_pixels", FRAME_TOKENS[0] * factor**2)
     share = settings.get("total_pixels", VIDEO_TOKENS * factor**2) / len(indices) * PAIR
     high = max(min(FRAME_TOKENS[1] * factor**2, share), int(low * 1.05))
-    height, width = smart_resize(info.height, info.width, factor, low, min(settings.get("max_pixels", high), high))
+    height, width = fit_size(info.height, info.width, factor, low, min(settings.get("max_pixels", high), high))
     return Shown(height, width, len(indices) // PAIR * height * width // factor**2, indices)
 
 
-def frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
+def find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Return the first and the last frame from `video_start` to `video_end`."""
     seconds, last = info.num_frames / info.fps, info.num_frames - 1
     start = math.ceil(min(settings.get("video_start", 0.0), seconds) * info.fps)
@@ -70,7 +70,7 @@ def frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]
     return start, end
 
 
-def smart_nframes(settings: Mapping[str, Any], available: int, fps: float) -> int:
+def count_frames(settings: Mapping[str, Any], available: int, fps: float) -> int:
     """Return the number of frames that are shown, out of `available`."""
     if "nframes" in settings:
         count: int = round(settings["nframes"] / PAIR) * PAIR
@@ -84,7 +84,7 @@ def smart_nframes(settings: Mapping[str, Any], available: int, fps: float) -> in
     return count
 
 
-def smart_resize(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
+def fit_size(height: int, width: int, factor: int, low: float, high: float) -> tuple[int, int]:
     """Return (height, width), multiples of `factor`, with `low` to `high` pixels."""
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         raise DataError(f"refuses the aspect ratio {ratio:.0f}")

@@ -18,7 +18,7 @@ from typing import NoReturn
 import psutil
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.screen import as_message
+from dsreason.screen import format_message
 
 SECONDS, SECONDS_PER_MEGABYTE = 30.0, 10.0
 """Seconds allowed per file, and per megabyte of it: ordinary films take a second or two per megabyte, still scenes several."""
@@ -60,7 +60,7 @@ class Limit:
             f"{TIME_VARIABLE} higher"
         )
 
-    def memory_error(self, most: int) -> DataError:
+    def build_memory_error(self, most: int) -> DataError:
         return DataError(
             f"{self.file}: reading it took more than {most >> 20} MiB of memory; save it again in an ordinary form"
         )
@@ -81,9 +81,9 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
     thread = threading.get_ident()
     clock = time.CLOCK_PROCESS_CPUTIME_ID if own_threads else time.pthread_getcpuclockid(thread)
     outer = _limits.get(thread)
-    size = size_on_disk(file)
-    seconds = factor * seconds_of(min(size, most))
-    _limits[thread] = Limit(file, size, seconds, clock, time.clock_gettime(clock), resident())
+    size = get_size_on_disk(file)
+    seconds = factor * compute_seconds(min(size, most))
+    _limits[thread] = Limit(file, size, seconds, clock, time.clock_gettime(clock), read_resident_bytes())
     if not _watch:
         _watch.append(threading.Thread(target=_end_what_is_endless, name="media", daemon=True))
         _watch[0].start()
@@ -97,13 +97,13 @@ def time_limit(file: Path, *, own_threads: bool = False, factor: int = 1, most: 
             _limits[thread] = outer
 
 
-def size_on_disk(file: Path) -> int:
+def get_size_on_disk(file: Path) -> int:
     """Return the bytes of a file without holes. Some file systems report 0 blocks for a file with content."""
     status = file.stat()
     return min(status.st_size, 512 * status.st_blocks) if status.st_blocks else status.st_size
 
 
-def seconds_of(size: float) -> float:
+def compute_seconds(size: float) -> float:
     seconds_text = os.environ.get(TIME_VARIABLE)
     if seconds_text is not None and not seconds_text.isdecimal():
         raise ConfigError(f"{TIME_VARIABLE}={seconds_text}: must be a whole number of seconds")
@@ -122,21 +122,21 @@ def _end_what_is_endless() -> None:
         time.sleep(TICK)
         if not (limits := list(_limits.values())):
             continue
-        now, most = resident(), len(limits) * may_grow_by()
+        now, most = read_resident_bytes(), len(limits) * compute_max_growth()
         for limit in limits:
             if now - limit.resident > most:
-                end_process(limit.memory_error(most))
+                end_process(limit.build_memory_error(most))
             with suppress(OSError):  # the thread may have ended
                 if limit.left() < -ENDLESS:
                     end_process(limit.error())
 
 
-def resident() -> int:
+def read_resident_bytes() -> int:
     """Return the bytes of this process in memory."""
     return int(psutil.Process().memory_info().rss)
 
 
-def may_grow_by() -> int:
+def compute_max_growth() -> int:
     return MEMORY if multiprocessing.parent_process() else max(MEMORY, psutil.virtual_memory().total // 2)
 
 
@@ -146,19 +146,19 @@ def end_process(error: DataError) -> NoReturn:
         words = f"{os.getpid()} {error}".encode()[: len(LAST_WORDS)]
         LAST_WORDS[:] = words.ljust(len(LAST_WORDS), b"\0")
     else:
-        os.write(2, f"{as_message(f'{error.label}{error}')}\n".encode())
+        os.write(2, f"{format_message(f'{error.label}{error}')}\n".encode())
     os._exit(error.exit_code)
 
 
-def last_words(dead: str) -> str:
+def read_last_words(dead: str) -> str:
     """Return the reason why a process forked from this one ended itself, if its id is in `dead`; otherwise ""."""
     pid, _, words = LAST_WORDS[:].rstrip(b"\0").decode(errors="ignore").partition(" ")
     return words if pid in re.findall(r"\d+", dead) else ""
 
 
-def _forget() -> None:
+def _clear_limits() -> None:
     _limits.clear()
     _watch.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # only the forking thread exists in the child
+os.register_at_fork(after_in_child=_clear_limits)  # only the forking thread exists in the child

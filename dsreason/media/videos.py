@@ -23,8 +23,8 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.media.files import OTHER_FORMATS, VIDEO_FORMATS, local_path
-from dsreason.media.time_limit import check_time, size_on_disk, time_limit
+from dsreason.media.files import OTHER_FORMATS, VIDEO_FORMATS, find_local_file
+from dsreason.media.time_limit import check_time, get_size_on_disk, time_limit
 from dsreason.media.vision import MAX_IMAGE_PIXELS, VideoInfo
 
 MAX_VIDEO_FRAMES = 2_000_000
@@ -47,31 +47,31 @@ def probe_video(path: str | Path) -> VideoInfo:
     the packets are counted by reading the file without decoding. One frame is decoded, because PyAV reports a stream's
     rotation only on frames.
     """
-    file = local_path(path)
+    file = find_local_file(path)
     status = file.stat()
-    return _probed(file.absolute(), status.st_mtime_ns, status.st_size)
+    return _probe_cached(file.absolute(), status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=65536)
-def _probed(file: Path, modified: int, size: int) -> VideoInfo:
-    with _video_time(file), opened_video(file) as (container, stream):
-        if _header_is_exact(file, size, stream):
+def _probe_cached(file: Path, modified: int, size: int) -> VideoInfo:
+    with _bound_video_time(file), open_video(file) as (container, stream):
+        if _is_header_exact(file, size, stream):
             num_frames, fps = stream.frames, float(stream.average_rate or 0)
         else:
-            num_frames, times = packet_times(container, stream)
-            fps = _frame_rate(stream, times)
+            num_frames, times = read_packet_times(container, stream)
+            fps = _compute_frame_rate(stream, times)
             container.seek(0)
         if not 0 < num_frames <= MAX_VIDEO_FRAMES:
             raise DataError(f"{file}: {num_frames} video frames; between 1 and {MAX_VIDEO_FRAMES} are accepted")
         if fps <= 0:
             raise DataError(f"{file}: the frame rate cannot be determined from the header or the {num_frames} frames")
         stream.codec_context.thread_count = 1  # starting threads takes longer than one frame
-        first = _any_frame(container, stream)
+        first = _decode_any_frame(container, stream)
         if first is None:
             raise DataError(
                 f"{file}: none of its first {min(num_frames, MAX_UNUSABLE_PACKETS)} video frames can be decoded"
             )
-        sideways = _quarter_turns(first) % 2
+        sideways = _count_quarter_turns(first) % 2
         height, width = (first.width, first.height) if sideways else (first.height, first.width)
         return VideoInfo(num_frames, fps, height, width, num_frames / fps)
 
@@ -88,19 +88,19 @@ def load_video(
     `size` (height, width) resizes each frame as it is decoded (antialiased bicubic, as in the Hugging Face video
     processors), so that the full-size frames never exist together.
     """
-    file = local_path(path)
+    file = find_local_file(path)
     if not indices or min(indices) < 0 or list(indices) != sorted(indices):
         raise ValueError(f"frame indices must be ascending and not negative: {list(indices)}")
     wanted_indices = sorted(set(indices))
     if decoder == "torchcodec":
-        with _video_time(file):
-            frames = _torchcodec_frames(file, wanted_indices, size)
+        with _bound_video_time(file):
+            frames = _load_torchcodec_frames(file, wanted_indices, size)
     else:
-        with _video_time(file), ffmpeg_errors(file):  # the conversion to RGB raises them too
+        with _bound_video_time(file), convert_ffmpeg_errors(file):  # the conversion to RGB raises them too
             try:
-                frames = [_to_array(frame, size) for frame in frames_by_time(file, wanted_indices)]
+                frames = [_to_array(frame, size) for frame in iter_frames_by_time(file, wanted_indices)]
             except UnusableTimes:
-                frames = [_to_array(frame, size) for frame in frames_by_count(file, wanted_indices)]
+                frames = [_to_array(frame, size) for frame in iter_frames_by_count(file, wanted_indices)]
     row_of = {index: row for row, index in enumerate(wanted_indices)}
     stacked = np.stack(frames)
     return stacked if len(wanted_indices) == len(indices) else stacked[[row_of[index] for index in indices]]
@@ -117,17 +117,17 @@ def resize_frames(frames: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[n
     return resized.movedim(-3, -1).contiguous().numpy()
 
 
-def codec_threads() -> int:
+def count_codec_threads() -> int:
     """Return the number of decoder threads: 1 outside the main thread, because loader workers and threads run in parallel."""
     return torch.get_num_threads() if threading.current_thread() is threading.main_thread() else 1
 
 
-def _video_time(file: Path) -> AbstractContextManager[None]:
-    return time_limit(file, own_threads=codec_threads() > 1)
+def _bound_video_time(file: Path) -> AbstractContextManager[None]:
+    return time_limit(file, own_threads=count_codec_threads() > 1)
 
 
 @contextmanager
-def ffmpeg_errors(file: Path) -> Iterator[None]:
+def convert_ffmpeg_errors(file: Path) -> Iterator[None]:
     """Turn the errors that FFmpeg raises in the block into a DataError that names the file."""
     try:
         yield
@@ -140,12 +140,12 @@ def ffmpeg_errors(file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+def open_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a file and its first video stream. Raise DataError if it is not a video, or proves damaged inside the block."""
     # A playlist in disguise must not make FFmpeg open or fetch anything else.
     allowed = {"protocol_whitelist": "file", "format_whitelist": ",".join((*VIDEO_FORMATS, *OTHER_FORMATS))}
     with (
-        ffmpeg_errors(file),
+        convert_ffmpeg_errors(file),
         av.open(str(file.absolute()), metadata_errors="ignore", options=allowed) as container,
     ):
         if not container.streams.video:
@@ -161,11 +161,11 @@ def opened_video(file: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
             raise DataError(f"{file}: frames of {stream.width}x{stream.height}, more than {MAX_IMAGE_PIXELS} pixels")
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}  # a later frame may be larger
         stream.thread_type = "AUTO"
-        stream.codec_context.thread_count = codec_threads()
+        stream.codec_context.thread_count = count_codec_threads()
         yield container, stream
 
 
-def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
+def _decode_any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | None:
     """Return the first frame that can be decoded by itself. Flushing makes the decoder return it before it reads others."""
     for packet in islice(container.demux(stream), MAX_UNUSABLE_PACKETS):
         check_time()
@@ -175,7 +175,7 @@ def _any_frame(container: InputContainer, stream: VideoStream) -> VideoFrame | N
     return None
 
 
-def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
+def _is_header_exact(file: Path, size: int, stream: VideoStream) -> bool:
     """Return whether the header's count equals the entries of its index, none of which an edit list cuts away."""
     if (
         stream.frames == 0 or not stream.average_rate or not hasattr(stream, "index_entries")
@@ -190,7 +190,7 @@ def _header_is_exact(file: Path, size: int, stream: VideoStream) -> bool:
     return num_shown == stream.frames == len(stream.index_entries)
 
 
-def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
+def _compute_frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
     """Return the header's rate if the packets' `times` agree with it within rounding; otherwise the rate of the times.
 
     Matroska rounds times to milliseconds: by these, 180 frames at 60 per second would take 2.9997 s, which yields 4 frames
@@ -205,7 +205,9 @@ def _frame_rate(stream: VideoStream, times: Sequence[int]) -> float:
     return float(steps / seconds)
 
 
-def packet_times(container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES) -> tuple[int, list[int]]:
+def read_packet_times(
+    container: InputContainer, stream: VideoStream, most: int = MAX_VIDEO_FRAMES
+) -> tuple[int, list[int]]:
     """Return the number of frames that decoding yields, and their sorted times in units of the stream's time base.
 
     The times are empty unless every frame has a different one. Reading ends after `most` frames.
@@ -227,11 +229,11 @@ class UnusableTimes(Exception):
     """A jump into the video that did not yield the frames whose times are in its packets."""
 
 
-def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
+def iter_frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
     """Yield the frames at the indices `wanted` (ascending); decodes all frames before them."""
     index, wanted_indices = -1, set(wanted)
-    with opened_video(file) as (container, stream):
-        for index, frame in enumerate(_within_work(file, _decoded(container, stream))):
+    with open_video(file) as (container, stream):
+        for index, frame in enumerate(_bound_work(file, _decode_frames(container, stream))):
             if index in wanted_indices:
                 if frame.is_corrupt:
                     raise DataError(f"{file}: frame {index} is damaged")
@@ -243,17 +245,17 @@ def frames_by_count(file: Path, wanted: Sequence[int]) -> Iterator[VideoFrame]:
     )
 
 
-def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
+def iter_frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ()) -> Iterator[VideoFrame]:
     """Yield the frames at the indices `wanted`, decoding from the key frame before the first one.
 
-    `times`: those of `packet_times`, if known.
+    `times`: those of `read_packet_times`, if known.
 
     Raises:
         UnusableTimes: the file's times do not lead to all of these frames.
     """
-    with opened_video(file) as (container, stream):
+    with open_video(file) as (container, stream):
         if not times:
-            _, times = packet_times(container, stream, wanted[-1] + MAX_REORDERING)
+            _, times = read_packet_times(container, stream, wanted[-1] + MAX_REORDERING)
         if wanted[-1] >= len(times):
             raise UnusableTimes
         missing = deque(times[index] for index in wanted)
@@ -261,7 +263,7 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
             container.seek(missing[0], stream=stream)
         else:
             container.seek(0)
-        for frame in _within_work(file, _decoded(container, stream, set(missing))):
+        for frame in _bound_work(file, _decode_frames(container, stream, set(missing))):
             if frame.pts == missing[0] and not frame.is_corrupt:
                 missing.popleft()
                 yield frame
@@ -272,7 +274,9 @@ def frames_by_time(file: Path, wanted: Sequence[int], times: Sequence[int] = ())
     raise UnusableTimes
 
 
-def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()) -> Iterator[VideoFrame]:
+def _decode_frames(
+    container: InputContainer, stream: VideoStream, chosen: Collection[int] = ()
+) -> Iterator[VideoFrame]:
     """Yield the frames from here on. If `chosen` (times) is not empty, skip other frames that no frame depends on.
 
     Frames are skipped only in H.264, which marks reference frames reliably (`nal_ref_idc`); in HEVC, higher layers may use
@@ -285,9 +289,9 @@ def _decoded(container: InputContainer, stream: VideoStream, chosen: Collection[
         yield from packet.decode()
 
 
-def _within_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
+def _bound_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
     """Yield the frames; raise DataError once the decoded pixels exceed the limit for a file of this size."""
-    size, decoded = size_on_disk(file), 0
+    size, decoded = get_size_on_disk(file), 0
     most = max(DECODED_PIXELS_PER_BYTE * size, FEWEST_DECODED_PIXELS)
     for frame in frames:
         decoded += frame.width * frame.height
@@ -301,12 +305,12 @@ def _within_work(file: Path, frames: Iterator[VideoFrame]) -> Iterator[VideoFram
 
 def _to_array(frame: VideoFrame, size: tuple[int, int] | None) -> NDArray[np.uint8]:
     array: NDArray[Any] = frame.to_ndarray(format="rgb24")
-    if turns := _quarter_turns(frame):
+    if turns := _count_quarter_turns(frame):
         array = np.ascontiguousarray(np.rot90(array, turns))
     return array if size is None else resize_frames(array, size)
 
 
-def _quarter_turns(frame: VideoFrame) -> int:
+def _count_quarter_turns(frame: VideoFrame) -> int:
     """Return the counter-clockwise quarter turns that make the frame upright (display matrix, rounded to 90 degrees)."""
     return round(frame.rotation / 90) % 4
 
@@ -321,7 +325,7 @@ def open_with_torchcodec(source: str | bytes) -> Any:
     """Open a video. Raise ConfigError if torchcodec or the libraries of FFmpeg that it needs are missing."""
     try:
         decoders = importlib.import_module("torchcodec.decoders")
-        return decoders.VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=codec_threads())
+        return decoders.VideoDecoder(source, dimension_order="NHWC", num_ffmpeg_threads=count_codec_threads())
     except (ImportError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "libtorchcodec" not in str(error):
             raise
@@ -331,7 +335,7 @@ def open_with_torchcodec(source: str | bytes) -> Any:
         ) from error
 
 
-def _torchcodec_frames(file: Path, indices: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
+def _load_torchcodec_frames(file: Path, indices: list[int], size: tuple[int, int] | None) -> list[NDArray[np.uint8]]:
     try:
         frames = open_with_torchcodec(str(file)).get_frames_at(indices=indices).data.numpy()
     except (RuntimeError, ValueError, IndexError) as error:

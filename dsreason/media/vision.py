@@ -80,17 +80,17 @@ def sample_frames(info: VideoInfo, part: Mapping[str, Any], family: Vision, temp
     `max_frames` and at most all frames of the range; `family` has the defaults. A range with fewer frames than one temporal
     patch repeats them.
     """
-    settings = _settings(part)
-    start, end = _frame_range(info, settings)
+    settings = _read_settings(part)
+    start, end = _find_frame_range(info, settings)
     available = end - start + 1
     if "nframes" in settings:
-        count = _requested_frames(settings["nframes"], available, temporal_patch)
+        count = _count_requested_frames(settings["nframes"], available, temporal_patch)
     else:
-        count = _frames_at_rate(info, settings, family, available, temporal_patch)
-    return FrameChoice(evenly_spaced(start, end, count), available)
+        count = _count_frames_at_rate(info, settings, family, available, temporal_patch)
+    return FrameChoice(sample_evenly(start, end, count), available)
 
 
-def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
+def sample_evenly(start: int, end: int, count: int) -> tuple[int, ...]:
     """Return `count` (2 or more) whole numbers from `start` to `end`: `torch.linspace(start, end, count).round()`.
 
     As torch does, this computes in float32 and from either end to the middle (with each product and sum rounded once, as by
@@ -103,15 +103,15 @@ def evenly_spaced(start: int, end: int, count: int) -> tuple[int, ...]:
     return tuple(int(number) for number in spaced.astype(np.float32).round())
 
 
-def image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
+def compute_image_size(height: int, width: int, part: Mapping[str, Any], limits: PixelLimits) -> tuple[int, int]:
     """Return the (height, width) to which an image is resized; the part's `min_pixels` and `max_pixels` override `limits`."""
-    settings = _settings(part)
+    settings = _read_settings(part)
     min_pixels = settings.get("min_pixels", min(limits.min_pixels, settings.get("max_pixels", limits.min_pixels)))
     max_pixels = settings.get("max_pixels", max(limits.max_pixels, min_pixels))
-    return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
+def choose_image_limits(own: PixelLimits, family: Vision) -> PixelLimits:
     """Return the family's `trained_sizes`, or the processor's `own` limits if they do not allow the largest of these images."""
     trained, cell = family.trained_sizes, own.token_pixels
     if trained is None or own.max_pixels < trained.image[1] * cell:
@@ -127,7 +127,7 @@ class FrameBounds(NamedTuple):
     total: float
 
 
-def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
+def choose_frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_patch: int = 2) -> FrameBounds:
     """Return the default bounds for a video of `num_frames` sampled frames.
 
     These are the family's `trained_sizes`, or the processor's `own` limits if they do not allow its largest frame (if the
@@ -142,7 +142,7 @@ def frame_bounds(num_frames: int, own: PixelLimits, family: Vision, temporal_pat
     return FrameBounds(own.min_pixels, own.max_pixels, family.max_video_tokens * cell)
 
 
-def video_size(
+def compute_video_size(
     height: int,
     width: int,
     num_frames: int,
@@ -158,18 +158,18 @@ def video_size(
     `max(min(largest frame, total_pixels / num_frames * temporal_patch), 1.05 * min_pixels)`, and at most `max_pixels`.
     If `max_pixels` is below the default smallest frame, no frame is enlarged.
     """
-    settings = _settings(part)
-    smallest, largest, total = frame_bounds(num_frames, limits, family, temporal_patch)
+    settings = _read_settings(part)
+    smallest, largest, total = choose_frame_bounds(num_frames, limits, family, temporal_patch)
     min_pixels, total = settings.get("min_pixels", smallest), settings.get("total_pixels", total)
     max_pixels = max(min(largest, total / num_frames * temporal_patch), int(min_pixels * 1.05))
     max_pixels = min(max_pixels, settings.get("max_pixels", max_pixels))
     if max_pixels < min_pixels:
         min_pixels = 0
-    return resized_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    return fit_size(height, width, factor=limits.factor, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
-    """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`smart_resize`).
+def fit_size(height: int, width: int, *, factor: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
+    """Return the nearest multiples of `factor` with about the same aspect ratio and an area within the bounds (`fit_size`).
 
     `max_pixels` wins if both bounds cannot hold. No side is shorter than `factor`, so a thin strip may exceed `max_pixels`.
     """
@@ -188,7 +188,7 @@ def resized_size(height: int, width: int, *, factor: int, min_pixels: float, max
     return new_height, new_width
 
 
-def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
+def _read_settings(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a part, without those that are None. Raise DataError for invalid values."""
     settings = {key: part[key] for key in PART_SETTINGS & part.keys() if part[key] is not None}
     for key, value in settings.items():
@@ -205,7 +205,7 @@ def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
+def _find_frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Return the first and last frame between `video_start` and `video_end`, which is clipped to the end of the video."""
     start_time, end_time = settings.get("video_start"), settings.get("video_end")
     if start_time is not None and end_time is not None and start_time >= end_time:
@@ -223,7 +223,7 @@ def _frame_range(info: VideoInfo, settings: Mapping[str, Any]) -> tuple[int, int
     return start, end
 
 
-def _requested_frames(nframes: float, available: int, temporal_patch: int) -> int:
+def _count_requested_frames(nframes: float, available: int, temporal_patch: int) -> int:
     count = max(temporal_patch, round(nframes / temporal_patch) * temporal_patch)
     if nframes > available:
         raise DataError(
@@ -232,7 +232,7 @@ def _requested_frames(nframes: float, available: int, temporal_patch: int) -> in
     return min(count, max(temporal_patch, available // temporal_patch * temporal_patch))
 
 
-def _frames_at_rate(
+def _count_frames_at_rate(
     info: VideoInfo, settings: Mapping[str, Any], family: Vision, available: int, temporal_patch: int
 ) -> int:
     fps: float = settings.get("fps", family.fps)

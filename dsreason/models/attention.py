@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from dsreason.data.types import Batch, Segment, copy_to_device
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.models.sequence_parallel import Group, to_heads, to_tokens
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ TEXT, VISION = "segments", "flash_segments"
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call of the variable-length kernel: the query and key tokens, and the starts of the parts of both."""
 
     queries: Tensor | None  # [Q] int64; None: all tokens of the row, in order
@@ -43,7 +43,7 @@ class Call:
     longest_query: int
     longest_key: int
 
-    def to(self, device: torch.device) -> Call:
+    def to(self, device: torch.device) -> KernelCall:
         return replace(
             self,
             queries=None if self.queries is None else copy_to_device(self.queries, device),
@@ -58,7 +58,7 @@ class RowLayout:
     """The layout of a packed row: the positions of its samples. It is made once per forward and read by every layer."""
 
     segments: tuple[Segment, ...]
-    calls: tuple[Call, ...] = ()
+    calls: tuple[KernelCall, ...] = ()
     """Calls of the kernel; empty on devices without it."""
     order: Tensor | None = None
     """Permutation `[T]` that puts the concatenated results of several calls in the order of the row."""
@@ -66,11 +66,11 @@ class RowLayout:
     """The ranks that compute the row together, each with a part of its tokens; None if this rank has all of them."""
 
 
-def row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
+def build_row_layout(segments: Sequence[Segment], device: torch.device, group: Group = None) -> RowLayout:
     """Build the layout of a row whose tensors are on `device`."""
     if device.type != "cuda":
         return RowLayout(tuple(segments), group=group)
-    calls = kernel_calls(segments)
+    calls = build_kernel_calls(segments)
     order = None
     if len(calls) > 1:
         query_lists = [call.queries for call in calls if call.queries is not None]
@@ -78,40 +78,40 @@ def row_layout(segments: Sequence[Segment], device: torch.device, group: Group =
     return RowLayout(tuple(segments), tuple(call.to(device) for call in calls), order, group)
 
 
-def kernel_calls(segments: Sequence[Segment]) -> list[Call]:
+def build_kernel_calls(segments: Sequence[Segment]) -> list[KernelCall]:
     """Build one call for the samples without a parent, and one for the others, whose keys begin with the parent's."""
     roots = [segment for segment in segments if segment.parent is None]
     children = [segment for segment in segments if segment.parent is not None and segment.length]
     sizes = [root.length for root in roots]
-    tokens = torch.cat([places(root) for root in roots])
-    starts = starts_of(sizes)
+    tokens = torch.cat([list_token_indices(root) for root in roots])
+    starts = compute_starts(sizes)
     if not children:
-        return [Call(None, None, starts, starts, max(sizes), max(sizes))]
+        return [KernelCall(None, None, starts, starts, max(sizes), max(sizes))]
     visible = [[segments[child.parent], child] for child in children if child.parent is not None]
     key_sizes = [sum(segment.length for segment in parts) for parts in visible]
     return [
-        Call(tokens, tokens, starts, starts, max(sizes), max(sizes)),
-        Call(
-            queries=torch.cat([places(child) for child in children]),
-            keys=torch.cat([places(segment) for parts in visible for segment in parts]),
-            query_starts=starts_of([child.length for child in children]),
-            key_starts=starts_of(key_sizes),
+        KernelCall(tokens, tokens, starts, starts, max(sizes), max(sizes)),
+        KernelCall(
+            queries=torch.cat([list_token_indices(child) for child in children]),
+            keys=torch.cat([list_token_indices(segment) for parts in visible for segment in parts]),
+            query_starts=compute_starts([child.length for child in children]),
+            key_starts=compute_starts(key_sizes),
             longest_query=max(child.length for child in children),
             longest_key=max(key_sizes),
         ),
     ]
 
 
-def places(segment: Segment) -> Tensor:
+def list_token_indices(segment: Segment) -> Tensor:
     return torch.arange(segment.start, segment.end)
 
 
-def starts_of(lengths: Sequence[int]) -> Tensor:
+def compute_starts(lengths: Sequence[int]) -> Tensor:
     """Return the cumulative starts `[parts + 1]` int32: lengths 3 and 2 → 0, 3, 5."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def text_attention(
+def attend_text(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -135,13 +135,15 @@ def text_attention(
     if layout.group is not None:
         query, key, value = to_heads(query, key, value, layout.group)
     if layout.calls and has_kernel(query):
-        attended = by_kernel(query, key, value, layout, scaling)
+        attended = attend_by_kernel(query, key, value, layout, scaling)
     else:
-        attended = by_segment(query, key, value, layout.segments, scaling)
+        attended = attend_by_segment(query, key, value, layout.segments, scaling)
     return (attended if layout.group is None else to_tokens(attended, layout.group)), None
 
 
-def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None) -> Tensor:
+def attend_by_segment(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
+) -> Tensor:
     """Attend with one call of scaled-dot-product attention per segment."""
     grouped = query.shape[1] != key.shape[1]
     attended = []
@@ -165,18 +167,18 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Seg
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
 
 
-def by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
+def attend_by_kernel(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None) -> Tensor:
     """Attend with torch's variable-length flash attention, causal from the lower right of each part."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, d]
     attended = []
     for call in layout.calls:
         queries = query if call.queries is None else query[call.queries]
         keys, values = (tensor if call.keys is None else tensor[call.keys] for tensor in (key, value))
-        attended.append(varlen(queries, keys, values, call, scaling, causal=True))
+        attended.append(call_varlen_kernel(queries, keys, values, call, scaling, causal=True))
     return (attended[0] if layout.order is None else torch.cat(attended)[layout.order])[None]
 
 
-def vision_attention(
+def attend_vision(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -193,9 +195,9 @@ def vision_attention(
     if has_kernel(query):
         assert max_length_q is not None
         starts = cu_seq_lens_q.int()
-        call = Call(None, None, starts, starts, int(max_length_q), int(max_length_q))
+        call = KernelCall(None, None, starts, starts, int(max_length_q), int(max_length_q))
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return varlen(queries, keys, values, call, scaling, causal=False)[None], None
+        return call_varlen_kernel(queries, keys, values, call, scaling, causal=False)[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     attended, start = [], 0
     for length, run in groupby(lengths):  # neighbours of equal length are a batch
@@ -215,7 +217,9 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, call: Call, scaling: float | None, *, causal: bool) -> Tensor:
+def call_varlen_kernel(
+    query: Tensor, key: Tensor, value: Tensor, call: KernelCall, scaling: float | None, *, causal: bool
+) -> Tensor:
     """Call the kernel. `query` `[Q, H, d]`, `key` and `value` `[K, kv heads, d]`; returns `[Q, H, d]`."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -238,7 +242,7 @@ def use_segments(model: PreTrainedModel) -> None:
         CheckpointError: some layers see only a window of the text, which attention by segments does not support.
     """
     text = model.config.get_text_config()
-    sliding = [number for number, kind in enumerate(layer_types(text)) if kind != "full_attention"]
+    sliding = [number for number, kind in enumerate(get_layer_types(text)) if kind != "full_attention"]
     if sliding:
         raise CheckpointError(
             f'{model.name_or_path}: {len(sliding)} text layers attend within a sliding window, which model.attention = "auto" '
@@ -246,25 +250,25 @@ def use_segments(model: PreTrainedModel) -> None:
         )
     # Set after building, because as an argument the second name would make transformers look for a flash-attention package.
     text._attn_implementation = TEXT
-    if family_of(model.config.model_type).vision is not None:
+    if get_family(model.config.model_type).vision is not None:
         model.config.vision_config._attn_implementation = VISION
 
 
-def layer_types(text: Any) -> list[str]:
+def get_layer_types(text: Any) -> list[str]:
     """Return the types of the text layers; empty if the configuration of a model without windows omits them."""
     return text.to_dict().get("layer_types") or []
 
 
-def knows_segments(model: PreTrainedModel) -> bool:
+def has_segment_attention(model: PreTrainedModel) -> bool:
     return bool(model.config.get_text_config()._attn_implementation == TEXT)
 
 
-def model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
+def to_model_positions(model: PreTrainedModel, position_ids: Tensor) -> Tensor:
     """Return the positions `[3, B, T]` in the form the model expects: `[B, T]` for text models, whose axes are equal."""
-    return position_ids if family_of(model.config.model_type).vision is not None else position_ids[0]
+    return position_ids if get_family(model.config.model_type).vision is not None else position_ids[0]
 
 
-def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
+def build_attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) -> dict[str, Any]:
     """Return the forward's arguments that separate the samples of a batch: mask, positions, and the layout of a packed row.
 
     Without our attention, transformers separates the samples where the first of four rows of positions restarts, and only if
@@ -277,7 +281,7 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
         ValueError: transformers would silently let the samples see each other, or could not show a completion its prompt.
     """
     if not batch.segments:
-        return {"attention_mask": batch.attention_mask, "position_ids": model_positions(model, batch.position_ids)}
+        return {"attention_mask": batch.attention_mask, "position_ids": to_model_positions(model, batch.position_ids)}
     if batch.attention_mask is not None:
         raise ValueError(
             "a packed row with an attention mask: transformers would ignore the boundaries of the samples and let them see "
@@ -287,24 +291,24 @@ def attention_inputs(model: PreTrainedModel, batch: Batch, group: Group = None) 
         raise ValueError(
             f"a packed row with {batch.position_ids.shape[0]} rows of positions instead of 3 (temporal, height, width)"
         )
-    if knows_segments(model):
-        layout = row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
+    if has_segment_attention(model):
+        layout = build_row_layout(batch.segments, batch.input_ids.device, group if batch.part is not None else None)
         return {
             "attention_mask": None,
-            "position_ids": model_positions(model, batch.position_ids),
+            "position_ids": to_model_positions(model, batch.position_ids),
             "layout": layout,
         }
     if any(segment.parent is not None for segment in batch.segments):
         raise ValueError(
             'a packed row whose samples share a prompt: only model.attention = "auto" can show it to all of them'
         )
-    if family_of(model.config.model_type).vision is None:  # its only row of positions restarts with each sample
+    if get_family(model.config.model_type).vision is None:  # its only row of positions restarts with each sample
         return {"attention_mask": None, "position_ids": batch.position_ids[0]}
     counts = torch.cat([torch.arange(segment.length) for segment in batch.segments])[None, None]
     four_rows = torch.cat([counts.to(batch.position_ids.device), batch.position_ids])
     return {"attention_mask": None, "position_ids": four_rows}
 
 
-AttentionInterface.register(TEXT, text_attention)
+AttentionInterface.register(TEXT, attend_text)
 AttentionMaskInterface.register(TEXT, sdpa_mask)
-AttentionInterface.register(VISION, vision_attention)
+AttentionInterface.register(VISION, attend_vision)

@@ -13,11 +13,11 @@ from huggingface_hub import snapshot_download
 from dsreason.errors import CheckpointError, DataError
 from dsreason.files.address import is_s3
 from dsreason.files.atomic import build_once
-from dsreason.files.cache import cache_errors
+from dsreason.files.cache import convert_cache_errors
 from dsreason.files.disk import check_regular
-from dsreason.files.hub import HUB_ERRORS, hub, hub_error
-from dsreason.files.remote import local_folder
-from dsreason.secrets import without_credentials
+from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
+from dsreason.files.remote import fetch_folder
+from dsreason.secrets import mask_credentials
 
 TINY = "tiny:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -59,7 +59,7 @@ def find_folder(
         return fetch()
     if "://" in path:
         raise CheckpointError(
-            f"model.path {without_credentials(path)}: URLs are not supported; set a folder, an s3:// URI or a model "
+            f"model.path {mask_credentials(path)}: URLs are not supported; set a folder, an s3:// URI or a model "
             "on the hub"
         )
     if (local := Path(path).expanduser()).exists():
@@ -89,20 +89,20 @@ def check_files(folder: Path) -> None:
             )
 
 
-def tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
+def build_tiny_folder(name: str, builders: Mapping[str, Callable[[Path], object]], version: int, cache: Path) -> Path:
     """Return the folder of a tiny model, which is built if it is missing. `version` is part of the folder's name."""
     if name not in builders:
         choices = ", ".join(TINY + model_name for model_name in builders)
         raise CheckpointError(f"model.path {TINY}{name}: no such tiny model; choose one of {choices}")
     folder = cache / f"tiny-{name}-{version}"
-    with cache_errors(folder, "DSREASON_CACHE"):
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         return build_once(folder, builders[name])
 
 
-def fetch_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
+def fetch_model_folder(path: str, wanted: Callable[[str], bool], kind: str) -> Path:
     """Return a local copy of the `wanted` files of a folder in S3; `kind` names the expected kind of folder in messages."""
     try:
-        return local_folder(path, wanted)
+        return fetch_folder(path, wanted)
     except DataError as error:
         raise CheckpointError(f"model.path: {error}; it must be {kind}") from None
 
@@ -111,11 +111,11 @@ def download_folder(path: str, revision: str | None, patterns: Sequence[str]) ->
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except HUB_ERRORS as error:
-        where, page = f"model.path {path}: no local folder", f"{hub()}/{path}"
-        raise CheckpointError(str(hub_error(error, where, page=page, revision=revision))) from error
+        where, page = f"model.path {path}: no local folder", f"{get_hub_url()}/{path}"
+        raise CheckpointError(str(convert_hub_error(error, where, page=page, revision=revision))) from error
 
 
-def model_fingerprint(folder: Path) -> str:
+def compute_fingerprint(folder: Path) -> str:
     """Return a hash of a model folder: of its small files, and of the size and up to 256 chunks of each weights file."""
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.json"), *folder.glob("*.jinja")]):

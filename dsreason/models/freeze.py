@@ -26,7 +26,7 @@ def check_freeze(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
         if not pattern:
             problems.append("model.freeze holds an empty pattern, which would match every parameter; remove it")
         elif not matches:
-            examples = ", ".join(near_names(pattern, names))
+            examples = ", ".join(find_similar_names(pattern, names))
             problems.append(
                 f"model.freeze pattern '{pattern}' matches none of {len(names)} parameters; near: {examples}"
             )
@@ -52,7 +52,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     return len(matched)
 
 
-def near_names(pattern: str, names: Sequence[str]) -> list[str]:
+def find_similar_names(pattern: str, names: Sequence[str]) -> list[str]:
     """Return names similar to a mistyped pattern, or else one name from each part of the model."""
     plain = re.sub(r"\.?[*+]|[\\^$?()\[\]|]", "", pattern).strip(".")
     prefixes = {".".join(name.split(".")[: depth + 1]): None for name in names for depth in range(name.count(".") + 1)}

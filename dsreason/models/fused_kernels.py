@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from dsreason.models.attention import knows_segments, text_attention
+from dsreason.models.attention import attend_text, has_segment_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +81,7 @@ class FusedAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         dropout = self.attention_dropout if self.training else 0.0
-        attended, _ = text_attention(
+        attended, _ = attend_text(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
         output: Tensor = self.o_proj(attended.flatten(-2))
@@ -91,7 +91,7 @@ class FusedAttention(nn.Module):
 def use_fused_kernels(model: PreTrainedModel) -> None:
     """Make the norms of a built model and the layers of its decoder use fused kernels, which run only on GPUs."""
     names = ["RMSNorm"]
-    fuse_norms(model)
+    use_fused_norms(model)
     if importlib.util.find_spec("liger_kernel") is None:
         log.warning(
             "liger-kernel is not installed, so SwiGLU and rotary positions run in transformers' small kernels; install "
@@ -100,13 +100,13 @@ def use_fused_kernels(model: PreTrainedModel) -> None:
     elif model.config.get_text_config().hidden_act == "silu":
         for layer in model.get_decoder().layers:
             layer.mlp.__class__ = FusedSwiGLU
-            if knows_segments(model):
+            if has_segment_attention(model):
                 layer.self_attn.__class__ = FusedAttention
-        names += ["SwiGLU"] + ["rotary positions"] * knows_segments(model)
+        names += ["SwiGLU"] + ["rotary positions"] * has_segment_attention(model)
     log.info("fused kernels: %s", ", ".join(names))
 
 
-def fuse_norms(model: nn.Module) -> None:
+def use_fused_norms(model: nn.Module) -> None:
     """Replace transformers' RMSNorm, which has another name in every family, in text layers and vision tower."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):

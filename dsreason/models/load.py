@@ -15,14 +15,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
-from dsreason.families import FAMILIES, family_of
+from dsreason.families import FAMILIES, get_family
 from dsreason.models.attention import use_segments
-from dsreason.models.folder import MODEL_FILES, check_sizes, download_folder, fetch_folder, find_folder, tiny_folder
+from dsreason.models.folder import (
+    MODEL_FILES,
+    build_tiny_folder,
+    check_sizes,
+    download_folder,
+    fetch_model_folder,
+    find_folder,
+)
 from dsreason.models.fused_kernels import use_fused_kernels
-from dsreason.models.media_features import adapt_vision
-from dsreason.models.nf4.layers import NF4Linear, quantize_weight, quantized_linears
-from dsreason.models.weights import Weights, find_weights
-from dsreason.problems import listed
+from dsreason.models.media_features import patch_vision
+from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, quantize_weight
+from dsreason.models.weights import WeightFiles, find_weights
+from dsreason.problems import join_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,36 +49,36 @@ def resolve_model(config: ModelConfig, cache: Path) -> Path:
     """
     folder = find_folder(
         config.path,
-        tiny=lambda name: tiny_model(name, cache),
-        fetch=lambda: fetch(config),
-        download=lambda: download_folder(config.path, config.revision, model_files(config)),
+        tiny=lambda name: build_tiny_model(name, cache),
+        fetch=lambda: fetch_model(config),
+        download=lambda: download_folder(config.path, config.revision, list_file_patterns(config)),
     )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model.path {config.path}: has no config.json; it must be a Hugging Face model folder")
     return folder
 
 
-def tiny_model(family: str, cache: Path) -> Path:
+def build_tiny_model(family: str, cache: Path) -> Path:
     from dsreason.models.tiny import build_tiny  # imported only on demand, because it trains a tokenizer
 
-    return tiny_folder(family, {name: partial(build_tiny, name) for name in FAMILIES}, TINY_VERSION, cache)
+    return build_tiny_folder(family, {name: partial(build_tiny, name) for name in FAMILIES}, TINY_VERSION, cache)
 
 
-def fetch(config: ModelConfig) -> Path:
+def fetch_model(config: ModelConfig) -> Path:
     """Return a local copy of a model folder in S3, without its pickled weights and subfolders."""
-    patterns = model_files(config)
-    return fetch_folder(
+    patterns = list_file_patterns(config)
+    return fetch_model_folder(
         config.path,
         lambda name: "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns),
         "a Hugging Face model folder",
     )
 
 
-def model_files(config: ModelConfig) -> list[str]:
+def list_file_patterns(config: ModelConfig) -> list[str]:
     return [*MODEL_FILES, *(["*.py"] if config.trust_remote_code else [])]
 
 
-def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
+def read_model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False) -> Any:
     """Read the transformers config of a model folder. Raise CheckpointError if it is unreadable or its model unsupported.
 
     `dtype`: the type the model will be loaded in, if it differs from the one in the folder; positions depend on it.
@@ -81,7 +88,7 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     except Exception as error:  # the errors of transformers for wrong values have no common class
         raise CheckpointError(f"{path}: config.json cannot be read: {str(error) or type(error).__name__}") from error
     try:
-        family_of(config.model_type)
+        get_family(config.model_type)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if config.to_dict().get("quantization_config"):
@@ -96,10 +103,10 @@ def model_config(path: Path, *, dtype: torch.dtype | None = None, trust_remote_c
     return config
 
 
-def parameter_names(path: Path) -> list[str]:
+def read_parameter_names(path: Path) -> list[str]:
     """Return the names that the parameters have in memory, from the file headers; without a tied `lm_head`."""
-    config = model_config(path)
-    family = family_of(config.model_type)
+    config = read_model_config(path)
+    family = get_family(config.model_type)
     names = find_weights(path, family.rename, inside=family.weight_folders).places
     return [name for name in names if not (config.tie_word_embeddings and name == f"{family.modules.head}.weight")]
 
@@ -124,40 +131,40 @@ def load_model(
     `fused_kernels`: use those of `dsreason.models.fused_kernels`, for a GPU.
     `quantize`: hold the matrices of the language model in 4 bits, frozen. Everything else stays unchanged.
     """
-    model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
-    family = family_of(model.config.model_type)
-    quantized = [] if quantize is None else quantized_linears(model, family.modules.text_layers, dtype)
+    model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    family = get_family(model.config.model_type)
+    quantized = [] if quantize is None else convert_to_nf4(model, family.modules.text_layers, dtype)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
-        from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
+        from dsreason.models.partition import partition_model  # DeepSpeed picks its device when it is imported
 
         map_parameters(model, weights)
         fill_buffers(model, device)
-        partition(model, dtype, deepspeed, quantized)
+        partition_model(model, dtype, deepspeed, quantized)
     else:
         load_weights(model, weights, dtype, device, quantized)
     model.generation_config = read_generation_config(path) or model.generation_config
-    adapt_vision(model)
+    patch_vision(model)
     if fused_kernels:
         use_fused_kernels(model)
     return model.train()
 
 
-def checked_model(
+def build_checked_model(
     path: Path, *, dtype: torch.dtype = torch.float32, attention: str = "auto", trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, Weights]:
+) -> tuple[PreTrainedModel, WeightFiles]:
     """Build the empty model of a folder and check that its files hold all weights. Errors: as `load_model`."""
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    family = family_of(config.model_type)
+    config = read_model_config(path, trust_remote_code=trust_remote_code)
+    family = get_family(config.model_type)
     weights = find_weights(path, family.rename, inside=family.weight_folders)
     check_depth(config, weights)
-    model = empty_model(config, dtype, attention, trust_remote_code)
+    model = build_empty_model(config, dtype, attention, trust_remote_code)
     check_weights(model, weights)
     return model, weights
 
 
 def load_weights(
     model: PreTrainedModel,
-    weights: Weights,
+    weights: WeightFiles,
     dtype: torch.dtype,
     device: torch.device | str,
     quantized: Sequence[NF4Linear] = (),
@@ -178,14 +185,14 @@ def read_generation_config(path: Path) -> GenerationConfig | None:
         return None
     try:
         return GenerationConfig.from_pretrained(path)
-    except Exception as error:  # the errors have no common class, see `model_config`
+    except Exception as error:  # the errors have no common class, see `read_model_config`
         raise CheckpointError(f"{path}: generation_config.json cannot be read: {error}") from error
 
 
-def check_depth(config: Any, weights: Weights) -> None:
+def check_depth(config: Any, weights: WeightFiles) -> None:
     """Raise CheckpointError if config.json claims more layers than the files have tensors: building them might never end."""
     depths = {"num_hidden_layers": config.get_text_config().num_hidden_layers}
-    if family_of(config.model_type).vision is not None:
+    if get_family(config.model_type).vision is not None:
         depths = {
             "text_config.num_hidden_layers": config.text_config.num_hidden_layers,
             "vision_config.depth": config.vision_config.depth,
@@ -198,10 +205,10 @@ def check_depth(config: Any, weights: Weights) -> None:
             )
 
 
-def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
+def build_empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> PreTrainedModel:
     """Build the modules without memory behind their tensors. Tied embeddings are one parameter."""
     implementation = "sdpa" if attention == "auto" else attention
-    has_vision = family_of(config.model_type).vision is not None
+    has_vision = get_family(config.model_type).vision is not None
     try:
         with init_empty_weights(include_buffers=True):
             model = (AutoModelForImageTextToText if has_vision else AutoModelForCausalLM).from_config(
@@ -220,7 +227,7 @@ def empty_model(config: Any, dtype: torch.dtype, attention: str, trust_remote_co
     return model
 
 
-def check_weights(model: nn.Module, weights: Weights) -> None:
+def check_weights(model: nn.Module, weights: WeightFiles) -> None:
     """Raise CheckpointError unless the files hold each parameter in its shape and nothing else (except a tied lm_head)."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -239,13 +246,15 @@ def check_weights(model: nn.Module, weights: Weights) -> None:
             f"{name} ({dtype})" for name, (_, dtype) in headers.items() if dtype not in TRAINABLE
         ],
     }
-    lines = [f"  {len(names)} {kind}: {listed(names, 8, separator=', ')}" for kind, names in problems.items() if names]
+    lines = [
+        f"  {len(names)} {kind}: {join_first(names, 8, separator=', ')}" for kind, names in problems.items() if names
+    ]
     if lines:
         raise CheckpointError("\n".join([f"{weights.folder}: the weights do not fit config.json", *lines]))
     check_tied(weights, {name: first for name, first in tied.items() if name in shapes})
 
 
-def check_tied(weights: Weights, stored: dict[str, str]) -> None:
+def check_tied(weights: WeightFiles, stored: dict[str, str]) -> None:
     """Raise CheckpointError if a stored tied lm_head differs from the embedding: its values would be lost.
 
     `stored`: name of the lm_head → name of the embedding.
@@ -260,7 +269,7 @@ def check_tied(weights: Weights, stored: dict[str, str]) -> None:
             )
 
 
-def map_parameters(model: nn.Module, weights: Weights, names: list[str] | None = None) -> None:
+def map_parameters(model: nn.Module, weights: WeightFiles, names: list[str] | None = None) -> None:
     """Replace empty parameters (all, or `names`) by the tensors of the files, in every module that shares them."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

@@ -19,7 +19,7 @@ PART = 32
 """Tokens whose entropy is computed together, which needs another tensor of the size of their logits."""
 
 
-def token_logprobs(
+def compute_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -35,7 +35,7 @@ def token_logprobs(
         hidden: `[N, H]`, the last hidden state before each target token.
         weight: `[V, H]`, the output embedding.
         targets: `[N]` token ids.
-        chunk_size: tokens whose logits exist at the same time; by default those of `default_chunk`.
+        chunk_size: tokens whose logits exist at the same time; by default those of `choose_chunk_size`.
         banned_ids: `[K]` token ids with probability 0, which the rollout engine never samples.
 
     Returns:
@@ -43,12 +43,12 @@ def token_logprobs(
         recomputes the logits of each chunk except the last (d logp_t / d logits = onehot_t - softmax, d H / d logits =
         -p (log p + H)) and accumulates the gradient of `weight` in float32.
     """
-    chunk = chunk_size or default_chunk(weight)
+    chunk = chunk_size or choose_chunk_size(weight)
     compute: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
     return compute(hidden, weight, targets, temperature, chunk, banned_ids, with_entropy)
 
 
-def default_chunk(weight: Tensor) -> int:
+def choose_chunk_size(weight: Tensor) -> int:
     """Return the number of tokens per chunk on the device of the weight `[V, H]`."""
     return max(1, (MAX_LOGITS_ON_GPU if weight.is_cuda else MAX_LOGITS) // weight.shape[0])
 
@@ -69,9 +69,9 @@ class _TokenLogprobs(torch.autograd.Function):
         log_norm = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
         probs = None
-        for part in chunks(hidden.shape[0], chunk):
+        for part in split_tokens(hidden.shape[0], chunk):
             probs = None  # freed before the next logits are allocated
-            probs = _logits(hidden[part], weight, temperature, banned_ids)
+            probs = _compute_logits(hidden[part], weight, temperature, banned_ids)
             target_logits = probs.gather(1, targets[part, None]).squeeze(1)
             largest = probs.amax(dim=1)
             # In place: a plain logsumexp would hold a second buffer of this size.
@@ -80,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_norm[part] = total.log().add_(largest)
             logprobs[part] = target_logits - log_norm[part]
             if with_entropy:
-                entropy[part] = _entropy(probs)
+                entropy[part] = _compute_entropy(probs)
         ctx.last_probs = probs if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.temperature, ctx.chunk, ctx.banned_ids = temperature, chunk, banned_ids
@@ -95,16 +95,16 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight: Tensor | None = None
         probs, ctx.last_probs = ctx.last_probs, None
-        for part in reversed(chunks(hidden.shape[0], ctx.chunk)):
+        for part in reversed(split_tokens(hidden.shape[0], ctx.chunk)):
             if probs is None:
-                probs = _logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
+                probs = _compute_logits(hidden[part], weight, ctx.temperature, ctx.banned_ids)
                 probs.sub_(log_norm[part, None]).exp_()
             logprob_grad = grad[part] / ctx.temperature
             if entropy_grad is None:
                 grad_logits = probs.mul_(-logprob_grad[:, None])
             else:
                 part_entropy_grad = entropy_grad[part] / ctx.temperature
-                grad_logits = _with_entropy_gradient(probs, logprob_grad, part_entropy_grad, entropy[part])
+                grad_logits = _add_entropy_gradient(probs, logprob_grad, part_entropy_grad, entropy[part])
             grad_logits.scatter_add_(1, targets[part, None], logprob_grad[:, None])
             scaled = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
@@ -117,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * 5
 
 
-def chunks(count: int, size: int) -> list[slice]:
+def split_tokens(count: int, size: int) -> list[slice]:
     """Return slices of `size` tokens. The first may be shorter, because the probabilities of the last one are kept."""
     ends = range(count, 0, -size)
     return [slice(max(0, end - size), end) for end in reversed(ends)]
@@ -130,7 +130,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.addmm_(a, b) if a.dtype == torch.float32 else total.add_(a @ b)
 
 
-def _entropy(probs: Tensor) -> Tensor:
+def _compute_entropy(probs: Tensor) -> Tensor:
     """Compute the entropies `[n]` of the probabilities `[n, V]`."""
     entropies = probs.new_empty(probs.shape[0])
     terms = torch.empty_like(probs[:PART])  # reused by all parts
@@ -139,7 +139,7 @@ def _entropy(probs: Tensor) -> Tensor:
     return entropies
 
 
-def _with_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
+def _add_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, entropy: Tensor) -> Tensor:
     """Overwrite the probabilities `[n, V]` by -grad p - entropy_grad p (log p + H); the other arguments are `[n]`."""
     terms = torch.empty_like(probs[:PART])  # reused by all parts
     for part_probs, *factors in zip(
@@ -151,7 +151,7 @@ def _with_entropy_gradient(probs: Tensor, grad: Tensor, entropy_grad: Tensor, en
     return probs
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor, temperature: float, banned_ids: Tensor | None) -> Tensor:
     """Compute the logits `[n, V]` in float32, -inf at banned ids. The caller may overwrite them."""
     logits = (hidden @ weight.t()).float()
     if temperature != 1.0:
@@ -175,7 +175,7 @@ class LogprobHead(nn.Linear):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if targets is None:
             return super().forward(hidden)
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy = compute_token_logprobs(
             hidden, self.weight, targets, temperature=temperature, banned_ids=banned_ids, with_entropy=with_entropy
         )
         return (logprobs, entropy) if with_entropy else logprobs

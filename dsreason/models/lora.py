@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.errors import ConfigError, DsReasonError
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.job.ranks import gather_objects
-from dsreason.models.freeze import near_names
-from dsreason.monitor.flops import num_values
+from dsreason.models.freeze import find_similar_names
+from dsreason.monitor.flops import count_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,14 +31,14 @@ A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 """Endings of the names of an adapter's two matrices."""
 
 
-def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
+def find_adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     """Return the names of the linear layers that get an adapter, in the model's order.
 
     Raises:
         ConfigError: a pattern is empty, matches no linear layer or matches the output layer (lists all such patterns, with
             similar names).
     """
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     modules = family.modules
     if lora.vision and family.vision is None:
         raise ConfigError(f"lora.vision is true, but {family.name} has no vision tower; set it to false")
@@ -57,7 +57,7 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
                 "let the pattern name the layers below it"
             )
         elif not matches:
-            problems.append(f"lora.targets pattern '{pattern}' {nothing_found(pattern, kinds, linear)}")
+            problems.append(f"lora.targets pattern '{pattern}' {describe_no_match(pattern, kinds, linear)}")
         targets |= matches
     if problems:
         raise ConfigError("\n".join(problems))
@@ -70,14 +70,14 @@ def adapted_layers(model: PreTrainedModel, lora: LoRAConfig) -> list[str]:
     return [name for name in linear if name in targets]
 
 
-def nothing_found(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
+def describe_no_match(pattern: str, kinds: Mapping[str, str], linear: list[str]) -> str:
     """Describe why a pattern matches no linear layer. `kinds`: name of every module → its type."""
     other_modules = [
         f"{name} ({kind})" for name, kind in kinds.items() if re.search(pattern, name) and name not in linear
     ]
     if other_modules:
         return f"matches {', '.join(other_modules[:3])}, but only linear layers can have an adapter"
-    return f"matches none of {len(linear)} linear layers; near: {', '.join(near_names(pattern, linear))}"
+    return f"matches none of {len(linear)} linear layers; near: {', '.join(find_similar_names(pattern, linear))}"
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None:
@@ -86,7 +86,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
     Their initial values depend only on `seed`, not on the number of ranks. Under ZeRO-3 they are whole on every rank until
     the engine is built, and each rank then keeps its part of its values; call `check_alike` before that.
 
-    Raises ConfigError as `adapted_layers` does.
+    Raises ConfigError as `find_adapted_layers` does.
     """
     from peft import LoraConfig as PeftConfig  # imported only if it is used, because it takes seconds
     from peft import inject_adapter_in_model
@@ -94,30 +94,32 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig, *, seed: int) -> None
     settings = PeftConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=plain(lora.scale),
+        lora_alpha=to_plain_number(lora.scale),
         lora_dropout=lora.dropout,
-        target_modules=adapted_layers(model, lora),
+        target_modules=find_adapted_layers(model, lora),
         use_rslora=lora.rslora,
-        rank_pattern={found_by_peft(pattern): rank for pattern, rank in lora.rank_pattern.items()},
-        alpha_pattern={found_by_peft(pattern): plain(alpha) for pattern, alpha in lora.alpha_pattern.items()},
+        rank_pattern={to_peft_pattern(pattern): rank for pattern, rank in lora.rank_pattern.items()},
+        alpha_pattern={
+            to_peft_pattern(pattern): to_plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()
+        },
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(settings, model, ADAPTER)
 
 
-def adapter_settings(model: Any) -> dict[str, Any]:
+def get_adapter_settings(model: Any) -> dict[str, Any]:
     """Return peft's settings of a model's adapters as the JSON values of an adapter_config.json."""
     settings = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
-def plain(number: float) -> float:
+def to_plain_number(number: float) -> float:
     """Convert 16.0 to 16, the usual form in peft's files, which some readers expect."""
     return int(number) if float(number).is_integer() else number
 
 
-def found_by_peft(pattern: str) -> str:
+def to_peft_pattern(pattern: str) -> str:
     """Convert a pattern for `re.search` to one for peft, which matches patterns at the end of a name."""
     return f".*(?:{pattern}).*"
 
@@ -137,11 +139,11 @@ def check_alike(model: nn.Module) -> None:
         )
 
 
-def trained_share(model: nn.Module) -> str:
+def describe_trained_share(model: nn.Module) -> str:
     """Describe, for the log, the number of adapted layers and the share of trained parameters, which may be partitioned."""
-    layers = len(adapters(model))
+    layers = len(find_adapters(model))
     sizes = [
-        (num_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
+        (count_values(model, name, parameter), parameter.requires_grad) for name, parameter in model.named_parameters()
     ]
     trained, base = (
         sum(size for size, is_trained in sizes if is_trained is wants_trained) for wants_trained in (True, False)
@@ -162,7 +164,7 @@ class Delta:
     """Matrix `[out, rank]`."""
     scale: float
 
-    def added_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the merged weight in `dtype`, rounded once; `weight` itself stays unchanged. A zero `b` leaves the same bits."""
         if not self.b.any():
             return weight.to(dtype)
@@ -175,7 +177,7 @@ class Delta:
         return abs(self.scale) * math.sqrt(max(squared, 0.0)) / max(float(weight.double().norm()), 1e-30)
 
 
-def base_name(name: str) -> str:
+def to_base_name(name: str) -> str:
     """Return a parameter's name in a model without adapters: `….q_proj.base_layer.weight` → `….q_proj.weight`."""
     return name.replace(f"{BASE}.", ".")
 
@@ -184,27 +186,27 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def adapter_names(name: str) -> tuple[str, ...]:
+def get_adapter_names(name: str) -> tuple[str, ...]:
     """Return the names of the matrices A and B of a layer's weight; empty for a parameter without an adapter."""
     layer = name.removesuffix(f"{BASE}.weight")
     return () if layer == name else (layer + A, layer + B)
 
 
-def adapter_scales(model: nn.Module) -> dict[str, float]:
+def get_adapter_scales(model: nn.Module) -> dict[str, float]:
     """Return the scale of each adapter: name of its layer → factor."""
-    return {name: module.scaling[ADAPTER] for name, module in adapters(model).items()}
+    return {name: module.scaling[ADAPTER] for name, module in find_adapters(model).items()}
 
 
-def adapters(model: nn.Module) -> dict[str, Any]:
+def find_adapters(model: nn.Module) -> dict[str, Any]:
     """Return peft's layers by name; each holds the original layer (`base_layer`) and the adapter."""
     names = tuple(name.removesuffix(A) for name, _ in model.named_parameters() if name.endswith(A))
     return {name: model.get_submodule(name) for name in names}
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Make the forward the base model's inside the block, which must not train anything."""
-    layers = adapters(model).values()
+    layers = find_adapters(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:

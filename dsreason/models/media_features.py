@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from dsreason.data.collate import find_media_tokens, join_pixels
 from dsreason.data.types import Batch, copy_to_device
-from dsreason.families import family_of
+from dsreason.families import get_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[
     The first features replace the embeddings of placeholders; additional ones (DeepStack) are added after the first decoder
     layers. `grids` `[media, 3]` is on the host.
     """
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     assert family.modules.vision_tower is not None
     tower = model.get_submodule(family.modules.vision_tower)
     layout = {
@@ -37,16 +37,20 @@ def encode_media(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> list[
     return [output.pooler_output, *(output.get("deepstack_features") or [])]
 
 
-def embed_batch(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
+def build_batch_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return the inputs of the language model for the tokens and media of a batch."""
     media = find_media_tokens(batch)
     if media is None:
         return {"input_ids": batch.input_ids}
     features = encode_media(model, join_pixels(batch), media.grids)
-    return embed_tokens(model, batch.input_ids, media.indices, [media.spread(layer) for layer in features])
+    return build_token_inputs(
+        model, batch.input_ids, media.indices, [media.repeat_features(layer) for layer in features]
+    )
 
 
-def embed_tokens(model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]) -> dict[str, Any]:
+def build_token_inputs(
+    model: PreTrainedModel, input_ids: Tensor, indices: Tensor, features: list[Tensor]
+) -> dict[str, Any]:
     """Embed `input_ids` `[B, T]`, with `features` `[M, D]` at the tokens `indices` `[M]` of the flattened rows."""
     embeddings = model.get_input_embeddings()(input_ids)
     first, *deeper = (layer.to(embeddings.device, embeddings.dtype) for layer in features)
@@ -65,12 +69,12 @@ class PatchProduct(nn.Conv3d):
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-def adapt_vision(model: PreTrainedModel) -> None:
+def patch_vision(model: PreTrainedModel) -> None:
     """Make this model object embed patches by a matrix product and add DeepStack's features at indices.
 
     transformers adds them by a mask, which waits for the GPU.
     """
-    name = family_of(model.config.model_type).modules.vision_tower
+    name = get_family(model.config.model_type).modules.vision_tower
     if name is None:
         return
     for module in model.get_submodule(name).modules():

@@ -21,7 +21,9 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of `mm_token_type_ids`."""
 
 
-def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config: Any) -> Tensor:
+def compute_position_ids(
+    grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict[str, Tensor], config: Any
+) -> Tensor:
     """Compute the positions `[3, T]` of a sample.
 
     Text has equal indices on all axes; the indices of a grid start after the preceding text, and the next text continues
@@ -36,7 +38,7 @@ def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict
     """
     images, videos = grid_rule(mm_kwargs, config)
     runs = {IMAGE: iter(images), VIDEO: iter(videos)}
-    positions = row_positions(mm_token_type_ids.tolist(), runs)
+    positions = compute_row_positions(mm_token_type_ids.tolist(), runs)
     unused = {IMAGE: len(list(runs[IMAGE])), VIDEO: len(list(runs[VIDEO]))}
     if any(unused.values()):
         raise DataError(
@@ -46,14 +48,14 @@ def position_ids(grid_rule: GridRule, mm_token_type_ids: Tensor, mm_kwargs: dict
     return positions.to(mm_token_type_ids.device)
 
 
-def grid_positions(grid: Grid) -> Tensor:
+def compute_grid_positions(grid: Grid) -> Tensor:
     """Compute the positions `[3, frames * height * width]` of a grid, from 0. Times are truncated in float64, as in vLLM."""
     time = (torch.arange(grid.frames, dtype=torch.float64) * grid.time_step).long()
     axes = torch.meshgrid(time, torch.arange(grid.height), torch.arange(grid.width), indexing="ij")
     return torch.stack(axes).flatten(1)
 
 
-def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
+def compute_row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
     """Compute the positions `[3, T]` of a sample without padding; consumes grids from `runs`."""
     parts, start, index = [torch.empty(3, 0, dtype=torch.int64)], 0, 0
     while index < len(types):
@@ -62,14 +64,14 @@ def row_positions(types: list[int], runs: dict[int, Iterator[Grid]]) -> Tensor:
             length = sum(1 for _ in takewhile(lambda t: t == TEXT, types[index:]))
             part = torch.arange(length).expand(3, -1)
         else:
-            part = grid_positions(next_grid(types, index, runs))
+            part = compute_grid_positions(take_next_grid(types, index, runs))
         parts.append(part + start)
         start = int(parts[-1].max()) + 1
         index += part.shape[1]
     return torch.cat(parts, dim=1)
 
 
-def next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> Grid:
+def take_next_grid(types: list[int], index: int, runs: dict[int, Iterator[Grid]]) -> Grid:
     kind = types[index]
     name = "image" if kind == IMAGE else "video"
     grid = next(runs[kind], None)

@@ -10,11 +10,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 from torch import Tensor, nn
 
-from dsreason.models.nf4.blocks import ROW_BYTES, num_blocks, quantize
+from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks, quantize
 from dsreason.models.nf4.layers import NF4Linear
 
 
-def partition(
+def partition_model(
     model: nn.Module, dtype: torch.dtype, config: dict[str, Any], quantized: Sequence[NF4Linear] = ()
 ) -> None:
     """Partition each parameter of `model` over the ranks, in `dtype`; all ranks must call it with the same values.
@@ -45,14 +45,14 @@ class InitWithoutBroadcast(Init):
             if not is_zero_param(param):
                 if id(param) in self.quantized:
                     param.requires_grad_(False)
-                    param.data = self._quantized(param.data)
+                    param.data = self._quantize(param.data)
                 else:
-                    param.data = self._converted(param.data)
+                    param.data = self._convert(param.data)
                 self._convert_to_deepspeed_param(param)
                 param.partition()
                 param.data = param.data.to(self.local_device)  # empty now, but gathered on this device
 
-    def _converted(self, values: Tensor) -> Tensor:
+    def _convert(self, values: Tensor) -> Tensor:
         """Convert `values` to the training type; everything but this rank's part is undefined.
 
         Memory that is never written to takes no space, so a rank pays only for its part, however large an embedding is.
@@ -67,11 +67,11 @@ class InitWithoutBroadcast(Init):
         converted.view(-1)[part] = values.view(-1)[part]
         return converted
 
-    def _quantized(self, values: Tensor) -> Tensor:
+    def _quantize(self, values: Tensor) -> Tensor:
         """Quantise `values`; likewise, everything but the blocks of this rank's part is undefined."""
         if self.num_param_groups > 1:
             return quantize(values)
-        blocks = num_blocks(values.shape)
+        blocks = count_blocks(values.shape)
         size = math.ceil(blocks * ROW_BYTES / self.dp_world_size)
         first, end = self.rank * size // ROW_BYTES, math.ceil((self.rank + 1) * size / ROW_BYTES)
         return quantize(values, range(min(first, blocks), min(end, blocks)))

@@ -14,12 +14,12 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 
-from dsreason.families import Family, family_of
-from dsreason.job.hosts import local_size
-from dsreason.models.load import checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
-from dsreason.models.media_features import adapt_vision
-from dsreason.models.weights import Weights
-from dsreason.monitor.memory import GIB, available_bytes
+from dsreason.families import Family, get_family
+from dsreason.job.hosts import count_local_ranks
+from dsreason.models.load import build_checked_model, fill_buffers, load_weights, map_parameters, read_generation_config
+from dsreason.models.media_features import patch_vision
+from dsreason.models.weights import WeightFiles
+from dsreason.monitor.memory import GIB, count_available_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,46 +44,50 @@ def load_where_it_fits(
 ) -> PreTrainedModel:
     """Load a model for inference, without gradients: on `device` if it fits there.
 
-    The layers of a larger model are distributed over all devices of this rank, see `devices_of`. Weights that fit on none of
+    The layers of a larger model are distributed over all devices of this rank, see `list_devices`. Weights that fit on none of
     them stay in their files, and every token reads them again, at best from the page cache. Inputs go to `device`; outputs
     may be on another.
     """
-    model, weights = checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
-    family = family_of(model.config.model_type)
+    model, weights = build_checked_model(path, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code)
+    family = get_family(model.config.model_type)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    if size <= budget(device):
+    if size <= compute_budget(device):
         load_weights(model, weights, dtype, device)
-        adapt_vision(model)
+        patch_vision(model)
     else:
-        devices = devices_of(device)
-        device_map = plan(model, family, {name_of(candidate): budget(candidate) for candidate in devices})
-        log.warning("%s: %s", path, explained(model, device_map, devices))
-        spread(model, weights, device_map, dtype, device)
+        devices = list_devices(device)
+        device_map = plan_devices(
+            model, family, {get_device_name(candidate): compute_budget(candidate) for candidate in devices}
+        )
+        log.warning("%s: %s", path, describe_placement(model, device_map, devices))
+        distribute_weights(model, weights, device_map, dtype, device)
     model.generation_config = read_generation_config(path) or model.generation_config
     return model.requires_grad_(False).eval()
 
 
-def devices_of(device: torch.device) -> list[torch.device]:
+def list_devices(device: torch.device) -> list[torch.device]:
     """Return `device` and the other GPUs of the same rank on this host: the first of 2 ranks on 4 GPUs has 0 and 2."""
     if device.type != "cuda":
         return [device]
-    return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), local_size())]
+    return [torch.device("cuda", i) for i in range(device.index or 0, torch.cuda.device_count(), count_local_ranks())]
 
 
-def name_of(device: torch.device) -> int | str:
+def get_device_name(device: torch.device) -> int | str:
     """Return accelerate's name of a device."""
     return "cpu" if device.type == "cpu" else device.index or 0
 
 
-def budget(device: torch.device) -> int:
+def compute_budget(device: torch.device) -> int:
     """Return the bytes for weights on a device. The ranks of a host share its memory."""
-    free = available_bytes() // local_size() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = (
+        count_available_bytes() // count_local_ranks() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    )
     return int(WEIGHTS_SHARE * free)
 
 
-def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
+def plan_devices(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) -> DeviceMap:
     """Plan the device of each module: decoder layers and the vision tower are never split, GPUs get about equal shares."""
-    block_classes = [*model._no_split_modules, *vision_class(model, family)]
+    block_classes = [*model._no_split_modules, *get_vision_class(model, family)]
     balanced = get_balanced_memory(model, budgets, no_split_module_classes=block_classes)
     device_map: DeviceMap = infer_auto_device_map(
         model, balanced, no_split_module_classes=block_classes, clean_result=False
@@ -91,21 +95,21 @@ def plan(model: PreTrainedModel, family: Family, budgets: dict[int | str, int]) 
     return device_map
 
 
-def vision_class(model: PreTrainedModel, family: Family) -> list[str]:
+def get_vision_class(model: PreTrainedModel, family: Family) -> list[str]:
     """Return the name of the vision tower's class, if the model has one."""
     tower = family.modules.vision_tower
     return [] if tower is None else [type(model.get_submodule(tower)).__name__]
 
 
-def spread(
-    model: PreTrainedModel, weights: Weights, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
+def distribute_weights(
+    model: PreTrainedModel, weights: WeightFiles, device_map: DeviceMap, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Load the weights of an empty model onto the devices of the map, and make its inputs follow them."""
-    family = family_of(model.config.model_type)
-    homes = {name: home_of(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
+    family = get_family(model.config.model_type)
+    homes = {name: find_home(name, device_map) for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     index = {
-        name: index_entry(weights, firsts[id(parameter)], dtype)
+        name: build_index_entry(weights, firsts[id(parameter)], dtype)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if homes[name] == FILES
     }
@@ -114,43 +118,47 @@ def spread(
     for name, parameter in model.named_parameters():
         if homes[name] != FILES:
             parameter.data = parameter.data.to(homes[name], dtype, copy=True)
-    adapt_vision(model)  # must precede dispatch_model, which wraps the forwards
+    patch_vision(model)  # must precede dispatch_model, which wraps the forwards
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it would repeat our warning
     dispatch_model(
         model,
         device_map,
-        main_device=name_of(device),
+        main_device=get_device_name(device),
         offload_index=index,
         skip_keys="past_key_values",  # each layer's part is on the device of the layer
-        preload_module_classes=vision_class(model, family),
+        preload_module_classes=get_vision_class(model, family),
         force_hooks=True,  # the whole model may be on another GPU than its inputs
     )
 
 
-def home_of(name: str, device_map: DeviceMap) -> int | str:
+def find_home(name: str, device_map: DeviceMap) -> int | str:
     """Return the device of the module that owns the parameter."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map[name]
 
 
-def index_entry(weights: Weights, name: str, dtype: torch.dtype) -> dict[str, str]:
+def build_index_entry(weights: WeightFiles, name: str, dtype: torch.dtype) -> dict[str, str]:
     file, key = weights.places[name]
     return {"safetensors_file": str(file), "weight_name": key, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def explained(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
+def describe_placement(model: PreTrainedModel, device_map: DeviceMap, devices: Sequence[torch.device]) -> str:
     """Return the warning about a model that does not fit on the first of these devices."""
     sizes: dict[int | str, int] = {}
     for name, parameter in model.named_parameters():
-        home = home_of(name, device_map)
+        home = find_home(name, device_map)
         sizes[home] = sizes.get(home, 0) + parameter.nbytes
-    parts = [f"{sizes[name_of(device)] / GIB:.1f} GiB go to {device}" for device in devices if name_of(device) in sizes]
+    parts = [
+        f"{sizes[get_device_name(device)] / GIB:.1f} GiB go to {device}"
+        for device in devices
+        if get_device_name(device) in sizes
+    ]
     if FILES in sizes:
         parts.append(
             f"{sizes[FILES] / GIB:.1f} GiB stay in their files, from which every token reads them: that is slow"
         )
-        if devices[0].type == "cuda" and local_size() > 1:
+        if devices[0].type == "cuda" and count_local_ranks() > 1:
             parts.append("with --nproc 1 one copy of the model has all GPUs")
     total = sum(sizes.values())
     return f"the weights take {total / GIB:.1f} GiB, which do not fit on {devices[0]} alone: {'; '.join(parts)}"

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dsreason.data.collate import join_pixels
 from dsreason.data.types import Batch
-from dsreason.families import family_of
-from dsreason.models.attention import attention_inputs
+from dsreason.families import get_family
+from dsreason.models.attention import build_attention_inputs
 from dsreason.models.logprobs import LogprobHead
-from dsreason.models.media_features import embed_batch, embed_tokens, encode_media
+from dsreason.models.media_features import build_batch_inputs, build_token_inputs, encode_media
 from dsreason.models.sequence_parallel import Group, exchange_features, gather_values
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
-def base_output(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
+def run_decoder(model: PreTrainedModel, batch: Batch, *, use_cache: bool) -> BaseModelOutputWithPast:
     """Run the model without its output layer on a batch; repeated media are encoded once."""
-    inputs = embed_batch(model, batch) | attention_inputs(model, batch)
+    inputs = build_batch_inputs(model, batch) | build_attention_inputs(model, batch)
     output: BaseModelOutputWithPast = model.get_decoder()(use_cache=use_cache, **inputs)
     return output
 
 
-def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
+def run_decoder_on_part(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModelOutputWithPast:
     """Run the model without its output layer on this rank's part of a row, which the ranks of `group` compute together."""
     part = batch.part
     assert part is not None
     local = slice(part.start, part.end)
-    inputs = attention_inputs(model, batch, group)
+    inputs = build_attention_inputs(model, batch, group)
     inputs["position_ids"] = inputs["position_ids"][..., local]
     input_ids = batch.input_ids[:, local]
     if part.media is None:
@@ -41,7 +41,7 @@ def part_output(model: PreTrainedModel, batch: Batch, group: Group) -> BaseModel
     else:
         features = encode_media(model, join_pixels(batch), part.media.grids)
         features = exchange_features(features, part.media, group)
-        inputs |= embed_tokens(model, input_ids, part.media.indices, features)
+        inputs |= build_token_inputs(model, input_ids, part.media.indices, features)
     output: BaseModelOutputWithPast = model.get_decoder()(use_cache=False, **inputs)
     return output
 
@@ -57,7 +57,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.group = group
-        self.head = family_of(model.config.model_type).modules.head
+        self.head = get_family(model.config.model_type).modules.head
         head = model.get_submodule(self.head)
         if type(head) is not nn.Linear or head.bias is not None:
             raise TypeError(f"{self.head} is {head}; expected a Linear without bias")
@@ -77,9 +77,9 @@ class Policy(nn.Module):
         """
         part, predictors, places = batch.part, batch.predictors, batch.targets
         if part is None:
-            output = base_output(self.model, batch, use_cache=False)
+            output = run_decoder(self.model, batch, use_cache=False)
         else:
-            output = part_output(self.model, batch, self.group)
+            output = run_decoder_on_part(self.model, batch, self.group)
             predictors, places = part.predictors, places[part.targets]
         hidden = output.last_hidden_state.flatten(0, 1)  # [B * T, H]
         count = predictors.shape[0]
@@ -106,10 +106,10 @@ def enable_gradient_checkpointing(model: PreTrainedModel, *, offload: bool = Fal
     if offload:
         for module in model.modules():
             if "_gradient_checkpointing_func" in vars(module):
-                module._gradient_checkpointing_func = checkpoint_in_host_memory
+                module._gradient_checkpointing_func = run_checkpoint_in_host_memory
 
 
-def checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
+def run_checkpoint_in_host_memory(function: Any, *args: Any) -> Any:
     """Call `torch.utils.checkpoint` with its saved inputs on the CPU, unless they come from a frozen part."""
     trained_args = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if not trained_args:

@@ -23,7 +23,7 @@ Group = Any
 """A process group of torch. It is Any because mypy finds no such class if torch is built without distributed support."""
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
@@ -33,12 +33,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return exchange_rows(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """All-to-all of rows, sorted by receiving rank → sorted by sending rank. The gradient takes the way back."""
-    exchanged: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _RowExchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -54,7 +54,7 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, group: Group) -> tuple[T
     # Each part is [n, T / n, heads / n, d], and one exchange serves all three.
     parts = [heads[0].unflatten(0, (size, -1)).transpose(1, 2) for heads in (query, key, value)]
     counts = [part.shape[2] for part in parts]
-    exchanged = exchange(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
+    exchanged = exchange_rows(torch.cat(parts, dim=2).flatten(0, 1), [tokens] * size, [tokens] * size, group)
     query, key, value = (heads.transpose(0, 1)[None] for heads in exchanged.split(counts, dim=1))
     return query, key, value
 
@@ -63,7 +63,7 @@ def to_tokens(attended: Tensor, group: Group) -> Tensor:
     """All-to-all: `[all tokens, local heads]` → `[local tokens, all heads]`: `[1, T, H / n, d]` → `[1, T / n, H, d]`."""
     size = dist.get_world_size(group)
     tokens = attended.shape[1] // size
-    exchanged = exchange(attended[0], [tokens] * size, [tokens] * size, group)
+    exchanged = exchange_rows(attended[0], [tokens] * size, [tokens] * size, group)
     return torch.cat(list(exchanged.split(tokens)), dim=1)[None]
 
 
@@ -71,7 +71,7 @@ def exchange_features(features: list[Tensor], part: MediaPart, group: Group) -> 
     """Exchange the features of several layers: `[tokens encoded here, D]` → `[tokens shown here, D]`."""
     widths = [feature.shape[1] for feature in features]
     sent = torch.cat(features, dim=1).index_select(0, part.sent)
-    received = exchange(sent, part.sent_counts, part.received_counts, group)
+    received = exchange_rows(sent, part.sent_counts, part.received_counts, group)
     return list(received.index_select(0, part.order).split(widths, dim=1))
 
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
 
-from dsreason.families import Family, family_of
+from dsreason.families import Family, get_family
 from dsreason.families.family import Modules, Tokens
 
 VOCABULARY_SIZE = 512
@@ -107,7 +107,7 @@ def build_tiny(
             f"head_size and vision_hidden_size ({vision_hidden_size}) of {HEAD_SIZE}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    family = family_of(model_type)
+    family = get_family(model_type)
     tokenizer = build_tokenizer(family)
     patches = {"patch_size": family.tiny.patch_size, "temporal_patch_size": 2, "merge_size": 2}
     if family.tiny.processor is None:
@@ -162,7 +162,7 @@ def build_tiny(
     return folder
 
 
-def special_tokens(tokens: Tokens) -> tuple[str, ...]:
+def list_special_tokens(tokens: Tokens) -> tuple[str, ...]:
     """Return all special tokens of a family in the order of their ids."""
     media = (tokens.media_start, tokens.media_end, *tokens.unused_media, tokens.image, tokens.video)
     return (tokens.padding, tokens.turn_start, tokens.turn_end, *tokens.others, *media)
@@ -170,7 +170,7 @@ def special_tokens(tokens: Tokens) -> tuple[str, ...]:
 
 def build_tokenizer(family: Family) -> Qwen2Tokenizer:
     """Build a byte-level BPE of 512 tokens: bytes, merges learned from `CORPUS`, then the family's special tokens."""
-    special = special_tokens(family.tokens)
+    special = list_special_tokens(family.tokens)
     learner = Tokenizer(models.BPE())
     splits = Qwen2Tokenizer().backend_tokenizer
     learner.normalizer, learner.pre_tokenizer = splits.normalizer, splits.pre_tokenizer
@@ -191,11 +191,11 @@ def build_tokenizer(family: Family) -> Qwen2Tokenizer:
         model_max_length=32768,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    tokenizer.chat_template = chat_template(family)
+    tokenizer.chat_template = build_chat_template(family)
     return tokenizer
 
 
-def chat_template(family: Family) -> str:
+def build_chat_template(family: Family) -> str:
     """Build a template that formats turns like Qwen's, with the tokens and the default system message (if any) of the family."""
     system = family.tiny.default_system
     template = PART_TEMPLATE + (DEFAULT_SYSTEM_TEMPLATE if system is not None else "") + TURNS_TEMPLATE
@@ -223,7 +223,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    parameters = {family.published_name(name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
+    parameters = {family.to_published_name(name): p.to(dtype) for name, p in model.named_parameters()}  # tied ones once
     parameters |= {name: torch.empty(2, dtype=dtype, device="meta") for name in family.tiny.others}
     plan = split_torch_state_dict_into_shards(parameters, max_shard_size=max_shard_bytes)
     for file, names in plan.filename_to_tensors.items():

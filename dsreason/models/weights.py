@@ -22,7 +22,7 @@ STEM = "model"
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFiles:
     """The tensors of a folder. `places`: name in memory → (file, name in that file)."""
 
     folder: Path
@@ -56,7 +56,7 @@ class Weights:
 
 def find_weights(
     folder: Path, rename: Callable[[str], str | None], stem: str = STEM, *, inside: Sequence[str] = ()
-) -> Weights:
+) -> WeightFiles:
     """Read the headers of `<stem>.safetensors`, or of the files in `<stem>.safetensors.index.json`.
 
     If `folder` has no such files, those in its subfolders `inside` are read. Tensors for which `rename` returns None are
@@ -65,7 +65,7 @@ def find_weights(
     CheckpointError names the file that is missing, damaged or of an unsupported kind.
     """
     places: dict[str, tuple[Path, str]] = {}
-    for file in files_inside(folder, inside) or tensor_files(folder, stem):
+    for file in list_files_inside(folder, inside) or list_tensor_files(folder, stem):
         with open_file(file) as tensors:
             keys = list(tensors.keys())
         for key in keys:
@@ -78,16 +78,16 @@ def find_weights(
                     f"{folder}: {first} ({other.name}) and {key} ({file.name}) are the same tensor, {name}"
                 )
             places[name] = (file, key)
-    return Weights(folder, places)
+    return WeightFiles(folder, places)
 
 
-def files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
+def list_files_inside(folder: Path, inside: Sequence[str]) -> list[Path]:
     """Return the files of weights in the subfolders `inside`, if the folder itself has none."""
     weights_file = next(folder.glob("*.safetensors*"), None)
     return [] if weights_file else [file for name in inside for file in sorted((folder / name).glob("*.safetensors"))]
 
 
-def tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
+def list_tensor_files(folder: Path, stem: str = STEM) -> list[Path]:
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single]

@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
-from dsreason.screen import visible
+from dsreason.screen import escape_control
 
 
 class Visible:
@@ -19,7 +19,7 @@ class Visible:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.content, options):
-            yield Segment(text if control else visible(text), style, control)
+            yield Segment(text if control else escape_control(text), style, control)
 
 
 class VisibleTexts(RenderHook):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.families.family import Modules
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ PEAK_TFLOPS: dict[str, float] = {
 }
 
 
-def peak_flops(device_name: str) -> float | None:
+def find_peak_flops(device_name: str) -> float | None:
     """Return the peak dense bf16 FLOP/s of a GPU from its `torch.cuda.get_device_name()`; None if it is unknown.
 
     It is unknown for a MIG slice, whose name does not give its share of the GPU's peak.
@@ -100,7 +100,7 @@ class ModelFlops:
         text_pairs = sum(n * before + (n * (n + 1) / 2 if causal else n * n) for n, before in work.spans)
         patches = sum(t * h * w for t, h, w in work.grids)
         full_pairs = sum(t * (h * w) ** 2 for t, h, w in work.grids)  # frames do not attend to each other
-        windowed_pairs = sum(t * self.window_pairs(h) * self.window_pairs(w) for t, h, w in work.grids)
+        windowed_pairs = sum(t * self.count_window_pairs(h) * self.count_window_pairs(w) for t, h, w in work.grids)
         return (
             self.text_token * work.tokens
             + self.text_pair * text_pairs
@@ -111,7 +111,7 @@ class ModelFlops:
             + self.vision_pair_windowed * windowed_pairs
         )
 
-    def window_pairs(self, side: int) -> int:
+    def count_window_pairs(self, side: int) -> int:
         """Return the sum of squared window sides, in patches, along a side of `side` patches; the last window may be smaller."""
         if self.window is None:
             return 0
@@ -119,28 +119,28 @@ class ModelFlops:
         return num_whole * (self.window * self.merge_size) ** 2 + remainder**2
 
 
-def model_flops(model: PreTrainedModel) -> ModelFlops:
+def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
     """Compute the costs of a Hugging Face model (ZeRO-3-partitioned or not).
 
     Parameters are classified by name: vision tower (with its patch embedding and merger), text layers, head.
     """
     text = model.config.get_text_config()
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     modules = family.modules
-    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if in_tower(name, modules))
+    vision_trained = any(p.requires_grad for name, p in model.named_parameters() if is_in_tower(name, modules))
     costs = dict.fromkeys(("text", "head", "patch", "merged"), 0.0)
     for name, parameter in model.named_parameters():
-        kind = matmul_kind(name, modules)
+        kind = get_matmul_kind(name, modules)
         if kind is not None:
-            no_input_gradient = in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
+            no_input_gradient = is_in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
             input_flops = 0 if no_input_gradient else 2
-            costs[kind] += num_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
+            costs[kind] += count_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
     if not costs["head"]:  # a head that is tied to the embedding is not a separate parameter
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
     text_flops = ModelFlops(
         text_token=costs["text"],
-        text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * head_size(text),
+        text_pair=12.0 * text.num_hidden_layers * text.num_attention_heads * get_head_size(text),
         head_token=costs["head"],
     )
     if family.vision is None:
@@ -159,22 +159,22 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     )
 
 
-def matmul_kind(name: str, modules: Modules) -> str | None:
+def get_matmul_kind(name: str, modules: Modules) -> str | None:
     """Return the kind of work that uses a parameter; None for norms and embeddings, which are not part of a matrix product."""
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):
         return "head"
-    if not in_tower(name, modules):
+    if not is_in_tower(name, modules):
         return "text"
     return "merged" if modules.merger in name else "patch"
 
 
-def in_tower(name: str, modules: Modules) -> bool:
+def is_in_tower(name: str, modules: Modules) -> bool:
     return modules.vision_tower is not None and name.startswith(f"{modules.vision_tower}.")
 
 
-def num_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
+def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
     """Return the number of values in the whole parameter.
 
     A parameter that ZeRO-3 has partitioned is empty and keeps its size in `ds_numel`; one in 4 bits holds bytes, and its
@@ -186,6 +186,6 @@ def num_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def head_size(text: Any) -> int:
+def get_head_size(text: Any) -> int:
     """Return the size of an attention head, from the configuration if it states it."""
     return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

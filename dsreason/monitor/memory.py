@@ -51,21 +51,21 @@ class MemoryLedger:
         self.totals: dict[str, Total] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def track_phase(self, name: str) -> Iterator[None]:
         """Measure a block as `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}`, and on CUDA also `device_gib`.
 
         If a phase runs again before `take`, its seconds add up, and its peak is the highest.
         """
-        synchronize(self.device)
-        started, before = self.clock(), used_bytes(self.device)
+        wait_for_device(self.device)
+        started, before = self.clock(), count_used_bytes(self.device)
         reset_peak(self.device)
         with record_phase(name):
             yield
-            synchronize(self.device)
-        seconds, after = self.clock() - started, used_bytes(self.device)
+            wait_for_device(self.device)
+        seconds, after = self.clock() - started, count_used_bytes(self.device)
         values = {
-            "allocated": allocated_bytes(self.device) / GIB,
-            "peak": peak_bytes(self.device) / GIB,
+            "allocated": count_allocated_bytes(self.device) / GIB,
+            "peak": read_peak_bytes(self.device) / GIB,
             "freed": max(0, before - after) / GIB,
         }
         if self.device.type == "cuda":
@@ -103,30 +103,30 @@ class MemoryLedger:
         return captured.get().rstrip()
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait for queued work on the GPU, so that it counts towards the phase that queued it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def used_bytes(device: torch.device) -> int:
+def count_used_bytes(device: torch.device) -> int:
     """Return the memory in use; on CUDA the driver's count, which includes all processes, torch's cache and vLLM's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return status_bytes("RssAnon")
+    return read_status_bytes("RssAnon")
 
 
-def allocated_bytes(device: torch.device) -> int:
+def count_allocated_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return status_bytes("RssAnon")
+    return read_status_bytes("RssAnon")
 
 
-def peak_bytes(device: torch.device) -> int:
+def read_peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return status_bytes("VmHWM")
+    return read_status_bytes("VmHWM")
 
 
 def reset_peak(device: torch.device) -> None:
@@ -137,7 +137,7 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def count_available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the available host memory: that of the machine, or less if a control group has a limit."""
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
@@ -146,11 +146,13 @@ def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pr
         top = groups / root
         folder = top / (match.group(1) if match else "")
         inside = [group for group in (folder, *folder.parents) if group.is_relative_to(top)]
-        free += [group_bytes(*(group / name for name in names)) for group in inside if (group / names[0]).is_file()]
+        free += [
+            count_group_bytes(*(group / name for name in names)) for group in inside if (group / names[0]).is_file()
+        ]
     return min(free)
 
 
-def group_bytes(limit: Path, used: Path, stat: Path) -> int:
+def count_group_bytes(limit: Path, used: Path, stat: Path) -> int:
     """Return the bytes that a control group's limit leaves; file pages that the kernel can reclaim count as free."""
     allowed = limit.read_text().strip()
     if allowed == "max":
@@ -159,7 +161,7 @@ def group_bytes(limit: Path, used: Path, stat: Path) -> int:
     return max(0, int(allowed) - int(used.read_text()) + (int(cached.group(1)) if cached else 0))
 
 
-def status_bytes(field: str) -> int:
+def read_status_bytes(field: str) -> int:
     match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if match is None:
         raise RuntimeError(f"/proc/self/status has no line {field}")

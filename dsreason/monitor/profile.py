@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.files.step_names import step_name
-from dsreason.monitor.memory import synchronize
+from dsreason.files.step_names import format_step
+from dsreason.monitor.memory import wait_for_device
 from dsreason.monitor.profile_table import read_trace, render_report
 from dsreason.monitor.progress import Progress
 from dsreason.phases import record_phase
@@ -47,7 +47,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        synchronize(self.device)  # the kernels of the previous step belong to that one
+        wait_for_device(self.device)  # the kernels of the previous step belong to that one
         self.step = step
         self._profile = self._recording.enter_context(profile(activities=activities))
         self._recording.enter_context(record_phase(f"step {step}"))
@@ -56,10 +56,10 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         """End the current step, and write its profile if it has one."""
         if self._profile is None or self.step is None:
             return
-        synchronize(self.device)
+        wait_for_device(self.device)
         recorded, step = self._profile, self.step
         self._drop()
-        with self.progress.phase(f"writing the profile of step {step}"):
+        with self.progress.track_phase(f"writing the profile of step {step}"):
             try:
                 self._write(recorded, step)
             except OSError as error:
@@ -67,7 +67,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
 
     def _write(self, recorded: profile, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace, table = self.folder / f"{step_name(step)}.json.gz", self.folder / f"{step_name(step)}.txt"
+        trace, table = self.folder / f"{format_step(step)}.json.gz", self.folder / f"{format_step(step)}.txt"
         recorded.export_chrome_trace(str(trace))
         report = render_report(read_trace(trace))
         write_file(table, report + "\n")

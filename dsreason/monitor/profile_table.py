@@ -208,7 +208,7 @@ def sum_by_name(times: Iterable[tuple[str, float]]) -> list[tuple[str, float, in
     return [(name, seconds[name], counts[name]) for name in sorted(seconds, key=lambda name: -seconds[name])]
 
 
-def operators_by_thread(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceEvent]]:
+def group_operators(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceEvent]]:
     threads: dict[int | str, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.category == OPERATOR:
@@ -218,7 +218,7 @@ def operators_by_thread(events: Iterable[TraceEvent]) -> dict[int | str, list[Tr
 
 def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
     """Sum the waits by call and by the operator that makes it."""
-    timelines = {thread: Timeline(operators) for thread, operators in operators_by_thread(events).items()}
+    timelines = {thread: Timeline(operators) for thread, operators in group_operators(events).items()}
     named_waits = []
     for wait in find_waits(events):
         timeline = timelines.get(wait.thread)
@@ -229,7 +229,7 @@ def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
     """Sum the time and calls of each operator, without the time of the operators that it calls."""
-    threads = operators_by_thread(events).values()
+    threads = group_operators(events).values()
     seconds = sum_by_name((name, end - start) for ops in threads for start, end, name in split_nested(ops))
     calls = Counter(operator.name for operators in threads for operator in operators)
     return [(name, duration, calls[name]) for name, duration, _ in seconds]

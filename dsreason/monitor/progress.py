@@ -17,18 +17,18 @@ from rich.table import Column
 from rich.text import Text
 
 from dsreason.monitor.console import open_console
-from dsreason.screen import as_message, in_one_line, say, visible, write
+from dsreason.screen import escape_control, format_message, print_message, to_one_line, write
 
 Advance = Callable[[int], None]
 """Function to call with the number of units just done."""
 
 
 PART = "DSREASON_PART"
-"""Environment variable in which a command that consists of several runs passes each of them its `Part`."""
+"""Environment variable in which a command that consists of several runs passes each of them its `CommandPart`."""
 
 
 @dataclass(frozen=True)
-class Part:
+class CommandPart:
     """The part of a longer command that a run is.
 
     In the environment `1/4 2.5` is the first of four parts: after 10 seconds of steps, 25 seconds of other work follow.
@@ -43,12 +43,12 @@ class Part:
         return f"{self.number}/{self.count} {self.after:.3f}"
 
 
-def part_of_environment() -> Part | None:
+def read_part() -> CommandPart | None:
     if PART not in os.environ:
         return None
     fraction, after = os.environ[PART].split()
     number, count = fraction.split("/")
-    return Part(int(number), int(count), float(after))
+    return CommandPart(int(number), int(count), float(after))
 
 
 class Progress(AbstractContextManager["Progress"]):
@@ -57,10 +57,10 @@ class Progress(AbstractContextManager["Progress"]):
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+    def track_phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
         yield lambda count: None
 
-    def say(self, text: str) -> None: ...
+    def print_line(self, text: str) -> None: ...
     def close(self) -> None: ...
 
     def __exit__(self, *exc: object) -> None:
@@ -76,7 +76,7 @@ def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: T
     if rank != 0:
         return Progress()
     stream = sys.stdout if stream is None else stream
-    rate = Rate(total_steps, first_step, part=part_of_environment())
+    rate = Rate(total_steps, first_step, part=read_part())
     return BarProgress(rate, stream) if stream.isatty() else LineProgress(rate, stream)
 
 
@@ -86,7 +86,11 @@ class Rate:
     memory = 0.9  # weight of the past in the running means
 
     def __init__(
-        self, total_steps: int, first_step: int, clock: Callable[[], float] = time.monotonic, part: Part | None = None
+        self,
+        total_steps: int,
+        first_step: int,
+        clock: Callable[[], float] = time.monotonic,
+        part: CommandPart | None = None,
     ) -> None:
         self.total_steps, self.step, self.clock, self.part = total_steps, first_step, clock, part
         self.started = clock()
@@ -103,14 +107,14 @@ class Rate:
         self.step, self.started, self.seen = step, now, self.seen + 1
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         begin = self.clock()
         yield
         self.started += self.clock() - begin
 
-    def titled(self, name: str) -> str:
+    def format_title(self, name: str) -> str:
         """Prefix the name with the part of the command: `2/4 step`."""
-        name = in_one_line(name)
+        name = to_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
     def facts(self, shown: Mapping[str, float]) -> str:
@@ -124,9 +128,9 @@ class Rate:
         """Format the remaining time: `left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
-            return f"left {duration(seconds)}"
+            return f"left {format_duration(seconds)}"
         in_all = seconds + self.part.after * self.total_steps * self.seconds
-        return f"left {duration(seconds)}, in all {duration(in_all)}"
+        return f"left {format_duration(seconds)}, in all {format_duration(in_all)}"
 
 
 class LineProgress(Progress):
@@ -139,25 +143,25 @@ class LineProgress(Progress):
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
         self.rate.update(step, samples, tokens)
         if step == self.rate.total_steps or self.is_time():
-            title = f"{self.rate.titled('step')} {step}/{self.rate.total_steps}"
-            self.say(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
+            title = f"{self.rate.format_title('step')} {step}/{self.rate.total_steps}"
+            self.print_line(f"{title}  {self.rate.facts(shown)}  {self.rate.left()}")
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        begin, done, name = self.clock(), 0, self.rate.titled(name)
+    def track_phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+        begin, done, name = self.clock(), 0, self.rate.format_title(name)
         goal = "" if total is None else f"/{total}"
-        self.say(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
+        self.print_line(f"{name} …" if total is None else f"{name}: {total} {unit}".rstrip())
         self.next_line = begin + self.interval_s
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             if self.is_time():
-                self.say(f"{name}: {done}{goal} {unit}".rstrip())
+                self.print_line(f"{name}: {done}{goal} {unit}".rstrip())
 
-        with self.rate.paused():
+        with self.rate.pause():
             yield advance
-        self.say(f"{name}: done in {duration(self.clock() - begin)}")
+        self.print_line(f"{name}: done in {format_duration(self.clock() - begin)}")
         self.next_line = self.clock()  # the next step prints a line at once
 
     def is_time(self) -> bool:
@@ -166,8 +170,8 @@ class LineProgress(Progress):
             self.next_line = self.clock() + self.interval_s
         return is_due
 
-    def say(self, text: str) -> None:
-        write(as_message(text), file=self.stream)
+    def print_line(self, text: str) -> None:
+        write(format_message(text), file=self.stream)
 
 
 class FactsColumn(bars.TextColumn):
@@ -193,7 +197,7 @@ class BarProgress(Progress):
         )
         self.bar = bars.Progress(*columns, console=open_console(file=stream))
         self.steps = self.bar.add_task(
-            rate.titled("step"), total=rate.total_steps, completed=rate.step, left="", facts=""
+            rate.format_title("step"), total=rate.total_steps, completed=rate.step, left="", facts=""
         )
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None:
@@ -201,16 +205,16 @@ class BarProgress(Progress):
         self.bar.update(self.steps, completed=step, left=self.rate.left(), facts=self.rate.facts(shown))
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
-        task = self.bar.add_task(self.rate.titled(name), total=total, left="", facts=unit)
+    def track_phase(self, name: str, total: int | None = None, unit: str = "") -> Iterator[Advance]:
+        task = self.bar.add_task(self.rate.format_title(name), total=total, left="", facts=unit)
         try:
-            with self.rate.paused():
+            with self.rate.pause():
                 yield lambda count: self.bar.advance(task, count)
         finally:
             self.bar.remove_task(task)
 
-    def say(self, text: str) -> None:
-        self.bar.console.print(visible(text), markup=False, highlight=False)
+    def print_line(self, text: str) -> None:
+        self.bar.console.print(escape_control(text), markup=False, highlight=False)
 
     def close(self) -> None:
         self.bar.stop()
@@ -220,7 +224,7 @@ class BarProgress(Progress):
         return self
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as `0:03:20`."""
     minutes, remaining_seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{remaining_seconds:02d}"
@@ -232,7 +236,7 @@ def duration(seconds: float) -> str:
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
     """Show progress on stderr; yield a function to call, from any thread, with the number of `unit`s just done, of `total`."""
-    name = in_one_line(name)
+    name = to_one_line(name)
     if not total:
         yield lambda count: None
     elif sys.stderr.isatty():
@@ -244,7 +248,7 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
             task = bar.add_task(name, total=total)
             yield lambda count: bar.advance(task, count)
     else:
-        with track_in_lines(name, total, unit, lambda text: say(text, err=True)) as advance:
+        with track_in_lines(name, total, unit, lambda text: print_message(text, err=True)) as advance:
             yield advance
 
 

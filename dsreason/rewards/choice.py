@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from dsreason.answers.compat import tagged_answer
-from dsreason.answers.correct import is_same, kind_of
+from dsreason.answers.compat import extract_tagged_answer
+from dsreason.answers.correct import get_question_kind, is_same
 from dsreason.answers.parsing import parse
-from dsreason.data.options import option_letter
+from dsreason.data.options import find_option_letter
 from dsreason.data.types import Sample
 from dsreason.text import QuestionKind
 
@@ -19,7 +19,9 @@ def single_choice(completion: str, sample: Sample) -> float:
     Answer and reference are the content of the first `<answer>…</answer>`, or the whole text without such a block. `(A)` does
     not equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or the text of an option.
     """
-    return float(tagged_answer(completion).lower() in {reference.lower() for reference in _references(sample)})
+    return float(
+        extract_tagged_answer(completion).lower() in {reference.lower() for reference in _list_references(sample)}
+    )
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
@@ -32,7 +34,9 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
     if sample.answer is None:
         return 0.0
     names_option = parse(sample.answer, "reasoning", options=sample.options).answer != ""
-    kind: QuestionKind = "multiple_choice" if names_option else kind_of(replace(sample, options=None, meta={}))
+    kind: QuestionKind = (
+        "multiple_choice" if names_option else get_question_kind(replace(sample, options=None, meta={}))
+    )
     answer = parse(completion, "reasoning", kind=kind, options=sample.options).answer
     return float(is_same(answer, sample.answer, kind, sample.options))
 
@@ -43,9 +47,9 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
     The distance of whole numbers is their difference, that of letters the difference of their positions in the sample's
     options. Other answers are right or wrong, ignoring case. Answers are read as in `single_choice`.
     """
-    answer, references = tagged_answer(completion), _references(sample)
+    answer, references = extract_tagged_answer(completion), _list_references(sample)
     letter_positions = {letter.upper(): position for position, letter in enumerate(sample.options or {})}
-    for find_position in (_whole_number, lambda text: letter_positions.get(text.upper())):
+    for find_position in (_parse_whole_number, lambda text: letter_positions.get(text.upper())):
         answer_position, reference_positions = (
             find_position(answer),
             [position for position in map(find_position, references) if position is not None],
@@ -55,13 +59,13 @@ def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> flo
     return float(answer.lower() in {reference.lower() for reference in references})
 
 
-def _references(sample: Sample) -> list[str]:
+def _list_references(sample: Sample) -> list[str]:
     """Return the accepted spellings of the reference: as in the row, and the letter of the option that it names."""
     if sample.answer is None:
         return []
-    letter = option_letter(sample.answer, sample.options or {})
-    return [tagged_answer(sample.answer), *([letter] if letter else [])]
+    letter = find_option_letter(sample.answer, sample.options or {})
+    return [extract_tagged_answer(sample.answer), *([letter] if letter else [])]
 
 
-def _whole_number(text: str) -> int | None:
+def _parse_whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None

@@ -10,14 +10,14 @@ from typing import Any
 
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 from dsreason.rewards.grounding import SLACK, box_iou, points, temporal_iou
 from dsreason.rewards.numeric import numeric
-from dsreason.rewards.options import RewardValue, Share, check_values, defaults_of
-from dsreason.rewards.reading.plain import answer_of, finite, json_values
-from dsreason.rewards.reference import reference, unusable
+from dsreason.rewards.options import RewardValue, Share, check_values, get_defaults
+from dsreason.rewards.reading.plain import find_json_values, get_answer, to_finite_float
+from dsreason.rewards.reference import build_data_error, read_reference
 from dsreason.rewards.trajectory import trajectory
-from dsreason.text import normalized_answer
+from dsreason.text import normalize_answer
 
 REWARDS: dict[str, Callable[..., RewardValue]] = {
     "numeric": numeric,
@@ -63,17 +63,19 @@ def json_fields(
         no_others: return 0 if the answer has a field that the reference lacks.
         metrics: also return `read` and the score of each field.
     """
-    right = reference(sample, last_object, "JSON object")
-    answer = last_object(answer_of(completion))
+    right = read_reference(sample, find_last_object, "JSON object")
+    answer = find_last_object(get_answer(completion))
     compared = (
-        given_fields(fields) if fields is not None else {name: Field(usual(value)) for name, value in right.items()}
+        parse_fields(fields)
+        if fields is not None
+        else {name: Field(choose_comparison(value)) for name, value in right.items()}
     )
-    if absent := [name for name in compared if value_at(right, name) is MISSING]:
-        raise unusable(sample, f"without the field {absent[0]}, which reward.options.json_fields.fields names")
+    if absent := [name for name in compared if get_value(right, name) is MISSING]:
+        raise build_data_error(sample, f"without the field {absent[0]}, which reward.options.json_fields.fields names")
     if not compared:
-        raise unusable(sample, "an object without fields")
+        raise build_data_error(sample, "an object without fields")
     scores = {
-        name: compare(how, value_at(right, name), MISSING if answer is None else value_at(answer, name), sample, name)
+        name: compare(how, get_value(right, name), MISSING if answer is None else get_value(answer, name), sample, name)
         for name, how in compared.items()
     }
     total = sum(how.weight for how in compared.values())
@@ -85,75 +87,75 @@ def json_fields(
     return (reward, {"read": float(answer is not None)} | scores) if metrics else reward
 
 
-def last_object(text: str) -> dict[str, Any] | None:
-    return next((value for value in reversed(json_values(text)) if isinstance(value, dict)), None)
+def find_last_object(text: str) -> dict[str, Any] | None:
+    return next((value for value in reversed(find_json_values(text)) if isinstance(value, dict)), None)
 
 
-def value_at(values: dict[str, Any], name: str) -> Any:
+def get_value(values: dict[str, Any], name: str) -> Any:
     """Return the value of the field `name`; `a.b` is the field `b` inside `a`. MISSING if the field does not exist."""
     if name in values:
         return values[name]
     first, dot, remainder = name.partition(".")
     inside = values.get(first)
-    return value_at(inside, remainder) if dot and isinstance(inside, dict) else MISSING
+    return get_value(inside, remainder) if dot and isinstance(inside, dict) else MISSING
 
 
-def usual(value: Any) -> str:
+def choose_comparison(value: Any) -> str:
     """Return the default comparison for a value of the reference."""
     if isinstance(value, list):
         return "set" if value and all(isinstance(item, str) for item in value) else "exact"
-    return "text" if isinstance(value, str) else "numeric" if finite(value) is not None else "exact"
+    return "text" if isinstance(value, str) else "numeric" if to_finite_float(value) is not None else "exact"
 
 
 def compare(how: Field, right: Any, value: Any, sample: Sample, name: str) -> float:
     """Return the score of a field's `value`, 0 to 1; raise DataError if the reference's value does not fit the comparison."""
     if how.compare == "set" and not isinstance(right, list):
-        raise unusable(sample, f"whose field {name} is compared as a set but is not a list")
+        raise build_data_error(sample, f"whose field {name} is compared as a set but is not a list")
     if how.compare in REWARDS:
-        field_sample = replace(sample, answer=as_text(right), id=f"{sample.id}, field {name}")
-        reward = REWARDS[how.compare]("" if value is MISSING else as_text(value), field_sample, **how.options)
+        field_sample = replace(sample, answer=to_text(right), id=f"{sample.id}, field {name}")
+        reward = REWARDS[how.compare]("" if value is MISSING else to_text(value), field_sample, **how.options)
         return reward[0] if isinstance(reward, tuple) else reward
     if value is MISSING:
         return 0.0
     if how.compare == "text":
-        return float(normalized_answer(as_text(value)) == normalized_answer(as_text(right)))
-    return item_f1(value, right) if how.compare == "set" else float(same(value, right))
+        return float(normalize_answer(to_text(value)) == normalize_answer(to_text(right)))
+    return compute_item_f1(value, right) if how.compare == "set" else float(is_equal(value, right))
 
 
-def as_text(value: Any) -> str:
+def to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def item_f1(value: Any, right: list[Any]) -> float:
+def compute_item_f1(value: Any, right: list[Any]) -> float:
     """Return the F1 score of the items of two lists as texts, in any order; 0 if `value` is not a list."""
     if not isinstance(value, list):
         return 0.0
     answer_counts, reference_counts = (
-        Counter(normalized_answer(as_text(item)) for item in items) for items in (value, right)
+        Counter(normalize_answer(to_text(item)) for item in items) for items in (value, right)
     )
     num_shared = (answer_counts & reference_counts).total()
     return 2 * num_shared / (len(value) + len(right)) if value or right else 1.0
 
 
-def same(first: Any, second: Any) -> bool:
+def is_equal(first: Any, second: Any) -> bool:
     """Return whether two JSON values are equal. Unlike in Python, True does not equal 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(is_equal(value, second[key]) for key, value in first.items())
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(same, first, second))
+        return len(first) == len(second) and all(map(is_equal, first, second))
     return bool(first == second)
 
 
 # ---------------------------------------------------------------- the option
 
 
-def given_fields(fields: Mapping[str, Any]) -> dict[str, Field]:
-    return {name: Field(how) if isinstance(how, str) else parted(how) for name, how in fields.items()}
+def parse_fields(fields: Mapping[str, Any]) -> dict[str, Field]:
+    return {name: Field(how) if isinstance(how, str) else parse_field(how) for name, how in fields.items()}
 
 
-def parted(how: Mapping[str, Any]) -> Field:
+def parse_field(how: Mapping[str, Any]) -> Field:
     options = {key: value for key, value in how.items() if key not in ("compare", "weight")}
     return Field(how["compare"], how.get("weight", 1.0), options)
 
@@ -166,15 +168,15 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name, how in fields.items():
         compare = how.get("compare") if isinstance(how, dict) else how
         if compare not in COMPARISONS:
-            near = nearest(str(compare), COMPARISONS)
+            near = find_nearest(str(compare), COMPARISONS)
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(
                 f"{place}.{name} must be compared by one of {', '.join(COMPARISONS)}; got {compare!r}{hint}"
             )
-        field = parted(how) if isinstance(how, dict) else Field(compare)
+        field = parse_field(how) if isinstance(how, dict) else Field(compare)
         if isinstance(field.weight, bool) or not isinstance(field.weight, int | float) or not 0 < field.weight < 1e9:
             raise ConfigError(f"{place}.{name}.weight ({field.weight!r}): must be a number above 0")
-        defaults = defaults_of(REWARDS[compare]) if compare in REWARDS else {}
+        defaults = get_defaults(REWARDS[compare]) if compare in REWARDS else {}
         if unknown := [key for key in field.options if key not in defaults]:
             allowed = ", ".join(["compare", "weight", *defaults])
             raise ConfigError(f"{place}.{name} has the unknown option {unknown[0]}; {compare} accepts {allowed}")

@@ -32,7 +32,7 @@ REMOTE = "remote:"
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
     """Return the reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
-    Without `:attr` see `_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
+    Without `:attr` see `_find_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
 
     Raises:
         ConfigError: the reward does not exist, its file does not import, it cannot be called with (completion, sample), or
@@ -42,7 +42,7 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
     if function in (boxed_math, direct_math):
         import math_verify  # noqa: F401  # takes seconds, which must not count towards the first call's time limit
     arguments = dict(options or {})
-    bound = with_options(function, arguments, name, {"completion": "", "sample": Sample("id", [])})
+    bound = bind_options(function, arguments, name, {"completion": "", "sample": Sample("id", [])})
     if name in BUILT_IN:
         check_values(function, arguments, name)
     if function is json_fields and arguments.get("fields") is not None:
@@ -67,21 +67,21 @@ def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
     """Return the function for the name of a reward; raise ConfigError if it does not exist."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
-    return _only_function(code, name) if isinstance(code, ModuleType) else code
+    return _find_only_function(code, name) if isinstance(code, ModuleType) else code
 
 
-def reward_labels(names: Sequence[str]) -> list[str]:
+def make_reward_labels(names: Sequence[str]) -> list[str]:
     """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two coincide."""
-    short = [_short(name) for name in names]
+    short = [_make_short_label(name) for name in names]
     return [label if short.count(label) == 1 else name for label, name in zip(short, names, strict=True)]
 
 
-def _short(name: str) -> str:
+def _make_short_label(name: str) -> str:
     target, _, attribute = name.partition(":")
     return attribute or Path(target).name.removesuffix(".py").rpartition(".")[2]
 
 
-def with_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+def bind_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind options to a function; raise ConfigError if it cannot be called with them and `arguments`, which are positional."""
     if not callable(function):
         raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
@@ -95,7 +95,7 @@ def with_options(function: Any, options: dict[str, Any], name: str, arguments: M
     return functools.partial(function, **options) if options else function
 
 
-def _only_function(module: ModuleType, name: str) -> Any:
+def _find_only_function(module: ModuleType, name: str) -> Any:
     """Return the function `reward`, else the only public function that the module itself defines."""
     public_functions = {
         key: value

@@ -14,12 +14,12 @@ from typing import Literal, TypeVar
 
 from dsreason.data.types import Sample
 from dsreason.rewards.options import NotNegative, Positive, RewardValue, Share
-from dsreason.rewards.reading.plain import answer_of
-from dsreason.rewards.reading.shapes import Order, Shape, boxes
-from dsreason.rewards.reading.shapes import points as read_points
-from dsreason.rewards.reading.times import Span, spans
-from dsreason.rewards.reference import reference, unusable
-from dsreason.text import normalized
+from dsreason.rewards.reading.plain import get_answer
+from dsreason.rewards.reading.shapes import Order, PlaneShape, read_boxes
+from dsreason.rewards.reading.shapes import read_points as read_points
+from dsreason.rewards.reading.times import Span, read_spans
+from dsreason.rewards.reference import build_data_error, read_reference
+from dsreason.text import normalize
 
 Coordinates = Literal["pixels", "0-1000", "0-1"]
 """Unit of coordinates in an image: pixels, or thousandths or fractions of its width and height."""
@@ -51,11 +51,11 @@ def temporal_iou(
         generalized: let spans that do not overlap score more the nearer they are (GIoU, mapped to 0 … 1).
         metrics: also return `read`, whether the answer could be parsed.
     """
-    right = reference(sample, spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
+    right = read_reference(sample, read_spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
     if any(start >= end for start, end in right):
-        raise unusable(sample, "with a span that does not end after its start")
-    answer = spans(answer_of(completion))
-    score = paired(right, answer, partial(overlap, generalized=generalized), threshold)
+        raise build_data_error(sample, "with a span that does not end after its start")
+    answer = read_spans(get_answer(completion))
+    score = score_pairs(right, answer, partial(compute_overlap, generalized=generalized), threshold)
     return (score, {"read": float(answer is not None)}) if metrics else score
 
 
@@ -83,15 +83,15 @@ def box_iou(
         coordinates: unit of the reference.
         answer_coordinates: unit of answers if it differs; to convert from or to pixels the row needs `width` and `height`.
     """
-    right = reference(sample, partial(boxes, order=order), "box; write [x1, y1, x2, y2]")
+    right = read_reference(sample, partial(read_boxes, order=order), "box; write [x1, y1, x2, y2]")
     check_range(sample, right, coordinates)
     if any(box.numbers[0] >= box.numbers[2] or box.numbers[1] >= box.numbers[3] for box in right):
-        raise unusable(sample, f"with a box without width or height; are its numbers {order}?")
-    answer = in_reference_units(
-        boxes(answer_of(completion), order), sample, answer_coordinates or coordinates, coordinates
+        raise build_data_error(sample, f"with a box without width or height; are its numbers {order}?")
+    answer = convert_to_reference_units(
+        read_boxes(get_answer(completion), order), sample, answer_coordinates or coordinates, coordinates
     )
-    quality = partial(box_quality, generalized=generalized, labels=labels)
-    score = paired(right, answer, quality, threshold)
+    quality = partial(compute_box_quality, generalized=generalized, labels=labels)
+    score = score_pairs(right, answer, quality, threshold)
     return (score, {"read": float(answer is not None)}) if metrics else score
 
 
@@ -120,28 +120,30 @@ def points(
             else 0.
         labels, coordinates, answer_coordinates, metrics: same as for `box_iou`.
     """
-    right = reference(sample, lambda text: read_points(text) or boxes(text) or read_points(text), "point; write [x, y]")
+    right = read_reference(
+        sample, lambda text: read_points(text) or read_boxes(text) or read_points(text), "point; write [x, y]"
+    )
     check_range(sample, right, coordinates)
     if limit is None:
-        limit = 0.1 * (RANGES[coordinates] if coordinates in RANGES else max(image_size(sample)))
-    answer = in_reference_units(
-        read_points(answer_of(completion)), sample, answer_coordinates or coordinates, coordinates
+        limit = 0.1 * (RANGES[coordinates] if coordinates in RANGES else max(get_image_size(sample)))
+    answer = convert_to_reference_units(
+        read_points(get_answer(completion)), sample, answer_coordinates or coordinates, coordinates
     )
 
-    def score_pair(right_shape: Shape, point: Shape) -> float:
-        if labels and not same_label(right_shape, point):
+    def score_pair(right_shape: PlaneShape, point: PlaneShape) -> float:
+        if labels and not has_same_label(right_shape, point):
             return 0.0
-        far = distance(right_shape, point)
-        return float(far <= threshold + SLACK) if threshold is not None else nearness(far, limit, score)
+        far = compute_distance(right_shape, point)
+        return float(far <= threshold + SLACK) if threshold is not None else compute_nearness(far, limit, score)
 
-    reward = paired(right, answer, score_pair, None if threshold is None else 1.0)
+    reward = score_pairs(right, answer, score_pair, None if threshold is None else 1.0)
     return (reward, {"read": float(answer is not None)}) if metrics else reward
 
 
 # ---------------------------------------------------------------- pairing
 
 
-def paired(
+def score_pairs(
     right: Sequence[Item],
     answers: Sequence[Item] | None,
     quality: Callable[[Item, Item], float],
@@ -152,12 +154,12 @@ def paired(
         return float(answers is not None and not right and not answers)
     table = [[quality(right_item, answer) for answer in answers[:MOST_PAIRED]] for right_item in right]
     if threshold is None:
-        return 2 * best_sum(table) / (len(right) + len(answers))
+        return 2 * compute_best_sum(table) / (len(right) + len(answers))
     hits = [[float(value >= threshold - SLACK) for value in row] for row in table]
-    return float(len(right) == len(answers) and best_sum(hits) == len(right))
+    return float(len(right) == len(answers) and compute_best_sum(hits) == len(right))
 
 
-def best_sum(table: Sequence[Sequence[float]]) -> float:
+def compute_best_sum(table: Sequence[Sequence[float]]) -> float:
     """Return the largest sum of entries that share no row or column."""
     if len(table) == 1 or len(table[0]) == 1:
         return max(max(row) for row in table)
@@ -171,7 +173,7 @@ def best_sum(table: Sequence[Sequence[float]]) -> float:
 # ---------------------------------------------------------------- qualities
 
 
-def overlap(first: Span, second: Span, *, generalized: bool = False) -> float:
+def compute_overlap(first: Span, second: Span, *, generalized: bool = False) -> float:
     """Return the IoU of two spans, or (GIoU + 1) / 2 if `generalized`; 0 if a span does not end after its start."""
     if first[0] >= first[1] or second[0] >= second[1]:
         return 0.0
@@ -181,9 +183,9 @@ def overlap(first: Span, second: Span, *, generalized: bool = False) -> float:
     return (shared / union + union / hull) / 2 if generalized else shared / union
 
 
-def box_quality(first: Shape, second: Shape, *, generalized: bool, labels: bool) -> float:
+def compute_box_quality(first: PlaneShape, second: PlaneShape, *, generalized: bool, labels: bool) -> float:
     """Return the IoU of two boxes (x1, y1, x2, y2), or (GIoU + 1) / 2 if `generalized` (Rezatofighi et al. 2019)."""
-    if labels and not same_label(first, second):
+    if labels and not has_same_label(first, second):
         return 0.0
     (ax, ay, bx, by), (cx, cy, dx, dy) = first.numbers, second.numbers
     if ax >= bx or ay >= by or cx >= dx or cy >= dy:
@@ -194,11 +196,11 @@ def box_quality(first: Shape, second: Shape, *, generalized: bool, labels: bool)
     return (shared / union + union / hull) / 2 if generalized else shared / union
 
 
-def same_label(first: Shape, second: Shape) -> bool:
-    return normalized(first.label) == normalized(second.label)
+def has_same_label(first: PlaneShape, second: PlaneShape) -> bool:
+    return normalize(first.label) == normalize(second.label)
 
 
-def distance(right: Shape, point: Shape) -> float:
+def compute_distance(right: PlaneShape, point: PlaneShape) -> float:
     """Return the distance of `point` to the reference, a point or the nearest position in a box."""
     x, y = point.numbers[:2]
     left_edge, top, *corner = right.numbers
@@ -206,7 +208,7 @@ def distance(right: Shape, point: Shape) -> float:
     return math.hypot(max(left_edge - x, 0.0, x - far_x), max(top - y, 0.0, y - far_y))
 
 
-def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
+def compute_nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
     """Map a distance to a score, 1 at distance 0."""
     return math.exp(-far / limit) if score == "exp" else max(0.0, 1.0 - far / limit)
 
@@ -214,36 +216,36 @@ def nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float
 # ---------------------------------------------------------------- coordinates
 
 
-def check_range(sample: Sample, shapes: Sequence[Shape], coordinates: Coordinates) -> None:
+def check_range(sample: Sample, shapes: Sequence[PlaneShape], coordinates: Coordinates) -> None:
     """Raise DataError if a reference's numbers do not fit the option `coordinates`."""
     numbers = [value for shape in shapes for value in shape.numbers]
     largest = RANGES.get(coordinates, math.inf)
     if any(value > largest or (value < 0 and largest < math.inf) for value in numbers):
-        raise unusable(
+        raise build_data_error(
             sample, f'outside {coordinates}; set the reward\'s option coordinates = "pixels" or another range'
         )
     if coordinates == "0-1000" and any(0 < value < 1 for value in numbers) and max(numbers) <= 1:
-        raise unusable(sample, 'all within 0 to 1; set the reward\'s option coordinates = "0-1"')
+        raise build_data_error(sample, 'all within 0 to 1; set the reward\'s option coordinates = "0-1"')
 
 
-def in_reference_units(
-    shapes: list[Shape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
-) -> list[Shape] | None:
+def convert_to_reference_units(
+    shapes: list[PlaneShape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
+) -> list[PlaneShape] | None:
     """Scale the shapes of an answer to the units of the reference."""
     if of_answer == of_reference:
         return shapes
     sizes = {
-        name: image_size(sample) if name == "pixels" else (RANGES[name],) * 2 for name in (of_answer, of_reference)
+        name: get_image_size(sample) if name == "pixels" else (RANGES[name],) * 2 for name in (of_answer, of_reference)
     }
     (ax, ay), (rx, ry) = sizes[of_answer], sizes[of_reference]
-    return None if shapes is None else [shape.scaled(rx / ax, ry / ay) for shape in shapes]
+    return None if shapes is None else [shape.scale(rx / ax, ry / ay) for shape in shapes]
 
 
-def image_size(sample: Sample) -> tuple[float, float]:
+def get_image_size(sample: Sample) -> tuple[float, float]:
     """Return the row's `width` and `height` in pixels; raise DataError if they are missing or invalid."""
     size = sample.meta.get("width"), sample.meta.get("height")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6 for value in size):
-        raise unusable(
+        raise build_data_error(
             sample,
             f"in pixels, and the row's width and height are {size[0]!r} and {size[1]!r}; add them, or set the reward's "
             "options coordinates and limit so that they are not needed",

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from dsreason.errors import ConfigError
 from dsreason.files import http
-from dsreason.screen import in_one_line
-from dsreason.secrets import fits_header
+from dsreason.screen import to_one_line
+from dsreason.secrets import is_header_safe
 
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ class RewardServer:
             raise ConfigError(f"the {what}'s URL must be http://host… or https://host…; got {self.place}")
         if "@" in urlsplit(url).netloc:
             raise ConfigError(f"the {what}'s URL must not contain user and password; use a token instead: {self.place}")
-        if token is not None and not fits_header(token):
+        if token is not None and not is_header_safe(token):
             raise ConfigError(
                 f"the {what}'s token has characters that an HTTP header cannot hold; check it for line breaks"
             )
@@ -87,13 +87,13 @@ class RewardServer:
         """
         request_headers = dict(headers) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
         try:
-            answer = await http.answer_to(
+            answer = await http.send_request(
                 "POST", self.url, content=body, headers=request_headers, limit=limit, max_bytes=self.max_bytes
             )
         except http.NoAnswer as error:
-            raise Retry(self.without_token(str(error))) from None
+            raise Retry(self.mask_token(str(error))) from None
         except http.BadAnswer as error:
-            raise Unusable(self.quoted(str(error))) from None
+            raise Unusable(self.quote(str(error))) from None
         if not answer.is_success and answer.status not in expected:
             self._raise_for_status(answer)
         return answer.status, answer.content
@@ -104,11 +104,11 @@ class RewardServer:
         """Send a request like `answer` does, but block until the response arrives; works in any thread."""
         return http.wait_for(self.answer(body, headers, limit, expected=expected))
 
-    def _raise_for_status(self, answer: http.Answer) -> NoReturn:
+    def _raise_for_status(self, answer: http.HttpResponse) -> NoReturn:
         status = answer.status
-        text = f"status {status} {self.quoted(answer.reason)}"
+        text = f"status {status} {self.quote(answer.reason)}"
         if answer.content:
-            text += f" ({self.quoted(answer.text)})"
+            text += f" ({self.quote(answer.text)})"
         if status in (408, 425, 429) or status >= 500:
             raise Retry(text, wait=answer.retry_after)
         if status in (401, 403):
@@ -118,16 +118,16 @@ class RewardServer:
             text += f": {http.REDIRECTED}"
         raise Refused(text)
 
-    def quoted(self, text: str) -> str:
+    def quote(self, text: str) -> str:
         """Return the beginning of a server's text in one line, with the token masked."""
-        clean = in_one_line(self.without_token(text))
+        clean = to_one_line(self.mask_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 
-    def without_token(self, text: str) -> str:
+    def mask_token(self, text: str) -> str:
         return text.replace(self.token, "***") if self.token else text
 
 
-def variable(name: str) -> str | None:
+def read_variable(name: str) -> str | None:
     """Return the variable `REMOTE_REWARD_<name>` or `WFM_REWARD_<name>`; raise ConfigError if both are set and differ."""
     new, old = (os.environ.get(prefix + name, "").strip() or None for prefix in PREFIXES)
     if new is not None and old is not None and new != old:

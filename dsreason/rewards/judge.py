@@ -19,12 +19,12 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
-from dsreason.data.messages import text_of
+from dsreason.data.messages import get_text
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
 from dsreason.rewards.http import LONGEST_PAUSE, Refused, Retry, RewardServer, Unusable
-from dsreason.rewards.options import NotNegative, Positive, defaults_of
-from dsreason.rewards.reading.plain import finite, json_values
+from dsreason.rewards.options import NotNegative, Positive, get_defaults
+from dsreason.rewards.reading.plain import find_json_values, to_finite_float
 from dsreason.secrets import SECRET_NAME
 from dsreason.text import split_response
 
@@ -87,12 +87,12 @@ async def judge(
     server, model = open_judge(url, model, api_key_variable)
     content = {
         "model": model,
-        "messages": messages(completion, sample, rubric, lowest, highest, shown),
+        "messages": build_messages(completion, sample, rubric, lowest, highest, shown),
         "temperature": temperature if temperature is not None else float(votes > 1),
         "max_tokens": max_tokens,
     }
     body = json.dumps(content | request).encode()
-    requests = [vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
+    requests = [request_vote(server, body, sample.id, (lowest, highest), time_limit, retries) for _ in range(votes)]
     results = await asyncio.gather(*requests)
     scores = [result.score for result in results]
     tokens = [sum(result.prompt_tokens for result in results), sum(result.completion_tokens for result in results)]
@@ -120,7 +120,7 @@ class Unreadable(Exception):
     """A reply without a score; the message quotes it."""
 
 
-async def vote(
+async def request_vote(
     server: RewardServer, body: bytes, sample_id: str, scale: tuple[float, float], time_limit: float, retries: int
 ) -> Vote:
     """Request one score, with retries. Tokens of failed attempts count as well."""
@@ -129,15 +129,15 @@ async def vote(
         pause = 0.0
         try:
             _, answer = await server.answer(body, HEADERS, time_limit)
-            reply = parsed(answer, server)
-            spent = [before + now for before, now in zip(spent, tokens_of(reply), strict=True)]
-            return Vote(score_of(reply, scale, server), attempt, *spent)
+            reply = parse_reply(answer, server)
+            spent = [before + now for before, now in zip(spent, count_tokens(reply), strict=True)]
+            return Vote(read_score(reply, scale, server), attempt, *spent)
         except (Retry, Unreadable, Unusable) as error:
             if attempt == retries:
-                raise failure(server, sample_id, f"{error} ({attempt + 1} attempts)") from error
+                raise build_failure(server, sample_id, f"{error} ({attempt + 1} attempts)") from error
             pause = error.pause(FIRST_PAUSE, attempt) if isinstance(error, Retry) else 0.0
         except Refused as error:
-            raise failure(server, sample_id, str(error)) from error
+            raise build_failure(server, sample_id, str(error)) from error
         await asyncio.sleep(pause)
     raise AssertionError("unreachable")
 
@@ -145,13 +145,13 @@ async def vote(
 HEADERS = {"Content-Type": "application/json"}
 
 
-def failure(server: RewardServer, sample_id: str, text: str) -> RewardError:
+def build_failure(server: RewardServer, sample_id: str, text: str) -> RewardError:
     return RewardError(f'{server.what} {server.place}, sample "{sample_id}": {text}')
 
 
 def call_limits(**options: Any) -> tuple[float, int]:
     """Return the seconds that one call may take with all its retries, and the number of concurrent calls per worker."""
-    defaults = defaults_of(judge) | {**options}
+    defaults = get_defaults(judge) | {**options}
     return (defaults["retries"] + 1) * (defaults["time_limit"] + LONGEST_PAUSE), CONCURRENT_REQUESTS
 
 
@@ -161,11 +161,11 @@ vars(judge)["call_limits"] = call_limits
 # ---------------------------------------------------------------- the request
 
 
-def messages(
+def build_messages(
     completion: str, sample: Sample, rubric: str, lowest: float, highest: float, shown: str
 ) -> list[dict[str, str]]:
     answer = completion if shown == "completion" else split_response(completion).answer
-    question = "\n".join(filter(None, (text_of(message) for message in sample.messages if message["role"] == "user")))
+    question = "\n".join(filter(None, (get_text(message) for message in sample.messages if message["role"] == "user")))
     parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
     # The tag contains a hash of the answer, so that the answer cannot close it.
     mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]
@@ -194,18 +194,18 @@ def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tup
     key = os.environ.get(api_key_variable, "").strip() or None
     if key is None and api_key_variable != KEY_VARIABLE:
         raise ConfigError(f"reward option judge.api_key_variable: {api_key_variable} is not set in the environment")
-    return opened(address, key, api_key_variable), name
+    return make_server(address, key, api_key_variable), name
 
 
 @lru_cache(maxsize=8)
-def opened(url: str, key: str | None, variable: str) -> RewardServer:
+def make_server(url: str, key: str | None, variable: str) -> RewardServer:
     address = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
     return RewardServer(address, key, what="judge", token_name=variable, max_bytes=MOST_BYTES)
 
 
 def check_judge(options: Mapping[str, Any]) -> None:
     """Raise ConfigError if the judge's URL, model, key or scale is missing or invalid."""
-    settings = defaults_of(judge) | {**options}
+    settings = get_defaults(judge) | {**options}
     open_judge(settings["url"], settings["model"], settings["api_key_variable"])
     if not settings["lowest"] < settings["highest"]:
         raise ConfigError(
@@ -216,17 +216,17 @@ def check_judge(options: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- the reply
 
 
-def parsed(answer: bytes, server: RewardServer) -> dict[str, Any]:
+def parse_reply(answer: bytes, server: RewardServer) -> dict[str, Any]:
     try:
         reply = json.loads(answer)
     except (ValueError, RecursionError):
         reply = None
     if not isinstance(reply, dict):
-        raise Unreadable(f"the response is not a JSON object: {server.quoted(answer.decode(errors='replace'))}")
+        raise Unreadable(f"the response is not a JSON object: {server.quote(answer.decode(errors='replace'))}")
     return reply
 
 
-def tokens_of(reply: dict[str, Any]) -> list[int]:
+def count_tokens(reply: dict[str, Any]) -> list[int]:
     usage = reply.get("usage")
     token_counts = [
         usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")
@@ -234,23 +234,23 @@ def tokens_of(reply: dict[str, Any]) -> list[int]:
     return [value if isinstance(value, int) and 0 <= value < 10**9 else 0 for value in token_counts]
 
 
-def score_of(reply: dict[str, Any], scale: tuple[float, float], server: RewardServer) -> float:
+def read_score(reply: dict[str, Any], scale: tuple[float, float], server: RewardServer) -> float:
     """Return the last `{"score": n}` in the reply's text; raise Unreadable if it has none within the scale."""
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
     if not isinstance(text, str):
-        raise Unreadable(f"the response has no text (finish_reason {server.quoted(str(choice.get('finish_reason')))})")
+        raise Unreadable(f"the response has no text (finish_reason {server.quote(str(choice.get('finish_reason')))})")
     answer = split_response(text).answer
-    objects = [value for value in json_values(answer) if isinstance(value, dict) and "score" in value]
-    score = finite(objects[-1]["score"]) if objects else plain_score(answer)
+    objects = [value for value in find_json_values(answer) if isinstance(value, dict) and "score" in value]
+    score = to_finite_float(objects[-1]["score"]) if objects else find_plain_score(answer)
     if score is None or not scale[0] <= score <= scale[1]:
-        raise Unreadable(f"no score from {scale[0]:g} to {scale[1]:g} in {server.quoted(answer or text)!r}")
+        raise Unreadable(f"no score from {scale[0]:g} to {scale[1]:g} in {server.quote(answer or text)!r}")
     return score
 
 
-def plain_score(text: str) -> float | None:
+def find_plain_score(text: str) -> float | None:
     """Read the score of a judge that omits the JSON: `**Score:** 4`, `Score: 4/5`; None if there are several values."""
     values = {
         float(value)

@@ -45,7 +45,7 @@ def boxed_math(completion: str, sample: Sample) -> float:
     """
     if sample.answer is None:
         return 0.0
-    return float(equal(sample.answer, completion, bare_numbers=True))
+    return float(is_equal(sample.answer, completion, bare_numbers=True))
 
 
 @score_on_timeout(-1.0)
@@ -59,12 +59,12 @@ def direct_math(completion: str, sample: Sample) -> float:
         return -1.0
     answer_text, right = normalise(lines[-1]), normalise(sample.answer)
     same = answer_text == right or (
-        is_formula(answer_text) and is_formula(right) and equal(f"${right}$", f"${answer_text}$")
+        is_formula(answer_text) and is_formula(right) and is_equal(f"${right}$", f"${answer_text}$")
     )
     return 1.0 if same else -1.0
 
 
-def equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
+def is_equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
     """Return whether two LaTeX texts have the same value; with `bare_numbers` the answer may also be a bare number."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # sympy takes a second
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from dsreason.data.types import Sample
 from dsreason.rewards.options import NotNegative, RewardValue
-from dsreason.rewards.reading.numbers import FACTORS, Quantity, quantity
-from dsreason.rewards.reading.plain import answer_of
-from dsreason.rewards.reference import reference
+from dsreason.rewards.reading.numbers import FACTORS, Quantity, read_quantity
+from dsreason.rewards.reading.plain import get_answer
+from dsreason.rewards.reference import read_reference
 
 # fmt: off
 Unit = Literal[
@@ -46,23 +46,25 @@ def numeric(
         unit: unit of numbers without one, in answers and references.
         metrics: also return `read` and, if a number was parsed, `error` in the reference's unit.
     """
-    right = with_unit(reference(sample, quantity, "single number"), unit)
-    answer = quantity(answer_of(completion), right.dimension)
-    error = None if answer is None else difference(right, with_unit(answer, unit))
+    right = add_unit(read_reference(sample, read_quantity, "single number"), unit)
+    answer = read_quantity(get_answer(completion), right.dimension)
+    error = None if answer is None else compute_difference(right, add_unit(answer, unit))
     reward = (
-        0.0 if error is None else closeness(error, abs(right.value), max(absolute, relative * abs(right.value)), score)
+        0.0
+        if error is None
+        else compute_closeness(error, abs(right.value), max(absolute, relative * abs(right.value)), score)
     )
     if not metrics:
         return reward
     return reward, {"read": float(answer is not None)} | ({} if error is None else {"error": error})
 
 
-def with_unit(number: Quantity, unit: str | None) -> Quantity:
+def add_unit(number: Quantity, unit: str | None) -> Quantity:
     """Return the quantity, in `unit` if it has none."""
     return number if unit is None or number.dimension else Quantity(number.value, *FACTORS[unit])
 
 
-def difference(right: Quantity, answer: Quantity) -> float | None:
+def compute_difference(right: Quantity, answer: Quantity) -> float | None:
     """Return the error in the reference's unit; None if the two have different dimensions."""
     if right.dimension == answer.dimension:
         return abs(answer.base - right.base) / right.factor
@@ -74,7 +76,7 @@ def difference(right: Quantity, answer: Quantity) -> float | None:
     return min(plain, abs(answer.value / 100 - right.value)) if answer.dimension == "share" else plain
 
 
-def closeness(error: float, size: float, tolerance: float, score: str) -> float:
+def compute_closeness(error: float, size: float, tolerance: float, score: str) -> float:
     """Map an error to a score, 0 to 1; `size` is the absolute value of the reference."""
     if error <= tolerance + SLACK * size:
         return 1.0

@@ -39,6 +39,6 @@ def check_values(function: Callable[..., Any], options: Mapping[str, Any], name:
             ) from error
 
 
-def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+def get_defaults(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the options of a reward with their defaults."""
     return dict(function.__kwdefaults__ or {})

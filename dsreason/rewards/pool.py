@@ -38,7 +38,7 @@ CAUSES: dict[int, str] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """A call of a reward function (by its index) for one completion, or for several clips."""
 
     function: int
@@ -47,7 +47,7 @@ class Call:
     """Subject of the call in messages: `sample "7"`."""
 
 
-class Worker:
+class RewardWorker:
     """The trainer's side of one worker process."""
 
     def __init__(self, start: messages.Start) -> None:
@@ -55,7 +55,7 @@ class Worker:
         with worker_end:
             # A separate session: Ctrl-C only reaches the trainer, and processes that a function starts are killed with it.
             self.process = subprocess.Popen(
-                messages.command(worker_end.fileno()),
+                messages.build_command(worker_end.fileno()),
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -74,7 +74,7 @@ class Worker:
     def idle(self) -> bool:
         return self.traits is not None and not self.pending
 
-    def give(self, job: messages.Job) -> None:
+    def give(self, job: messages.WorkerTask) -> None:
         self.function, self.pending = job.function, [item[0] for item in job.items]
         self.since = time.monotonic()
         self.connection.send(job)
@@ -119,7 +119,7 @@ class Pool:
 
     def __init__(
         self,
-        kind: messages.Kind,
+        kind: messages.FunctionKind,
         functions: Sequence[tuple[str, Mapping[str, Any]]],
         *,
         workers: int,
@@ -130,12 +130,12 @@ class Pool:
         self.start_limit = start_limit
         self._start = messages.Start(kind, functions, time_limit)
         self._count = workers if functions else 0
-        self._workers: list[Worker] = []
+        self._workers: list[RewardWorker] = []
 
     def __enter__(self) -> Self:
         try:
             for _ in range(self._count):
-                self._workers.append(Worker(self._start))
+                self._workers.append(RewardWorker(self._start))
             while any(worker.traits is None for worker in self._workers):
                 self._listen([], {}, deque())
         except BaseException:
@@ -152,10 +152,10 @@ class Pool:
             worker.kill()
         self._workers = []
 
-    def run(self, calls: Sequence[Call]) -> list[messages.Scored]:
+    def run(self, calls: Sequence[RewardCall]) -> list[messages.ScoredCall]:
         """Return the results in the order of the calls. Any failure kills the workers and raises RewardError."""
-        results: dict[int, messages.Scored] = {}
-        jobs = self._jobs(calls)
+        results: dict[int, messages.ScoredCall] = {}
+        jobs = self._group_calls(calls)
         try:
             while len(results) < len(calls):
                 for worker in self._workers:
@@ -167,7 +167,7 @@ class Pool:
             raise
         return [results[number] for number in range(len(calls))]
 
-    def _jobs(self, calls: Sequence[Call]) -> deque[list[int]]:
+    def _group_calls(self, calls: Sequence[RewardCall]) -> deque[list[int]]:
         """Group calls of the same function into tasks: one per worker if async, else several per worker for an even load."""
         if calls and not self._workers:
             raise RuntimeError(
@@ -181,60 +181,68 @@ class Pool:
             jobs.extend(numbers[first : first + size] for first in range(0, len(numbers), size))
         return jobs
 
-    def _give(self, worker: Worker, numbers: list[int], calls: Sequence[Call]) -> None:
+    def _give(self, worker: RewardWorker, numbers: list[int], calls: Sequence[RewardCall]) -> None:
         items = [(number, calls[number].arguments) for number in numbers]
         try:
-            worker.give(messages.Job(calls[numbers[0]].function, items))
+            worker.give(messages.WorkerTask(calls[numbers[0]].function, items))
         except OSError:
-            raise self._died(worker, calls) from None
+            raise self._build_death_error(worker, calls) from None
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            subject = self._subject(calls[numbers[0]])
+            subject = self._describe_subject(calls[numbers[0]])
             raise RewardError(
                 f"{subject} this call or one of the same task cannot be sent to a worker: {error}"
             ) from error
 
-    def _listen(self, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]) -> None:
+    def _listen(
+        self, calls: Sequence[RewardCall], results: dict[int, messages.ScoredCall], jobs: deque[list[int]]
+    ) -> None:
         """Wait for messages and process them, then check for workers that exceed their time limit."""
         busy = [worker for worker in self._workers if not worker.idle]
-        remaining = min((self._deadline(worker) - time.monotonic() for worker in busy), default=TICK)
+        remaining = min((self._compute_deadline(worker) - time.monotonic() for worker in busy), default=TICK)
         wait([worker.connection for worker in busy], timeout=min(max(remaining, 0.0), TICK))
         for worker in busy:
             try:
                 new_messages = worker.received()
             except (EOFError, OSError):
-                raise self._died(worker, calls) from None
+                raise self._build_death_error(worker, calls) from None
             for message in new_messages:
                 self._take(worker, message, calls, results)
-            if not worker.idle and time.monotonic() > self._deadline(worker):
-                self._over_time(worker, calls, results, jobs)
+            if not worker.idle and time.monotonic() > self._compute_deadline(worker):
+                self._handle_timeout(worker, calls, results, jobs)
 
-    def _take(self, worker: Worker, message: Any, calls: Sequence[Call], results: dict[int, messages.Scored]) -> None:
+    def _take(
+        self, worker: RewardWorker, message: Any, calls: Sequence[RewardCall], results: dict[int, messages.ScoredCall]
+    ) -> None:
         match message:
             case messages.Ready(traits):
                 worker.traits = traits
             case ConfigError():
                 raise message
-            case messages.Scored(call):
+            case messages.ScoredCall(call):
                 results[call] = message
                 worker.pending.remove(call)
             case messages.Begun(call):
                 worker.pending.remove(call)
                 worker.pending.insert(0, call)
             case messages.Failed(call, text):
-                raise RewardError(f"{self._subject(calls[call])} {text}")
+                raise RewardError(f"{self._describe_subject(calls[call])} {text}")
 
-    def _trait(self, worker: Worker) -> messages.Trait:
+    def _get_trait(self, worker: RewardWorker) -> messages.Trait:
         assert worker.traits is not None
         return worker.traits[worker.function]
 
-    def _deadline(self, worker: Worker) -> float:
+    def _compute_deadline(self, worker: RewardWorker) -> float:
         if worker.traits is None:
             return worker.since + self.start_limit
-        trait = self._trait(worker)
+        trait = self._get_trait(worker)
         return worker.since + trait.time_limit + (GRACE if trait.is_async else 0.0)
 
-    def _over_time(
-        self, worker: Worker, calls: Sequence[Call], results: dict[int, messages.Scored], jobs: deque[list[int]]
+    def _handle_timeout(
+        self,
+        worker: RewardWorker,
+        calls: Sequence[RewardCall],
+        results: dict[int, messages.ScoredCall],
+        jobs: deque[list[int]],
     ) -> None:
         """Kill the worker. Replace it by a new one if the function has a `score_on_timeout`, else raise RewardError."""
         starting = worker.traits is None
@@ -245,28 +253,28 @@ class Pool:
                 "move slow imports into the function's first call"
             )
         call, *other_pending = worker.pending
-        if self._trait(worker).is_async:
+        if self._get_trait(worker).is_async:
             other_calls = f" (or one of {len(other_pending)} concurrent calls)" if other_pending else ""
             raise RewardError(
-                f"{self._too_slow(worker, calls[call])}{other_calls}: it blocks the event loop, see its stack above; "
+                f"{self._describe_timeout(worker, calls[call])}{other_calls}: it blocks the event loop, see its stack above; "
                 "in async functions use await for everything that waits"
             )
-        score = self._trait(worker).score_on_timeout
+        score = self._get_trait(worker).score_on_timeout
         if score is None:
-            raise RewardError(f"{self._too_slow(worker, calls[call])}, see its stack above")
-        log.warning("%s; its score is %g", self._too_slow(worker, calls[call]), score)
-        results[call] = messages.Scored(call, score, {})
+            raise RewardError(f"{self._describe_timeout(worker, calls[call])}, see its stack above")
+        log.warning("%s; its score is %g", self._describe_timeout(worker, calls[call]), score)
+        results[call] = messages.ScoredCall(call, score, {})
         if other_pending:
             jobs.appendleft(other_pending)
-        self._workers[self._workers.index(worker)] = Worker(self._start)
+        self._workers[self._workers.index(worker)] = RewardWorker(self._start)
 
-    def _subject(self, call: Call) -> str:
+    def _describe_subject(self, call: RewardCall) -> str:
         return f'reward "{self.names[call.function]}", {call.subject}:'
 
-    def _too_slow(self, worker: Worker, call: Call) -> str:
-        return f"{self._subject(call)} {messages.no_result_within(self._trait(worker).time_limit)}"
+    def _describe_timeout(self, worker: RewardWorker, call: RewardCall) -> str:
+        return f"{self._describe_subject(call)} {messages.describe_timeout(self._get_trait(worker).time_limit)}"
 
-    def _died(self, worker: Worker, calls: Sequence[Call]) -> RewardError:
+    def _build_death_error(self, worker: RewardWorker, calls: Sequence[RewardCall]) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(2)  # the pipe closes shortly before the process ends
         worker.kill()
@@ -275,4 +283,4 @@ class Pool:
         cause += CAUSES.get(-code, "")
         if not worker.pending:
             return RewardError(f"a reward worker died while it imported {', '.join(self.names)} ({cause}), see above")
-        return RewardError(f"{self._subject(calls[worker.pending[0]])} its worker process died ({cause})")
+        return RewardError(f"{self._describe_subject(calls[worker.pending[0]])} its worker process died ({cause})")

@@ -7,23 +7,23 @@ from typing import TypeVar
 
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.rewards.reading.plain import answer_of
+from dsreason.rewards.reading.plain import get_answer
 
 Read = TypeVar("Read")
 
 
-def reference(sample: Sample, read: Callable[[str], Read | None], expected: str) -> Read:
+def read_reference(sample: Sample, read: Callable[[str], Read | None], expected: str) -> Read:
     """Return what `read` parses from the sample's answer.
 
     Raises:
         DataError: nothing could be parsed; the message names the sample, its answer and what was `expected`.
     """
     answer = sample.answer
-    parsed = read(answer_of(answer)) if isinstance(answer, str) and answer.strip() else None
+    parsed = read(get_answer(answer)) if isinstance(answer, str) and answer.strip() else None
     if parsed is None:
-        raise unusable(sample, f"which holds no {expected}")
+        raise build_data_error(sample, f"which holds no {expected}")
     return parsed
 
 
-def unusable(sample: Sample, problem: str) -> DataError:
+def build_data_error(sample: Sample, problem: str) -> DataError:
     return DataError(f"sample {sample.id!r}: field 'answer' is {sample.answer!r:.100}, {problem}")

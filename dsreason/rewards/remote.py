@@ -19,22 +19,22 @@ from typing import Annotated, Any, NoReturn
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_grpo import RemoteRewardConfig
-from dsreason.data.messages import media_parts, prompt_messages, text_of
+from dsreason.data.messages import get_text, list_media_parts, prompt_messages
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, RewardError
-from dsreason.problems import first_problem
-from dsreason.rewards.http import Refused, Retry, RewardServer, variable
+from dsreason.problems import describe_first_problem
+from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
 from dsreason.rewards.worker import LARGEST
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 """Name of a score, which becomes the name of a metric."""
 
 
-class Answer(BaseModel):
+class ScoresAnswer(BaseModel):
     scores: dict[Name, Any] = Field(min_length=1, max_length=1000)
 
 
-class Score(BaseModel):
+class ScoreEntry(BaseModel):
     """One entry of `scores`. pydantic would collect all errors of a long response in memory; here it stops at the first."""
 
     scores: dict[
@@ -55,14 +55,14 @@ class RemoteReward:
 
     def __init__(self, config: RemoteRewardConfig, *, pause: float = 1.0) -> None:
         self.config, self.pause = config, pause
-        url = config.url or variable("URL") or variable("ENQUEUE_URL")
-        self.time_limit = config.time_limit or _seconds(variable("ENQUEUE_TIMEOUT_S") or "60")
+        url = config.url or read_variable("URL") or read_variable("ENQUEUE_URL")
+        self.time_limit = config.time_limit or _parse_seconds(read_variable("ENQUEUE_TIMEOUT_S") or "60")
         if not url:
             raise ConfigError(
                 "a remote reward needs the server's URL: set REMOTE_REWARD_URL (or WFM_REWARD_URL) in the environment, "
                 "or reward.remote.url"
             )
-        self.server = RewardServer(url, variable("TOKEN"))
+        self.server = RewardServer(url, read_variable("TOKEN"))
 
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
@@ -82,12 +82,12 @@ class RemoteReward:
             finally:
                 stop.set()  # the other threads end after their current request
                 executor.shutdown(wait=False, cancel_futures=True)
-        return self._joined([future.result() for future in running])
+        return self._join([future.result() for future in running])
 
-    def _joined(self, answers: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    def _join(self, answers: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
         for answer in answers:
             if answer.keys() != answers[0].keys():
-                first, other = self._listed(answers[0]), self._listed(answer)
+                first, other = self._list_names(answers[0]), self._list_names(answer)
                 raise RewardError(
                     f"reward server {self.server.place}: one batch has the scores {first}, another {other}"
                 )
@@ -99,11 +99,11 @@ class RemoteReward:
         self, batch: Sequence[tuple[str, Sample]], names: Sequence[str], stop: threading.Event
     ) -> dict[str, list[float]]:
         ids = [sample.id for _, sample in batch]
-        body = _body(batch)
+        body = _build_body(batch)
         for attempt in range(self.config.retries + 1):
             try:
                 _, answer = self.server.post(body, {"Content-Type": "application/json"}, self.time_limit)
-                return self._parsed(answer, ids, names)
+                return self._parse(answer, ids, names)
             except Refused as error:
                 self._fail(ids, str(error))
             except Retry as error:
@@ -113,39 +113,39 @@ class RemoteReward:
                     self._fail(ids, "cancelled, since another request failed", cause=error)
         raise AssertionError("unreachable")
 
-    def _parsed(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
+    def _parse(self, answer: bytes, ids: Sequence[str], names: Sequence[str]) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}
         try:
-            for name, values in Answer.model_validate_json(answer).scores.items():
-                scores |= Score(scores={name: values}).scores
+            for name, values in ScoresAnswer.model_validate_json(answer).scores.items():
+                scores |= ScoreEntry(scores={name: values}).scores
         except ValidationError as error:
             path = error.errors()[0]["loc"]
             if len(path) == 3 and isinstance(path[2], int) and path[2] < len(ids):  # scores, name, index
                 ids = [ids[int(path[2])]]
-            problem = self.server.quoted(first_problem(error, self.server.without_token))
+            problem = self.server.quote(describe_first_problem(error, self.server.mask_token))
             queue = "; cosmos-rl's queue for generated media, which delivers scores later, is not supported"
             self._fail(
                 ids,
                 f'the response is not {{"scores": {{name: [number]}}}}: {problem} in '
-                f"{self.server.quoted(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
+                f"{self.server.quote(answer.decode(errors='replace'))}{queue if b'uuid' in answer else ''}",
             )
         missing = [name for name in names if name not in scores]
         if missing:
-            self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._listed(scores)}")
+            self._fail(ids, f"the response has no score {', '.join(missing)}; it has {self._list_names(scores)}")
         for name, values in scores.items():
             if len(values) != len(ids):
-                self._fail(ids, f'score "{self.server.quoted(name)}": {len(values)} numbers for {len(ids)} completions')
+                self._fail(ids, f'score "{self.server.quote(name)}": {len(values)} numbers for {len(ids)} completions')
         return scores
 
-    def _listed(self, names: Iterable[str]) -> str:
-        return self.server.quoted(", ".join(sorted(names)))
+    def _list_names(self, names: Iterable[str]) -> str:
+        return self.server.quote(", ".join(sorted(names)))
 
     def _fail(self, ids: Sequence[str], text: str, *, cause: Exception | None = None) -> NoReturn:
         subject = f'sample "{ids[0]}"' if len(ids) == 1 else f'samples "{ids[0]}" to "{ids[-1]}"'
         raise RewardError(f"reward server {self.server.place}, {subject}: {text}") from cause
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -155,12 +155,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _body(batch: Sequence[tuple[str, Sample]]) -> bytes:
+def _build_body(batch: Sequence[tuple[str, Sample]]) -> bytes:
     body: dict[str, list[Any]] = {"prompts": [], "completions": [], "answers": [], "media": [], "meta": []}
     for completion, sample in batch:
         prompt = prompt_messages(sample)
-        text = "\n".join(filter(None, map(text_of, prompt)))
-        entry = [text, completion, sample.answer, media_parts(prompt)]
+        text = "\n".join(filter(None, map(get_text, prompt)))
+        entry = [text, completion, sample.answer, list_media_parts(prompt)]
         meta = {"id": sample.id, "options": sample.options, **sample.meta}
         try:
             json.dumps([entry, meta], allow_nan=False)

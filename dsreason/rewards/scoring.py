@@ -12,20 +12,21 @@ from numpy.typing import NDArray
 
 from dsreason.config.schema_grpo import RewardConfig
 from dsreason.data.types import Sample
-from dsreason.rewards.functions import REMOTE, find_reward, reward_labels
-from dsreason.rewards.pool import Call, Pool
+from dsreason.rewards.functions import REMOTE, find_reward, make_reward_labels
+from dsreason.rewards.pool import Pool, RewardCall
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rewards.worker import Kind, check_score
+from dsreason.rewards.worker import FunctionKind, check_score
 
 Floats = NDArray[np.float64]
-KIND = Kind(find_reward, check_score)
+KIND = FunctionKind(find_reward, check_score)
 
 
 @dataclass(frozen=True)
-class Scores:
+class CompletionScores:
     """Scores of `n` completions.
 
-    Example: `Scores(total=[1.5, 0.0], by_function={"format": [1, 0], "judge": [0.5, 0]}, metric_sums={"judge/words": (15, 2)})`.
+    Example: `CompletionScores(total=[1.5, 0.0], by_function={"format": [1, 0], "judge": [0.5, 0]},
+    metric_sums={"judge/words": (15, 2)})`.
     """
 
     total: Floats  # [n]
@@ -52,7 +53,7 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, *, start_limit: float = 120.0) -> None:
         names = list(config.functions)
-        self.labels, self.weights = reward_labels(names), list(config.functions.values())
+        self.labels, self.weights = make_reward_labels(names), list(config.functions.values())
         labelled = list(zip(names, self.labels, strict=True))
         self._local = [(name, label) for name, label in labelled if not name.startswith(REMOTE)]
         self._served = {name.removeprefix(REMOTE): label for name, label in labelled if name.startswith(REMOTE)}
@@ -69,10 +70,12 @@ class Scorer:
     def __exit__(self, *exc: object) -> None:
         self._pool.close()
 
-    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
+    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> CompletionScores:
         """Score `completions[i]` against `samples[i]`; for `overlong` see `text.with_length`."""
         pairs = list(zip(completions, samples, strict=True))
-        calls = [Call(number, pair, f'sample "{pair[1].id}"') for number in range(len(self._local)) for pair in pairs]
+        calls = [
+            RewardCall(number, pair, f'sample "{pair[1].id}"') for number in range(len(self._local)) for pair in pairs
+        ]
         results = self._pool.run(calls)
         values = {label: np.zeros(len(pairs)) for label in self.labels}
         metrics: dict[str, list[float]] = defaultdict(list)
@@ -90,7 +93,7 @@ class Scorer:
         total = sum(
             (w * values[label] for w, label in zip(self.weights, self.labels, strict=True)), np.zeros(len(pairs))
         )
-        return Scores(
+        return CompletionScores(
             total,
             values,
             {name: (sum(values_of_metric), len(values_of_metric)) for name, values_of_metric in metrics.items()},

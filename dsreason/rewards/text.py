@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from dsreason.answers.compat import hash_number
+from dsreason.answers.compat import extract_hash_number
 from dsreason.data.types import Sample
-from dsreason.text import normalized, split_response
+from dsreason.text import normalize, split_response
 
 FORMAT = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>.*</answer>\s*"
 """Pattern of thoughts followed by the answer, with any white space around them and nothing else."""
@@ -29,7 +29,7 @@ def format(completion: str, sample: Sample, *, pattern: str = FORMAT) -> float:
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
-def format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
+def describe_format_problem(prompt: str, pattern: str = FORMAT) -> str | None:
     """Return why a completion that follows the prompt would get no `format` reward, None if it would get one.
 
     The format that a prompt requests is its text from the first tag to the last closing tag:
@@ -51,7 +51,7 @@ def exact_match(completion: str, sample: Sample) -> float:
     """
     if sample.answer is None:
         return 0.0
-    answer, right = (normalized(split_response(text).answer) for text in (completion, sample.answer))
+    answer, right = (normalize(split_response(text).answer) for text in (completion, sample.answer))
     return float(answer != "" and answer == right)
 
 
@@ -61,14 +61,14 @@ def gsm8k(completion: str, sample: Sample) -> float:
     The reference ends in `#### 72`, as in the data set, or is the bare number. A completion without a number gets 0
     (in cosmos-rl it gets 1 if the reference has none either).
     """
-    number = hash_number(completion)
+    number = extract_hash_number(completion)
     if number is None or sample.answer is None:
         return 0.0
-    return float(number == (hash_number(sample.answer) or sample.answer.strip().replace(",", "")))
+    return float(number == (extract_hash_number(sample.answer) or sample.answer.strip().replace(",", "")))
 
 
 def overlong(completion: str, sample: Sample, *, buffer: int | None = None, factor: float = 1.0) -> float:
-    """Return DAPO's soft penalty, see `soft_overlong`, from the lengths in `sample.meta`, see `with_length`.
+    """Return DAPO's soft penalty, see `compute_soft_overlong`, from the lengths in `sample.meta`, see `add_length`.
 
     The default of `buffer` is a fifth of the maximum completion length, as in the paper (4096 of 20480).
     """
@@ -76,12 +76,12 @@ def overlong(completion: str, sample: Sample, *, buffer: int | None = None, fact
     if missing:
         raise ValueError(f"overlong needs {' and '.join(sorted(missing))} in sample.meta; with_length puts them there")
     longest = sample.meta["max_completion_length"]
-    return soft_overlong(
+    return compute_soft_overlong(
         sample.meta["completion_length"], longest, max(longest // 5, 1) if buffer is None else buffer, factor=factor
     )
 
 
-def soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 1.0) -> float:
+def compute_soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 1.0) -> float:
     """Return 0 up to `max_length - buffer` tokens, then decrease linearly to `-factor` at `max_length` (DAPO)."""
     if not 0 < buffer <= max_length:
         raise ValueError(
@@ -92,7 +92,7 @@ def soft_overlong(length: int, max_length: int, buffer: int, *, factor: float = 
     return -factor * min(excess / buffer, 1.0) if excess > 0 else 0.0
 
 
-def with_length(sample: Sample, length: int, max_length: int) -> Sample:
+def add_length(sample: Sample, length: int, max_length: int) -> Sample:
     """Add the number of tokens of the completion and the maximum number to the sample's `meta`."""
     return dataclasses.replace(
         sample, meta={**sample.meta, "completion_length": length, "max_completion_length": max_length}

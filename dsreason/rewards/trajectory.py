@@ -11,11 +11,11 @@ from annotated_types import Ge, Len
 from numpy.typing import NDArray
 
 from dsreason.data.types import Sample
-from dsreason.rewards.grounding import SLACK, nearness
+from dsreason.rewards.grounding import SLACK, compute_nearness
 from dsreason.rewards.options import NotNegative, Positive, RewardValue
-from dsreason.rewards.reading.plain import answer_of
-from dsreason.rewards.reading.shapes import METRES, PointForm, Shape, points
-from dsreason.rewards.reference import reference
+from dsreason.rewards.reading.plain import get_answer
+from dsreason.rewards.reading.shapes import METRES, PlaneShape, PointForm, read_points
+from dsreason.rewards.reference import read_reference
 
 Path = NDArray[np.float64]  # [waypoints, axes]
 MOST_WAYPOINTS = 1000
@@ -52,51 +52,55 @@ def trajectory(
         metrics: also return `read` and, if the answer is as long as the reference, `ade` and `fde`.
     """
     form = PointForm(range(max(axes) + 1, max(axes) + 3), METRES.get(unit, 1.0))
-    right = path(reference(sample, lambda text: points(text, form) or None, "waypoints; write [[x, y], …]"), axes)
-    answer_points = points(answer_of(completion), form)
-    answer_path = path(answer_points, axes) if answer_points else None
+    right = to_path(
+        read_reference(sample, lambda text: read_points(text, form) or None, "waypoints; write [[x, y], …]"), axes
+    )
+    answer_points = read_points(get_answer(completion), form)
+    answer_path = to_path(answer_points, axes) if answer_points else None
     if answer_path is not None and lengths == "resample":
         count = max(len(right), len(answer_path), 2)
-        right, answer_path = resampled(right, count), resampled(answer_path, count)
+        right, answer_path = resample(right, count), resample(answer_path, count)
     if answer_path is None or (lengths == "equal" and len(answer_path) != len(right)):
         reward = 0.0
     elif threshold is not None:
-        reward = float(len(answer_path) == len(right) and max(errors(right, answer_path, error)) <= threshold + SLACK)
+        reward = float(
+            len(answer_path) == len(right) and max(compute_errors(right, answer_path, error)) <= threshold + SLACK
+        )
     else:
-        reward = mean_worth(right, answer_path, error, limit, score)
+        reward = compute_mean_score(right, answer_path, error, limit, score)
     if not metrics:
         return reward
     same_length = answer_path is not None and len(answer_path) == len(right)
-    ade, fde = errors(right, answer_path, "both") if answer_path is not None and same_length else (0.0, 0.0)
+    ade, fde = compute_errors(right, answer_path, "both") if answer_path is not None and same_length else (0.0, 0.0)
     return reward, {"read": float(answer_path is not None)} | ({"ade": ade, "fde": fde} if same_length else {})
 
 
-def mean_worth(right: Path, answer: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
+def compute_mean_score(right: Path, answer: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
     """Return the mean score of all waypoints, the score of the last one, or their mean; unmatched waypoints score 0."""
-    scores = [nearness(far, limit, score) for far in distances(right, answer)]
+    scores = [compute_nearness(far, limit, score) for far in compute_distances(right, answer)]
     mean = sum(scores) / max(len(right), len(answer))
     last = scores[len(right) - 1] if len(answer) >= len(right) else 0.0
     return {"ade": mean, "fde": last, "both": (mean + last) / 2}[error]
 
 
-def errors(right: Path, answer: Path, error: str) -> tuple[float, ...]:
+def compute_errors(right: Path, answer: Path, error: str) -> tuple[float, ...]:
     """Return ADE, FDE or both for paths of equal length."""
-    far = distances(right, answer)
+    far = compute_distances(right, answer)
     metrics = {"ade": sum(far) / len(far), "fde": far[-1]}
     return tuple(metrics.values()) if error == "both" else (metrics[error],)
 
 
-def distances(right: Path, answer: Path) -> list[float]:
+def compute_distances(right: Path, answer: Path) -> list[float]:
     """Return the distances of the waypoints that both paths have."""
     return [math.dist(right_point, point) for right_point, point in zip(right, answer, strict=False)]
 
 
-def path(shapes: Sequence[Shape], axes: Sequence[int]) -> Path:
+def to_path(shapes: Sequence[PlaneShape], axes: Sequence[int]) -> Path:
     """Return the selected axes of the points as an array [waypoints, axes]."""
     return np.array([[shape.numbers[axis] for axis in axes] for shape in shapes[:MOST_WAYPOINTS]])
 
 
-def resampled(waypoints: Path, count: int) -> Path:
+def resample(waypoints: Path, count: int) -> Path:
     """Return `count` points, evenly spaced along the path."""
     steps = np.linalg.norm(np.diff(waypoints, axis=0), axis=1)
     along = np.concatenate([[0.0], np.cumsum(steps)])

@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class FunctionKind:
     """Kind of the functions in a pool. Both fields are pickled by name, so they must be module-level functions."""
 
     find: Callable[[str, Mapping[str, Any]], Function]
@@ -53,13 +53,13 @@ class Kind:
 class Start:
     """First message to a worker: names and options of the functions, and the seconds that a call may take."""
 
-    kind: Kind
+    kind: FunctionKind
     functions: Sequence[tuple[str, Mapping[str, Any]]]
     time_limit: float
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerTask:
     """Calls of one function: `items` are (index of the call, its arguments)."""
 
     function: int
@@ -91,7 +91,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredCall:
     call: int
     score: Any
     """Score as returned by `Kind.check`."""
@@ -106,7 +106,7 @@ class Failed:
     text: str
 
 
-Send = Callable[[Begun | Scored | Failed], None]
+Send = Callable[[Begun | ScoredCall | Failed], None]
 
 
 def main(descriptor: int) -> None:
@@ -120,9 +120,9 @@ def main(descriptor: int) -> None:
             start: Start = connection.recv()
             restore_script_folders()
             functions = [start.kind.find(name, options) for name, options in start.functions]
-            connection.send(Ready([_trait(function, start.time_limit) for function in functions]))
+            connection.send(Ready([_get_trait(function, start.time_limit) for function in functions]))
             while True:
-                job: Job = connection.recv()
+                job: WorkerTask = connection.recv()
                 _run(job, functions[job.function], start, runner, connection.send)
         except ConfigError as error:
             connection.send(ConfigError(str(error)))  # a function cannot be loaded
@@ -137,7 +137,7 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _trait(function: Function, time_limit: float) -> Trait:
+def _get_trait(function: Function, time_limit: float) -> Trait:
     """Return the properties of a function; `time_limit` is for functions that, unlike `judge`, have no `call_limits`."""
     inner, options = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
@@ -147,8 +147,8 @@ def _trait(function: Function, time_limit: float) -> Trait:
     return Trait(is_async, None if is_async or score is None else float(score), seconds, calls)
 
 
-def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, send: Send) -> None:
-    trait = _trait(function, start.time_limit)
+def _run(job: WorkerTask, function: Function, start: Start, runner: asyncio.Runner, send: Send) -> None:
+    trait = _get_trait(function, start.time_limit)
     if trait.is_async:
         runner.run(_call_all(function, job.items, send, start.kind, trait))
         return
@@ -157,9 +157,9 @@ def _run(job: Job, function: Function, start: Start, runner: asyncio.Runner, sen
             result = function(*arguments)
             if inspect.isawaitable(result):
                 result = runner.run(_wait(result))
-            answer = _checked(call, result, arguments, start.kind)
+            answer = _check_result(call, result, arguments, start.kind)
         except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
-            answer = Failed(call, described(error))
+            answer = Failed(call, describe_error(error))
         send(answer)
 
 
@@ -168,7 +168,7 @@ async def _wait(result: Any) -> Any:
 
 
 async def _call_all(
-    function: Function, items: Sequence[tuple[int, tuple[Any, ...]]], send: Send, kind: Kind, trait: Trait
+    function: Function, items: Sequence[tuple[int, tuple[Any, ...]]], send: Send, kind: FunctionKind, trait: Trait
 ) -> None:
     gate = asyncio.Semaphore(trait.concurrent_calls)
 
@@ -181,23 +181,23 @@ async def _call_all(
 
 
 async def _answer(
-    call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], kind: Kind, time_limit: float
-) -> Scored | Failed:
+    call: int, running: Coroutine[Any, Any, Any], arguments: tuple[Any, ...], kind: FunctionKind, time_limit: float
+) -> ScoredCall | Failed:
     scope = asyncio.timeout(time_limit)
     try:
         async with scope:
             result = await running
-        return _checked(call, result, arguments, kind)
+        return _check_result(call, result, arguments, kind)
     except BaseException as error:  # noqa: BLE001  user code may call sys.exit; the trainer raises the error
         # The function itself may raise TimeoutError if one of its requests takes too long.
-        return Failed(call, no_result_within(time_limit) if scope.expired() else described(error))
+        return Failed(call, describe_timeout(time_limit) if scope.expired() else describe_error(error))
 
 
-def no_result_within(time_limit: float) -> str:
+def describe_timeout(time_limit: float) -> str:
     return f"no result within the time limit of {time_limit:g} s"
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error as `raised ValueError: …`, followed by the indented traceback from the function on."""
     user_traceback = error.__traceback__
     while user_traceback is not None and user_traceback.tb_frame.f_code.co_filename == __file__:
@@ -209,9 +209,9 @@ def described(error: BaseException) -> str:
     )
 
 
-def _checked(call: int, result: Any, arguments: tuple[Any, ...], kind: Kind) -> Scored | Failed:
+def _check_result(call: int, result: Any, arguments: tuple[Any, ...], kind: FunctionKind) -> ScoredCall | Failed:
     try:
-        return Scored(call, *kind.check(result, arguments))
+        return ScoredCall(call, *kind.check(result, arguments))
     except ValueError as error:
         return Failed(call, str(error))
 
@@ -220,14 +220,20 @@ def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[st
     """Check the result of a reward for a completion, a number or (number, dict of metrics); used as `Kind.check`."""
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
-        raise ValueError(f"returned {shown(result)}; a reward is a finite number, or (number, dict of metrics)")
+        raise ValueError(
+            f"returned {describe_value(result)}; a reward is a finite number, or (number, dict of metrics)"
+        )
     if abs(score) > LARGEST:
-        raise ValueError(f"returned {shown(result)}; {BOUND}")
+        raise ValueError(f"returned {describe_value(result)}; {BOUND}")
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"returned {shown(metrics)} beside the number; metrics are a dict of names and numbers")
+        raise ValueError(
+            f"returned {describe_value(metrics)} beside the number; metrics are a dict of names and numbers"
+        )
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
-            raise ValueError(f"returned the metric {name!r}: {shown(value)}; metrics have names and finite numbers")
+            raise ValueError(
+                f"returned the metric {name!r}: {describe_value(value)}; metrics have names and finite numbers"
+            )
     return float(score), {str(name): float(value) for name, value in metrics.items()}
 
 
@@ -235,12 +241,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     text = repr(value)
     return f"{text[:200]}… ({type(value).__name__})" if len(text) > 200 else f"{text} ({type(value).__name__})"
 
 
-def command(descriptor: int) -> list[str]:
+def build_command(descriptor: int) -> list[str]:
     """Return the command line of a worker that communicates through `descriptor` and has this process's import path."""
     code = (
         f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; "

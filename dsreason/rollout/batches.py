@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsreason.monitor.flops import head_size
+from dsreason.monitor.flops import get_head_size
 from dsreason.monitor.memory import GIB
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ MAX_ROWS = 256
 """Largest number of rows in a batch; with more, the time per step grows with the number of rows."""
 
 
-def merged(
+def merge_groups(
     groups: Iterable[list[T]],
     size: Callable[[T], int],
     *,
@@ -61,13 +61,13 @@ def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) 
     return batches
 
 
-def tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
+def count_tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
     """Compute how many tokens of a batch fit into `memory` bytes with their keys, values and widest activations.
 
     Args:
         config: configuration of the model.
     """
     text = config.get_text_config()
-    cached = 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text)
+    cached = 2 * text.num_hidden_layers * text.num_key_value_heads * get_head_size(text)
     activations = 3 * text.intermediate_size + 8 * text.hidden_size  # gate, up and their product; the residual stream
     return int(memory // ((cached + activations) * dtype.itemsize))

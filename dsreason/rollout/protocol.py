@@ -121,12 +121,12 @@ class Completion:
         return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
 
 
-def single_turn(
+def make_single_turn(
     ids: Sequence[int], text: str, logprobs: Sequence[float], finish_reason: Literal["stop", "length"], version: int
 ) -> Completion:
     """Make a completion whose tokens were all sampled.
 
-    Example: `single_turn((1190, 151645), "left", (-0.02, -0.0004), "stop", version=12)`.
+    Example: `make_single_turn((1190, 151645), "left", (-0.02, -0.0004), "stop", version=12)`.
     """
     return Completion((CompletionSegment(tuple(ids), tuple(logprobs)),), text, finish_reason, version)
 
@@ -159,14 +159,14 @@ class RolloutEngine(Protocol):
             SyncError: a buffer did not survive the sleep.
         """
 
-    def retained(self, names: Collection[str]) -> set[str]:
+    def find_retained(self, names: Collection[str]) -> set[str]:
         """Return those of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
 
         Collective, between `wake` and `sync`; the result is the same on every rank. Log once which must be sent again.
         """
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
-        """Replace every weight by the policy's, except the `retained` ones, which `weights` leaves out.
+        """Replace every weight by the policy's, except the `find_retained` ones, which `weights` leaves out.
 
         Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those of
         `named_parameters()` of the Hugging Face model in memory.
@@ -197,10 +197,10 @@ class RolloutEngine(Protocol):
             StaleWeightsError: the engine holds other weights than `version`, or none.
         """
         streams = range(len(prompts)) if streams is None else streams
-        completions = dict(self.as_completed(prompts, [sampling] * len(prompts), version=version, streams=streams))
+        completions = dict(self.iter_completions(prompts, [sampling] * len(prompts), version=version, streams=streams))
         return [completions[i] for i in range(len(prompts))]
 
-    def as_completed(
+    def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
         """Yield each completion with the index of its prompt as soon as it is finished; settings are per prompt.
@@ -212,7 +212,7 @@ class RolloutEngine(Protocol):
         """Release the memory. The weights count as lost, unless the engine `keeps_weights`."""
 
 
-def media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
+def find_media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
     """Return the ids of the family's media tokens in the vocabulary; they are never sampled."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary[token] for token in family.tokens.media if token in vocabulary)
@@ -236,7 +236,7 @@ def check_version(requested: int, current: int | None) -> None:
         )
 
 
-def random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
+def draw_random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
     """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, one row per stream, without global RNGs."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dsreason.data.chat import EncodedPrompt
 from dsreason.job.ranks import gather_objects
-from dsreason.problems import listed
+from dsreason.problems import join_first
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling, SyncError, TensorFingerprints
-from dsreason.rollout.weight_sync import changed
+from dsreason.rollout.weight_sync import find_changed
 
 REAL, PERTURBED = -1, -2
 """Weight versions that no training step uses."""
@@ -34,7 +34,7 @@ class Round(NamedTuple):
     tensors: TensorFingerprints
 
 
-def self_test(
+def run_self_test(
     engine: RolloutEngine,
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
     prompts: Sequence[EncodedPrompt],
@@ -70,46 +70,46 @@ def self_test(
 
     tolerance = TOLERANCES.get(engine.dtype, COARSE_TOLERANCE)
     real = run(REAL, weights())
-    moved = run(PERTURBED, perturbed(weights()))
-    raise_on_all_ranks(unmoved(real, moved, tolerance))
+    moved = run(PERTURBED, iter_perturbed(weights()))
+    raise_on_all_ranks(find_unmoved(real, moved, tolerance))
     restored = run(REAL, weights())
-    raise_on_all_ranks(not_restored(real, restored, tolerance, "after perturbing, sleeping, waking and syncing"))
+    raise_on_all_ranks(find_not_restored(real, restored, tolerance, "after perturbing, sleeping, waking and syncing"))
     if engine.keeps_weights:
         restored = run(REAL, None)
-        raise_on_all_ranks(not_restored(real, restored, tolerance, "after sleeping and waking without a sync"))
+        raise_on_all_ranks(find_not_restored(real, restored, tolerance, "after sleeping and waking without a sync"))
     return real
 
 
-def perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def iter_perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Halve every value and add 0.01: tensors of zeros or ones change as well, and activations stay finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
 
-def unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
+def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
     """Return a message if the perturbed weights left a tensor or all completions unchanged."""
     before, after = real.tensors.parameters, moved.tensors.parameters
-    different = set(changed(before, after))
+    different = set(find_changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
-        return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {listed(stuck)}"
-    if largest_difference(real.completions, moved.completions) <= tolerance:
+        return f"a sync of changed weights left {len(stuck)} of {len(before)} tensors unchanged: {join_first(stuck)}"
+    if compute_largest_difference(real.completions, moved.completions) <= tolerance:
         return "every tensor took changed values, but completions stay the same: the engine does not compute with them"
     return None
 
 
-def not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
+def find_not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
     """Return a message if tensors or completions differ although the policy's weights were restored."""
     pairs = zip(real.tensors, again.tensors, strict=True)
-    if different := [name for before, after in pairs for name in changed(before, after)]:
-        return f"{when}, {len(different)} tensors changed: {listed(different)}"
-    difference = largest_difference(real.completions, again.completions)
+    if different := [name for before, after in pairs for name in find_changed(before, after)]:
+        return f"{when}, {len(different)} tensors changed: {join_first(different)}"
+    difference = compute_largest_difference(real.completions, again.completions)
     if difference <= tolerance:
         return None
     symptom = "completions differ" if difference == math.inf else f"log-probabilities differ by {difference:.2g}"
     return f"{when}, {symptom}, although every parameter and buffer is unchanged: the engine does not compute with them"
 
 
-def largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
+def compute_largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
     """Return the largest |difference| of two rounds' log-probabilities; infinity if tokens differ or a value is NaN."""
     if [completion.ids for completion in first] != [completion.ids for completion in second]:
         return math.inf

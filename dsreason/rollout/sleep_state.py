@@ -21,7 +21,7 @@ Pools = Callable[[int], str | None]
 """Device address → tag of the vLLM pool that contains it; None outside the pools."""
 
 
-def vllm_pools() -> Pools:
+def find_pools() -> Pools:
     """Return the lookup of the current pools. Without sleep mode, for example on a CPU, vLLM has no pools."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -75,7 +75,7 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
     restored_storages = {tensor.untyped_storage().data_ptr() for tensor in restored}
     memory: dict[str, list[Tensor]] = {}
-    for tensor in all_tensors():
+    for tensor in iter_all_tensors():
         storage = tensor.untyped_storage()
         try:
             address = storage.data_ptr()
@@ -89,7 +89,7 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
     return SleepState(memory)
 
 
-def all_tensors() -> Iterator[Tensor]:
+def iter_all_tensors() -> Iterator[Tensor]:
     """Yield all tensors of the process, including those that vLLM has frozen and the garbage collector does not list."""
     if frozen := gc.get_freeze_count():
         gc.unfreeze()

@@ -15,12 +15,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, 
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
-from dsreason.models.attention import model_positions
-from dsreason.models.load import empty_model, fill_buffers, model_config, read_generation_config
-from dsreason.models.media_features import adapt_vision
+from dsreason.families import get_family
+from dsreason.models.attention import to_model_positions
+from dsreason.models.load import build_empty_model, fill_buffers, read_generation_config, read_model_config
+from dsreason.models.media_features import patch_vision
 from dsreason.models.placement import load_where_it_fits
-from dsreason.models.policy import base_output
+from dsreason.models.policy import run_decoder
 from dsreason.rollout.batches import cut_batches
 from dsreason.rollout.protocol import (
     Completion,
@@ -30,11 +30,11 @@ from dsreason.rollout.protocol import (
     TensorFingerprints,
     check_no_media_tokens,
     check_version,
-    media_token_ids,
-    random_streams,
-    single_turn,
+    draw_random_streams,
+    find_media_token_ids,
+    make_single_turn,
 )
-from dsreason.rollout.weight_sync import WeightStream, fingerprints
+from dsreason.rollout.weight_sync import WeightStream, compute_fingerprints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,10 +73,10 @@ class TransformersEngine(RolloutEngine):
         self.path, self.tokenizer, self.dtype, self.device = path, tokenizer, dtype, device
         self.settings, self.trust_remote_code = settings, trust_remote_code
         self.max_num_seqs = settings.batch_size
-        self.stop_ids = torch.tensor(stop_token_ids(path), device=device)
-        self.config = model_config(path, trust_remote_code=trust_remote_code)
-        family = family_of(self.config.model_type)
-        self.banned_ids = torch.tensor(media_token_ids(tokenizer, family), dtype=torch.long, device=device)
+        self.stop_ids = torch.tensor(read_stop_token_ids(path), device=device)
+        self.config = read_model_config(path, trust_remote_code=trust_remote_code)
+        family = get_family(self.config.model_type)
+        self.banned_ids = torch.tensor(find_media_token_ids(tokenizer, family), dtype=torch.long, device=device)
         self.model: PreTrainedModel | None = None
         self.awake = False
         self.version: int | None = None
@@ -92,7 +92,7 @@ class TransformersEngine(RolloutEngine):
 
     def wake(self) -> None:
         if self.model is None:
-            self.model = self._empty_model()
+            self.model = self._build_model()
         self.awake = True
 
     def load(self, version: int) -> None:
@@ -106,7 +106,7 @@ class TransformersEngine(RolloutEngine):
         )
         self.awake, self.version = True, version
 
-    def retained(self, names: Collection[str]) -> set[str]:
+    def find_retained(self, names: Collection[str]) -> set[str]:
         """Return the empty set: every sync sends all weights."""
         return set()
 
@@ -121,9 +121,11 @@ class TransformersEngine(RolloutEngine):
 
     def fingerprints(self) -> TensorFingerprints:
         model = self._awake_model
-        return TensorFingerprints(fingerprints(model.named_parameters()), fingerprints(model.named_buffers()))
+        return TensorFingerprints(
+            compute_fingerprints(model.named_parameters()), compute_fingerprints(model.named_buffers())
+        )
 
-    def as_completed(
+    def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
         """Complete the prompts in batches that share their settings; each prompt uses its own random stream."""
@@ -142,13 +144,13 @@ class TransformersEngine(RolloutEngine):
             self.model, self.version = None, None
             torch.cuda.empty_cache()
 
-    def _empty_model(self) -> PreTrainedModel:
+    def _build_model(self) -> PreTrainedModel:
         """Build the folder's model with uninitialised weights."""
-        model = empty_model(self.config, self.dtype, self.settings.attention, self.trust_remote_code)
+        model = build_empty_model(self.config, self.dtype, self.settings.attention, self.trust_remote_code)
         model.to_empty(device=self.device)
         model.tie_weights()
         fill_buffers(model, self.device)
-        adapt_vision(model)
+        patch_vision(model)
         return model.requires_grad_(False).eval()
 
     def _complete_batch(
@@ -164,17 +166,17 @@ class TransformersEngine(RolloutEngine):
         )
         ids, logprobs = (torch.stack(step_values, 1).tolist() for step_values in zip(*steps, strict=True))
         return [
-            self._completion(row.id, row_ids, row_logprobs, version)
+            self._build_completion(row.id, row_ids, row_logprobs, version)
             for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True)
         ]
 
-    def _completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
+    def _build_completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
         """Build the completion without the tokens sampled after the stop token, while other rows were unfinished."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
         check_no_media_tokens(sample_id, ids, self.banned_ids.tolist(), self.tokenizer)
-        return single_turn(
+        return make_single_turn(
             ids=tuple(ids),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             logprobs=tuple(logprobs),
@@ -205,7 +207,7 @@ def draw_tokens(
     prompt_indices = torch.tensor([index_by_prompt[id(row)] for row in rows])  # [B]
     device_indices = prompt_indices.to(device)
     batch = collate(prompts, pad_id=PAD_ID).to(device)
-    output = base_output(model, batch, use_cache=True)
+    output = run_decoder(model, batch, use_cache=True)
     assert batch.attention_mask is not None  # the rows are padded
     hidden = output.last_hidden_state.to(device)[device_indices, batch.attention_mask.sum(1)[device_indices] - 1]
     cache = output.past_key_values
@@ -213,7 +215,7 @@ def draw_tokens(
     attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
     # Text continues after the largest position of all axes.
     next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1
-    uniform = torch.from_numpy(random_streams(sampling, streams)).to(device)
+    uniform = torch.from_numpy(draw_random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()
     width, vocabulary = batch.input_ids.shape[1], head.weight.shape[0]
     penalties = Penalties(sampling, rows, vocabulary, device) if sampling.has_penalties else None
@@ -232,7 +234,7 @@ def draw_tokens(
             penalties.count(token)
         output = model.model(
             input_ids=token[:, None],
-            position_ids=model_positions(model, (next_position + step).expand(3, -1)[:, :, None]),
+            position_ids=to_model_positions(model, (next_position + step).expand(3, -1)[:, :, None]),
             attention_mask=attention[:, : width + step + 1],
             past_key_values=cache,
             use_cache=True,
@@ -253,7 +255,7 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
     sending.finish()
 
 
-def stop_token_ids(path: Path) -> list[int]:
+def read_stop_token_ids(path: Path) -> list[int]:
     """Return the end-of-sequence ids of the folder's generation config or, if it has none, of its model config.
 
     Raises:

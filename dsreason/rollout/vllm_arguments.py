@@ -13,7 +13,7 @@ import torch
 
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 
 MAX_SEQUENCES = 256
 """Largest number of completions sampled at the same time; vLLM keeps counts of the whole vocabulary for each."""
@@ -42,7 +42,7 @@ class VLLMSettings:
     """Additional arguments of vLLM's `LLM`."""
 
 
-def engine_arguments(
+def build_engine_arguments(
     world: World, settings: VLLMSettings, *, dtype: torch.dtype, sleep_mode: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Build the arguments of vLLM's `LLM` other than the model. vLLM's defaults suit a server, and cost gigabytes."""
@@ -74,8 +74,8 @@ def engine_arguments(
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
     """Raise ConfigError if the installed vLLM does not have one of the options, which are configured under `key`."""
-    known_options = known_arguments() if options else set()
-    unknown = {name: nearest(name, known_options) for name in sorted(options) if name not in known_options}
+    known_options = read_known_arguments() if options else set()
+    unknown = {name: find_nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:
         advice = {name: f"did you mean {near}?" if near else "remove it" for name, near in unknown.items()}
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_engine_options(options: Mapping[str, Any], key: str) -> None:
         )
 
 
-def known_arguments() -> set[str]:
+def read_known_arguments() -> set[str]:
     """Return the public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds and needs a device."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.job.ranks import World, gather_objects
-from dsreason.models.load import empty_model, model_config
-from dsreason.problems import listed
+from dsreason.models.load import build_empty_model, read_model_config
+from dsreason.problems import join_first
 from dsreason.rollout.protocol import (
     Completion,
     RolloutEngine,
@@ -26,37 +26,37 @@ from dsreason.rollout.protocol import (
     SyncError,
     TensorFingerprints,
     check_version,
-    media_token_ids,
+    find_media_token_ids,
 )
-from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
-from dsreason.rollout.transformers_engine import stop_token_ids
-from dsreason.rollout.vllm_arguments import VLLMSettings, engine_arguments
+from dsreason.rollout.sleep_state import SleepState, find_pools, find_sleep_state
+from dsreason.rollout.transformers_engine import read_stop_token_ids
+from dsreason.rollout.vllm_arguments import VLLMSettings, build_engine_arguments
 from dsreason.rollout.vllm_process import (
-    preserved_process_state,
+    preserve_process_state,
     release,
+    rename_shared_memory,
     set_environment,
-    unique_shared_memory,
 )
 from dsreason.rollout.vllm_requests import (
-    Request,
+    RolloutRequest,
     check_output,
+    make_request_seed,
     make_sampling_params,
-    request_seed,
     to_completion,
     to_inputs,
 )
 from dsreason.rollout.vllm_versions import keep_video_times, read_weights_beside_config
 from dsreason.rollout.weight_sync import (
     WeightStream,
-    changed,
     check_arrival,
-    complete_layers,
-    engine_values,
+    compute_fingerprint,
+    compute_fingerprints,
+    find_changed,
+    find_complete_layers,
     find_different,
     find_places,
-    fingerprint,
-    fingerprints,
-    on_cpu,
+    iter_engine_values,
+    move_to_cpu,
     repair_tied_output,
 )
 
@@ -94,7 +94,7 @@ class VLLMEngine(RolloutEngine):
         self.tokenizer, self.world, self.dtype = tokenizer, world, dtype
         self.max_model_len, self.tensor_parallel_size = settings.max_model_len, settings.tensor_parallel_size
         self.sleep_level = settings.sleep_level
-        self.stop_ids = stop_token_ids(path)
+        self.stop_ids = read_stop_token_ids(path)
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
         """Fingerprints of the tensors that the last sync sent."""
@@ -102,11 +102,11 @@ class VLLMEngine(RolloutEngine):
         """Fingerprints of the model's buffers from before the last sleep."""
         self.logged_lost_weights = False
         set_environment(world)
-        with preserved_process_state(world), unique_shared_memory(world):
-            config = model_config(path, trust_remote_code=trust_remote_code)
-            self.family = family_of(config.model_type)
-            self.banned_ids = media_token_ids(tokenizer, self.family)
-            hf_model = empty_model(config, dtype, "auto", trust_remote_code)
+        with preserve_process_state(world), rename_shared_memory(world):
+            config = read_model_config(path, trust_remote_code=trust_remote_code)
+            self.family = get_family(config.model_type)
+            self.banned_ids = find_media_token_ids(tokenizer, self.family)
+            hf_model = build_empty_model(config, dtype, "auto", trust_remote_code)
             self.expected = {
                 name: parameter.shape for name, parameter in hf_model.named_parameters()
             }  # tied parameters appear once
@@ -114,7 +114,7 @@ class VLLMEngine(RolloutEngine):
 
             keep_video_times()
             sleep_mode = loaded_version is None
-            arguments = engine_arguments(
+            arguments = build_engine_arguments(
                 world, settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=trust_remote_code
             )
             if self.family.vllm_class is not None:
@@ -125,7 +125,7 @@ class VLLMEngine(RolloutEngine):
             (self.model,) = self.llm.apply_model(lambda model: model)
             self.places = find_places(self.model, list(self.expected), self.family)
             (runner,) = self.llm.collective_rpc(lambda worker: worker.model_runner)
-            self.state = find_sleep_state(runner, vllm_pools())
+            self.state = find_sleep_state(runner, find_pools())
             log.info(
                 "%.2f GiB of vLLM's memory besides weights and KV cache are copied to the host while it sleeps",
                 self.state.gib,
@@ -153,17 +153,17 @@ class VLLMEngine(RolloutEngine):
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
-            if lost := changed(self.buffers, fingerprints(self.model.named_buffers())):
-                raise SyncError(f"{len(lost)} buffers lost their values during sleep: {listed(lost)}")
+            if lost := find_changed(self.buffers, compute_fingerprints(self.model.named_buffers())):
+                raise SyncError(f"{len(lost)} buffers lost their values during sleep: {join_first(lost)}")
 
-    def retained(self, names: Collection[str]) -> set[str]:
+    def find_retained(self, names: Collection[str]) -> set[str]:
         """Compare the engine's weights with those sent: sleep at level 2 loses weights on a GPU, but not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
         places = [place for place in self.places if place.name in frozen]
         lost = {place.name for place in find_different(places, self.sent, self._group)}
-        complete_names = complete_layers(self.places, frozen - lost)
+        complete_names = find_complete_layers(self.places, frozen - lost)
         retained = set.intersection(*gather_objects(complete_names))
         if frozen - retained and not self.logged_lost_weights:
             self.logged_lost_weights = True
@@ -180,42 +180,43 @@ class VLLMEngine(RolloutEngine):
         before = {name: self.sent[name] for name in retained if name in self.sent}
         self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
-        with preserved_process_state(self.world):
+        with preserve_process_state(self.world):
             try:
-                named_tensors = ((self.family.exported_name(name), tensor) for name, tensor in sending)
+                named_tensors = ((self.family.to_exported_name(name), tensor) for name, tensor in sending)
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
             finally:
-                sending.drain()
+                sending.read_remaining()
             sending.finish()
             repair_tied_output(self.model)
         check_arrival(self.places, sending.fingerprints, self._group)
-        self._empty_cache()
+        self._reset_cache()
         self.version, self.sent = version, sending.fingerprints
 
     @torch.no_grad()
     def fingerprints(self) -> TensorFingerprints:
         """Return the fingerprints; the name of a parameter is `Hugging Face name (vLLM name)`."""
         parameters = {
-            f"{place.name} ({place.engine_name})": fingerprint(*engine_values(place)) for place in self.places
+            f"{place.name} ({place.engine_name})": compute_fingerprint(*iter_engine_values(place))
+            for place in self.places
         }
-        return TensorFingerprints(on_cpu(parameters), fingerprints(self.model.named_buffers()))
+        return TensorFingerprints(move_to_cpu(parameters), compute_fingerprints(self.model.named_buffers()))
 
-    def as_completed(
+    def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
         """Complete the prompts of all ranks of the tensor-parallel group together; yield this rank's. Collective."""
         shares = self._gather(prompts, samplings, version, streams)
         if not self.cache_awake:  # after a sleep that kept the weights
-            self._empty_cache()
+            self._reset_cache()
         requests = [request for share in shares for request in share]
         self._check_room(requests)
         first = sum(len(share) for share in shares[: self.world.rank % self.tensor_parallel_size])
-        for number, output in self._outputs(requests):
+        for number, output in self._iter_outputs(requests):
             check_output(requests[number], output, self.banned_ids, self.tokenizer)
             if first <= number < first + len(prompts):
                 yield number - first, to_completion(output, version, self.tokenizer)
 
-    def _outputs(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
+    def _iter_outputs(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RequestOutput]]:
         """Yield the index and output of each request as it finishes.
 
         At most `max_num_seqs` requests are enqueued at a time, because vLLM holds the pixels of all of them.
@@ -225,7 +226,7 @@ class VLLMEngine(RolloutEngine):
         try:
             while True:
                 ended: list[RequestOutput] = []
-                with preserved_process_state(self.world):
+                with preserve_process_state(self.world):
                     for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
                         # This is the id in the outputs; enqueue returns a different one.
                         running[str(self.llm.request_counter.counter)] = number
@@ -247,7 +248,7 @@ class VLLMEngine(RolloutEngine):
         if self.weights_awake:
             if not self.cache_awake:  # after a failed sync, because vLLM can only sleep as a whole
                 self._wake("kv_cache")
-            with preserved_process_state(self.world):
+            with preserve_process_state(self.world):
                 self._sleep()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -269,7 +270,7 @@ class VLLMEngine(RolloutEngine):
         """Wake a pool and check that it is awake, because vLLM only warns if it is not."""
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM maps memory itself and cannot use the memory in torch's cache
-        with preserved_process_state(self.world):
+        with preserve_process_state(self.world):
             self.llm.wake_up(tags=[tag])
             self.state.write_back(tag)
         asleep = self.llm.llm_engine.is_sleeping()
@@ -277,12 +278,12 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError(f"vLLM {'is still asleep' if asleep else 'is fully awake'} after waking its {tag}")
 
     def _sleep(self) -> None:
-        self.buffers = fingerprints(self.model.named_buffers())
+        self.buffers = compute_fingerprints(self.model.named_buffers())
         self.state.remember()
         self.llm.sleep(level=self.sleep_level)
         self.weights_awake = self.cache_awake = False
 
-    def _empty_cache(self) -> None:
+    def _reset_cache(self) -> None:
         """Drop the keys, values and vision features of the old weights, and allocate the cache if it is asleep."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
@@ -295,16 +296,16 @@ class VLLMEngine(RolloutEngine):
 
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
-    ) -> list[list[Request]]:
+    ) -> list[list[RolloutRequest]]:
         """Return the requests of every rank in the group, including empty lists, because the group works as one."""
         rank_requests = [
-            Request(
+            RolloutRequest(
                 prompt.sample.id,
                 prompt.prompt_ids,
                 prompt.encoded.input_ids.tolist(),
                 prompt.media,
                 sampling,
-                request_seed(sampling.seed, stream),
+                make_request_seed(sampling.seed, stream),
             )
             for prompt, sampling, stream in zip(prompts, samplings, streams, strict=True)
         ]
@@ -317,7 +318,7 @@ class VLLMEngine(RolloutEngine):
             check_version(requested_version, current)
         return [requests for requests, *_ in shares]
 
-    def _check_room(self, requests: list[Request]) -> None:
+    def _check_room(self, requests: list[RolloutRequest]) -> None:
         for request in requests:
             num_prompt, longest = len(request.expanded_ids), request.sampling.max_completion_length
             if num_prompt + longest > self.max_model_len:

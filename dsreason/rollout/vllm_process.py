@@ -35,7 +35,7 @@ def set_environment(world: World) -> None:
 
 
 @contextmanager
-def preserved_process_state(world: World) -> Iterator[None]:
+def preserve_process_state(world: World) -> Iterator[None]:
     """Isolate trainer and engine from each other; wraps everything that vLLM does.
 
     vLLM seeds every generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3 has
@@ -59,7 +59,7 @@ def preserved_process_state(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def unique_shared_memory(world: World) -> Iterator[None]:
+def rename_shared_memory(world: World) -> Iterator[None]:
     """Give vLLM's shared memory files names that are unique to this job, and delete them once all ranks have them open.
 
     Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and leaves the files behind,

@@ -11,14 +11,14 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dsreason.data.media_plan import Medium
-from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens, single_turn
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, check_no_media_tokens, make_single_turn
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
 
 
-class Request(NamedTuple):
+class RolloutRequest(NamedTuple):
     """A prompt on its way to the ranks of its tensor-parallel group."""
 
     sample_id: str
@@ -29,7 +29,7 @@ class Request(NamedTuple):
     seed: int
 
 
-def request_seed(seed: int, stream: int) -> int:
+def make_request_seed(seed: int, stream: int) -> int:
     """Return vLLM's seed of a random stream: 63 bits, because its seeds are signed."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
@@ -58,7 +58,7 @@ def make_sampling_params(
     )
 
 
-def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
+def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
     """Return vLLM's inputs: ids with one placeholder per media item, and media already resized and cut to their frames.
 
     vLLM processes a media item once and caches it by its digest, which requests with the same prompt share.
@@ -72,7 +72,7 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
             names: dict[str, list[str]] = {}
             for medium in request.media:
                 if id(medium) not in digests:
-                    digests[id(medium)] = digest(medium)
+                    digests[id(medium)] = compute_digest(medium)
                 kind = "image" if isinstance(medium, Image.Image) else "video"
                 media.setdefault(kind, []).append(medium)
                 names.setdefault(kind, []).append(digests[id(medium)])
@@ -82,7 +82,7 @@ def to_inputs(requests: Sequence[Request]) -> list[dict[str, Any]]:
     return inputs
 
 
-def digest(medium: Medium) -> str:
+def compute_digest(medium: Medium) -> str:
     """Return a digest of everything that the processor reads: pixels and their layout, and the times of video frames."""
     if isinstance(medium, Image.Image):
         facts = repr((medium.mode, medium.size))
@@ -97,14 +97,14 @@ def digest(medium: Medium) -> str:
 
 
 def check_output(
-    request: Request, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
+    request: RolloutRequest, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise RolloutError if vLLM read another prompt than the trainer, or ended the completion for another reason."""
     engine_ids = list(output.prompt_token_ids)
     if engine_ids != request.expanded_ids:
         raise RolloutError(
             f"sample {request.sample_id!r}: the engine read another prompt than the trainer does: "
-            + difference(engine_ids, request.expanded_ids, tokenizer)
+            + describe_difference(engine_ids, request.expanded_ids, tokenizer)
         )
     completion = output.outputs[0]
     if completion.finish_reason not in ("stop", "length"):
@@ -115,7 +115,7 @@ def check_output(
 def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedTokenizerBase) -> Completion:
     completion = output.outputs[0]
     ids = tuple(completion.token_ids)
-    return single_turn(
+    return make_single_turn(
         ids=ids,
         text=tokenizer.decode(ids, skip_special_tokens=True),
         logprobs=tuple(by_token[token].logprob for token, by_token in zip(ids, completion.logprobs, strict=True)),
@@ -124,7 +124,7 @@ def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedToke
     )
 
 
-def difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """Describe how two token lists differ: their lengths, the index of the first difference, and the tokens around it."""
     pairs = zip(actual, expected, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsreason.data.media_plan import video_metadata
+from dsreason.data.media_plan import convert_video_metadata
 
 
 def read_weights_beside_config(path: Path) -> None:
@@ -41,7 +41,7 @@ def keep_video_times() -> None:
     def call_with_times(self: Any, prompt: str, mm_data: dict[str, Any], mm_kwargs: Any, tok_kwargs: Any) -> Any:
         videos = mm_data.get("videos")
         if videos and isinstance(videos[0], tuple):
-            times = [video_metadata(metadata) for _, metadata in videos]
+            times = [convert_video_metadata(metadata) for _, metadata in videos]
             mm_data = {**mm_data, "videos": [frames for frames, _ in videos], "video_metadata": times}
         return call(self, prompt, mm_data, mm_kwargs, tok_kwargs)
 

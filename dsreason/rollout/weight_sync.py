@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsreason.families import Family
-from dsreason.problems import listed
+from dsreason.problems import join_first
 from dsreason.rollout.protocol import SyncError
 
 VLLMModule: TypeAlias = Any
@@ -36,7 +36,7 @@ TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """The place of a tensor, or of this rank's share of it, in the engine: some rows of a layer's parameter."""
 
     name: str
@@ -52,7 +52,7 @@ class WeightStream:
     """The iterator that vLLM loads from: it passes on expected tensors and records the others as wrong.
 
     Tensors are copied to the engine's device: vLLM keeps the parts of a fused layer until all have arrived, and by then the
-    gathered tensors are gone. `fingerprints` starts with those of the tensors that the engine still holds, on the CPU;
+    gathered tensors are gone. `compute_fingerprints` starts with those of the tensors that the engine still holds, on the CPU;
     those of sent tensors are on the device until `finish`.
     """
 
@@ -73,27 +73,27 @@ class WeightStream:
                 self.wrong.append(f"{name} came twice")
             else:
                 copy = tensor.detach().to(self.device, self.dtype, copy=True)
-                self.fingerprints[name] = fingerprint(copy)
+                self.fingerprints[name] = compute_fingerprint(copy)
                 yield name, copy
 
-    def drain(self) -> None:
+    def read_remaining(self) -> None:
         """Read the tensors that vLLM did not read, because every rank must take part in every gather."""
         for _ in self:
             pass
 
     def finish(self) -> None:
         """Raise SyncError if a tensor was wrong or is missing."""
-        self.fingerprints = on_cpu(self.fingerprints)
+        self.fingerprints = move_to_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
         raise_sync_error(self.wrong)
 
 
 def raise_sync_error(wrong: list[str]) -> None:
     if wrong:
-        raise SyncError(f"weight sync failed for {len(wrong)} tensors: {listed(wrong)}")
+        raise SyncError(f"weight sync failed for {len(wrong)} tensors: {join_first(wrong)}")
 
 
-def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Place]:
+def find_places(model: VLLMModule, names: list[str], family: Family) -> list[TensorSlot]:
     """Find the place of each tensor in vLLM's `model`; a tied output layer is a second place of the embedding.
 
     Raises:
@@ -107,13 +107,13 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Pla
         if parameter is not None
     }
     places, wrong = [], []
-    for name, engine_name in zip(names, engine_names(model, names, family), strict=True):
+    for name, engine_name in zip(names, find_engine_names(model, names, family), strict=True):
         engine_parameter, part = find_part(model, engine_name, parameters)
         if engine_parameter is None:
             wrong.append(f"{name} ({engine_name}) has no place in the engine")
             continue
         layer, parameter = parameters.pop(engine_parameter) if part is None else parameters[engine_parameter]
-        places.append(Place(name, engine_parameter, layer, parameter, rows_of(layer, part)))
+        places.append(TensorSlot(name, engine_parameter, layer, parameter, find_rows(layer, part)))
     fused = {place.engine_name for place in places}
     for engine_name, (layer, parameter) in parameters.items():
         twin = next((p for p in places if getattr(p.layer, p.parameter) is getattr(layer, parameter)), None)
@@ -122,18 +122,18 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Pla
         if twin is None:
             wrong.append(f"the engine's {engine_name} gets its values from no tensor")
         else:
-            places.append(Place(twin.name, engine_name, layer, parameter, rows_of(layer, None)))
+            places.append(TensorSlot(twin.name, engine_name, layer, parameter, find_rows(layer, None)))
     raise_sync_error(wrong)
     return places
 
 
-def engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
+def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
     """Return vLLM's names for tensors of the model, with separate names for the parts of fused layers.
 
     vLLM's own table names the fused layer but not which part of it a tensor is.
     """
     engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
-        [*map(family.exported_name, names)]
+        [*map(family.to_exported_name, names)]
     )
     return engine_names
 
@@ -152,7 +152,7 @@ def find_part(
     return None, None
 
 
-def rows_of(layer: VLLMModule, part: int | None) -> slice:
+def find_rows(layer: VLLMModule, part: int | None) -> slice:
     """Return the rows of this rank's weight that hold a part of a fused layer, or all rows but a vocabulary's padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
@@ -175,7 +175,7 @@ def is_output_layer(layer: VLLMModule) -> bool:
     return isinstance(layer, ParallelLMHead)
 
 
-def complete_layers(places: list[Place], names: Collection[str]) -> set[str]:
+def find_complete_layers(places: list[TensorSlot], names: Collection[str]) -> set[str]:
     """Return those of `names` that fill whole layers together: vLLM reloads a layer completely or not at all."""
     names_by_layer: dict[VLLMModule, set[str]] = {}
     for place in places:
@@ -186,7 +186,7 @@ def complete_layers(places: list[Place], names: Collection[str]) -> set[str]:
     return names
 
 
-def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def check_arrival(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raise SyncError, naming the tensors, if the engine's weights differ from the fingerprints of the sent ones."""
     raise_sync_error(
         [
@@ -197,7 +197,7 @@ def check_arrival(places: list[Place], sent: dict[str, Tensor], group: dist.Proc
 
 
 @torch.no_grad()
-def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[Place]:
+def find_different(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[TensorSlot]:
     """Find the places whose values differ from those sent.
 
     Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several ranks hold counts several
@@ -205,16 +205,16 @@ def find_different(places: list[Place], sent: dict[str, Tensor], group: dist.Pro
     """
     if not places:
         return []
-    fingerprints = torch.stack([fingerprint(*engine_values(place)) for place in places]).cpu()
+    fingerprints = torch.stack([compute_fingerprint(*iter_engine_values(place)) for place in places]).cpu()
     dist.all_reduce(fingerprints, group=group)
     return [
         place
         for place, numbers in zip(places, fingerprints, strict=True)
-        if not fingerprints_match(numbers, sent[place.name])
+        if not is_same_fingerprint(numbers, sent[place.name])
     ]
 
 
-def fingerprints_match(actual: Tensor, sent: Tensor) -> bool:
+def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
     """Return whether a fingerprint is that of the sent values, held once or several times."""
     (count, total, squares), (sent_count, sent_total, sent_squares) = actual.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
@@ -226,7 +226,7 @@ def fingerprints_match(actual: Tensor, sent: Tensor) -> bool:
     )
 
 
-def engine_values(place: Place) -> Iterator[Tensor]:
+def iter_engine_values(place: TensorSlot) -> Iterator[Tensor]:
     """Yield the values that the layer computes with, in blocks."""
     weight = getattr(place.layer, place.parameter)
     packed = getattr(place.layer, "cpu_linear", None)
@@ -244,7 +244,7 @@ def engine_values(place: Place) -> Iterator[Tensor]:
         yield packed(units, weight, None)[:, place.rows]
 
 
-def fingerprint(*blocks: Tensor) -> Tensor:
+def compute_fingerprint(*blocks: Tensor) -> Tensor:
     """Compute the number of values, their sum and the sum of their squares: `[3]`, float64, on the device of the values.
 
     The computation does not wait for the device.
@@ -257,7 +257,7 @@ def fingerprint(*blocks: Tensor) -> Tensor:
     return numbers
 
 
-def on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+def move_to_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Move the fingerprints to the CPU, with one transfer per device."""
     names_by_device: dict[torch.device, list[str]] = {}
     for name, values in numbers.items():
@@ -271,17 +271,17 @@ def on_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def compute_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Compute the fingerprints of named tensors, on the CPU."""
-    return on_cpu({name: fingerprint(tensor) for name, tensor in tensors})
+    return move_to_cpu({name: compute_fingerprint(tensor) for name, tensor in tensors})
 
 
-def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+def find_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """Return the names whose fingerprints differ. Equal infinities and NaN count as unchanged, as constants may hold them."""
     unchanged = {
         name
         for name in before.keys() & after.keys()
         if torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True)
-        or fingerprints_match(after[name], before[name])
+        or is_same_fingerprint(after[name], before[name])
     }
     return [name for name in before | after if name not in unchanged]

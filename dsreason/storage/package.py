@@ -17,12 +17,12 @@ from dsreason.checkpoints.checkpoint_folder import (
     MARKER,
     check_complete,
     check_content,
-    complete_checkpoints,
+    find_complete_checkpoints,
     read_json,
 )
 from dsreason.config.schema_checkpoint import UploadKind
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.files.step_names import PREFIX, is_step_name, named_step
+from dsreason.files.step_names import PREFIX, is_step_name, parse_step
 
 MANIFEST = "UPLOADED.json"
 """Marker of uploads other than checkpoints; it is created when they are complete and exists only in storage."""
@@ -49,13 +49,13 @@ class Package:
 
     @property
     def name(self) -> str:
-        return name_of(self.folder)
+        return get_folder_name(self.folder)
 
     @property
     def num_bytes(self) -> int:
         return sum(self.files.values())
 
-    def marker_content(self, sums: Mapping[str, str]) -> bytes:
+    def build_marker(self, sums: Mapping[str, str]) -> bytes:
         """Return a checkpoint's marker, or a manifest with the size and SHA-256 of each file."""
         if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
@@ -63,26 +63,26 @@ class Package:
         return (json.dumps({"files": files}, indent=1) + "\n").encode()
 
 
-def kind_of(folder: Path) -> UploadKind:
+def get_folder_kind(folder: Path) -> UploadKind:
     """Return the kind of a folder by its name in its run: `logs`, `checkpoints/step_4`, `export/final`."""
     if folder.name == LOGS:
         return "logs"
     return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
 
 
-def run_of(folder: Path) -> Path:
+def find_run_of_folder(folder: Path) -> Path:
     """Return the run that contains the folder."""
-    return folder.parent if kind_of(folder) == "logs" else folder.parent.parent
+    return folder.parent if get_folder_kind(folder) == "logs" else folder.parent.parent
 
 
-def name_of(folder: Path) -> str:
+def get_folder_name(folder: Path) -> str:
     """Return the path of a folder in its run: `checkpoints/step_4`."""
     folder = folder.absolute()
-    return folder.name if kind_of(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
+    return folder.name if get_folder_kind(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
 
 
 @contextmanager
-def opened_package(folder: Path) -> Iterator[Package]:
+def open_package_or_logs(folder: Path) -> Iterator[Package]:
     """Yield the package in `folder`; for logs, which are still written to, a copy that is deleted afterwards."""
     if not is_logs(folder):
         yield open_package(folder)
@@ -183,7 +183,7 @@ def check_link(path: Path, folder: Path) -> None:
         raise CheckpointError(f"{path}: is a link to {target}, outside the folder; replace it by the file itself")
 
 
-def written_at(folder: Path) -> int:
+def get_write_time(folder: Path) -> int:
     """Return the time when a complete checkpoint or an export was written, in nanoseconds; 0 for logs and other folders."""
     last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return last_files[0].stat().st_mtime_ns if last_files else 0
@@ -193,16 +193,16 @@ def is_run(folder: Path) -> bool:
     return (folder / CHECKPOINTS).is_dir() or (folder / EXPORTS).is_dir() or is_logs(folder / LOGS)
 
 
-def finished_folders(run: Path) -> list[Path]:
+def list_finished(run: Path) -> list[Path]:
     """List the complete checkpoints and then the exports of a run, oldest step first."""
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
-    return complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_step)
+    return find_complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_get_step_key)
 
 
-def unfinished_folders(run: Path) -> list[Path]:
+def list_unfinished(run: Path) -> list[Path]:
     """List the incomplete checkpoints of a run."""
     return sorted(path for path in run.glob(f"{CHECKPOINTS}/*{PREFIX}*") if not (path / MARKER).is_file())
 
 
-def _step(folder: Path) -> tuple[int, str]:
-    return (named_step(folder), "") if is_step_name(folder.name) else (2**63, folder.name)  # `final` comes last
+def _get_step_key(folder: Path) -> tuple[int, str]:
+    return (parse_step(folder), "") if is_step_name(folder.name) else (2**63, folder.name)  # `final` comes last

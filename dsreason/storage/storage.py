@@ -74,7 +74,7 @@ def upload(package: Package, target: UploadAddress, advance: Advance = lambda co
         raise StorageError(f"{package.folder}: cannot be read: {error}") from error
 
 
-def place_in(target: UploadAddress, name: str) -> UploadAddress:
+def get_folder_target(target: UploadAddress, name: str) -> UploadAddress:
     """Return the target of the folder `name` of a run (`checkpoints/step_4`, `export/final`).
 
     The final export goes to the top of a repository on the Hub, from where models are loaded.

@@ -15,10 +15,10 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from dsreason.checkpoints.checkpoint_folder import CARD
 from dsreason.errors import StorageError
 from dsreason.files.address import HubAddress
-from dsreason.files.deadline import within
-from dsreason.files.disk import sha256_of
-from dsreason.files.hub import ADVICE, HUB_ERRORS, hub_error
-from dsreason.files.retries import with_retries
+from dsreason.files.deadline import run_with_limit
+from dsreason.files.disk import compute_sha256
+from dsreason.files.hub import ADVICE, HUB_ERRORS, convert_hub_error
+from dsreason.files.retries import run_with_retries
 from dsreason.monitor.progress import Advance
 from dsreason.secrets import quiet_libraries
 from dsreason.storage.package import Package, Sent
@@ -42,12 +42,12 @@ class HubStorage:
 
         If the repository or branch does not exist yet, check the account of the token instead.
         """
-        with hub_errors(self.address):
-            within(CHECK_LIMIT_S, lambda: self._check(create=create))
+        with convert_hub_errors(self.address):
+            run_with_limit(CHECK_LIMIT_S, lambda: self._check(create=create))
 
     def _check(self, *, create: bool) -> None:
         try:
-            with hub_errors(self.address):
+            with convert_hub_errors(self.address):
                 api = self._open(create=create)
                 probe = CommitOperationAdd(path_in_repo=".dsreason-write-test", path_or_fileobj=b"test")
                 api.preupload_lfs_files(self.address.repo, [probe], revision=self.address.revision)
@@ -57,7 +57,7 @@ class HubStorage:
             self._check_account()
 
     def _check_account(self) -> None:
-        with hub_errors(self.address):
+        with convert_hub_errors(self.address):
             account = self._open(create=False).whoami()
         owner, name = self.address.repo.partition("/")[0], account["name"]
         if owner.lower() not in {
@@ -74,17 +74,17 @@ class HubStorage:
 
     def upload(self, package: Package, advance: Advance) -> Sent:
         def once() -> None:
-            with hub_errors(self.address):
+            with convert_hub_errors(self.address):
                 self._upload(package)
 
-        with_retries(once, ATTEMPTS)
+        run_with_retries(once, ATTEMPTS)
         advance(package.num_bytes)
         return Sent(len(package.files), package.num_bytes)
 
     def _upload(self, package: Package) -> None:
         api = self._open(create=True)
-        package = self._without_card(api, package)
-        sums = {name: sha256_of(package.folder / name) for name in package.files}
+        package = self._drop_card(api, package)
+        sums = {name: compute_sha256(package.folder / name) for name in package.files}
         api.upload_folder(
             repo_id=self.address.repo,
             folder_path=package.folder,
@@ -95,13 +95,13 @@ class HubStorage:
         )
         api.upload_file(
             repo_id=self.address.repo,
-            path_or_fileobj=package.marker_content(sums),
+            path_or_fileobj=package.build_marker(sums),
             path_in_repo=f"{self.address.folder}/{package.marker}".lstrip("/"),
             revision=self.address.revision,
             commit_message=f"Upload of {package.name} is complete",
         )
 
-    def _without_card(self, api: HfApi, package: Package) -> Package:
+    def _drop_card(self, api: HfApi, package: Package) -> Package:
         """Return the package without its model card if the repository has one: its owner may have edited that one."""
         path = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
@@ -122,9 +122,9 @@ class HubStorage:
 
 
 @contextmanager
-def hub_errors(address: HubAddress) -> Iterator[None]:
+def convert_hub_errors(address: HubAddress) -> Iterator[None]:
     """Raise the library's errors as a StorageError, without their cause: their messages hold signed URLs."""
     try:
         yield
     except HUB_ERRORS as error:
-        raise hub_error(error, str(address)) from None
+        raise convert_hub_error(error, str(address)) from None

@@ -14,7 +14,7 @@ from typing import Any
 
 from dsreason.errors import StorageError
 from dsreason.files.address import S3Address
-from dsreason.files.disk import sha256_of
+from dsreason.files.disk import compute_sha256
 from dsreason.files.s3 import Answer, request
 from dsreason.monitor.progress import Advance
 from dsreason.storage.package import Package, Sent
@@ -39,23 +39,31 @@ class S3Storage:
         request("delete_object", probe, attempts=2, Key=probe.key)
 
     def upload(self, package: Package, advance: Advance) -> Sent:
-        sums = {name: sha256_of(package.folder / name) for name in package.files}
+        sums = {name: compute_sha256(package.folder / name) for name in package.files}
         missing = [name for name, size in package.files.items() if not self._has(name, size, sums[name])]
         advance(package.num_bytes - sum(package.files[name] for name in missing))
         marker = self.address / package.marker
-        if missing and self._head(package.marker) is not None:  # it marks old content, which is about to be replaced
+        if (
+            missing and self._get_head(package.marker) is not None
+        ):  # it marks old content, which is about to be replaced
             request("delete_object", marker, Key=marker.key)
         for name in missing:
             self._send(package.folder / name, name, sums[name], advance)
-        content = package.marker_content(sums)
-        request("put_object", marker, check=same_etag(marker, md5(content).hexdigest()), Key=marker.key, Body=content)
+        content = package.build_marker(sums)
+        request(
+            "put_object",
+            marker,
+            check=make_etag_check(marker, compute_md5(content).hexdigest()),
+            Key=marker.key,
+            Body=content,
+        )
         return Sent(len(missing), sum(package.files[name] for name in missing))
 
     def _has(self, name: str, size: int, sha256: str) -> bool:
-        head = self._head(name)
+        head = self._get_head(name)
         return head is not None and head["ContentLength"] == size and head["Metadata"].get(SHA256) == sha256
 
-    def _head(self, name: str) -> Answer | None:
+    def _get_head(self, name: str) -> Answer | None:
         address = self.address / name
         try:
             return request("head_object", address, Key=address.key)
@@ -70,12 +78,12 @@ class S3Storage:
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
         if size <= part_bytes:
             content = file.read_bytes()
-            etag = md5(content).hexdigest()
-            request("put_object", address, check=same_etag(address, etag), Body=content, **facts)
+            etag = compute_md5(content).hexdigest()
+            request("put_object", address, check=make_etag_check(address, etag), Body=content, **facts)
             advance(size)
         else:
             etag = send_parts(file, address, facts, part_bytes, advance)
-        request("head_object", address, check=same_file(address, size, etag), Key=address.key)
+        request("head_object", address, check=make_file_check(address, size, etag), Key=address.key)
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
@@ -87,8 +95,8 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
         with file.open("rb") as source:
             source.seek((number - 1) * part_bytes)
             content = source.read(part_bytes)
-        digest = md5(content)
-        check = same_etag(address, digest.hexdigest())
+        digest = compute_md5(content)
+        check = make_etag_check(address, digest.hexdigest())
         answer = request("upload_part", address, check=check, PartNumber=number, Body=content, **upload)
         advance(len(content))
         return answer["ETag"], digest.digest()
@@ -109,19 +117,19 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
         with suppress(StorageError):
             request("abort_multipart_upload", address, attempts=1, **upload)
         raise
-    return f"{md5(b''.join(digest for _, digest in sent_parts)).hexdigest()}-{count}"
+    return f"{compute_md5(b''.join(digest for _, digest in sent_parts)).hexdigest()}-{count}"
 
 
-def same_file(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
+def make_file_check(address: S3Address, size: int, etag: str) -> Callable[[Answer], None]:
     def check(answer: Answer) -> None:
         if answer["ContentLength"] != size:
             raise StorageError(f"{address}: has {answer['ContentLength']} bytes instead of {size}; upload it again")
-        same_etag(address, etag)(answer)
+        make_etag_check(address, etag)(answer)
 
     return check
 
 
-def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
+def make_etag_check(address: S3Address, expected: str) -> Callable[[Answer], None]:
     """Return a check that S3 has the bytes that were sent.
 
     An ETag shows that only if it is an MD5: not with KMS or customer keys, nor on some S3-compatible servers.
@@ -137,5 +145,5 @@ def same_etag(address: S3Address, expected: str) -> Callable[[Answer], None]:
     return check
 
 
-def md5(content: bytes) -> Any:
+def compute_md5(content: bytes) -> Any:
     return hashlib.md5(content, usedforsecurity=False)

@@ -28,22 +28,22 @@ from dsreason.config.schema_checkpoint import CheckpointConfig, UploadKind, Uplo
 from dsreason.errors import DsReasonError, Stopped, StorageError
 from dsreason.files.address import HubAddress, UploadAddress
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import json_object
-from dsreason.job.failures import CRASH_LOG, failure_of
+from dsreason.files.disk import read_json_object
+from dsreason.job.failures import CRASH_LOG, build_failure
 from dsreason.job.launch import is_first_rank
 from dsreason.monitor.progress import track_in_lines
 from dsreason.secrets import hide_secrets
 from dsreason.storage.package import (
     LOGS,
-    finished_folders,
+    find_run_of_folder,
+    get_folder_kind,
+    get_folder_name,
+    get_write_time,
     is_logs,
-    kind_of,
-    name_of,
-    opened_package,
-    run_of,
-    written_at,
+    list_finished,
+    open_package_or_logs,
 )
-from dsreason.storage.storage import place_in, upload
+from dsreason.storage.storage import get_folder_target, upload
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ LOGS_TIME_S = 12.0
 
 
 @contextmanager
-def uploading(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
+def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
     """Yield the uploads of a run, which the first rank does.
 
     Leave the block after the ranks have separated, so that no rank waits for an upload.
@@ -102,9 +102,9 @@ class Uploads:
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 
-    def in_use(self) -> set[Path]:
+    def list_in_use(self) -> set[Path]:
         """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
-        return {folder for uploader in self.uploaders for folder in uploader.in_use()}
+        return {folder for uploader in self.uploaders for folder in uploader.list_in_use()}
 
     def finish(self, stopped_by: Callable[[], str] = str) -> None:
         """Wait for all uploads and retry failed ones once; raise an error that names what is missing in storage."""
@@ -126,9 +126,9 @@ class Uploads:
 
         Failures are only logged.
         """
-        threads = [uploader.logs_thread() for uploader in self.uploaders if uploader.has_logs()]
+        threads = [uploader.make_logs_thread() for uploader in self.uploaders if uploader.has_logs()]
         if threads:
-            logging.getLogger(CRASH_LOG).critical("the run ends: %s", failure_of(error).text)
+            logging.getLogger(CRASH_LOG).critical("the run ends: %s", build_failure(error).text)
         until = time.monotonic() + LOGS_TIME_S
         for thread in threads:
             thread.start()
@@ -137,7 +137,7 @@ class Uploads:
 
     def missing(self) -> str:
         """Return a report by target of what is not in storage, why, and the command for each; empty if nothing is missing."""
-        return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.in_use())
+        return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
 
 
 class Uploader:
@@ -168,14 +168,14 @@ class Uploader:
 
         Failed uploads are retried after it. A folder whose current content is in storage is skipped.
         """
-        self._run = run_of(folder)
+        self._run = find_run_of_folder(folder)
         if last or self.what == "all":
             for source in (folder, self._run / LOGS):
-                if self._goes(source):
+                if self._is_included(source):
                     self._enqueue(source)
 
-    def _goes(self, folder: Path) -> bool:
-        kind = kind_of(folder)
+    def _is_included(self, folder: Path) -> bool:
+        kind = get_folder_kind(folder)
         return kind in self.include and (kind != "logs" or is_logs(folder))
 
     def _enqueue(self, folder: Path) -> None:
@@ -188,7 +188,9 @@ class Uploader:
         for due_folder in due:
             self._queue.put(due_folder)
         if self._thread is None:
-            self._thread = Thread(target=self._work, name="uploads", daemon=True)  # a failed run does not wait for it
+            self._thread = Thread(
+                target=self._run_queue, name="uploads", daemon=True
+            )  # a failed run does not wait for it
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
@@ -198,10 +200,10 @@ class Uploader:
         """
         self._run = run
         if self.what == "all":
-            for folder in finished_folders(run):
+            for folder in list_finished(run):
                 self.add(folder, last=False)
 
-    def in_use(self) -> set[Path]:
+    def list_in_use(self) -> set[Path]:
         """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
         with self._lock:
             return set(self._unfinished)
@@ -213,23 +215,23 @@ class Uploader:
             StorageError: names what is missing in storage.
         """
         if self._thread is not None:
-            if waiting := self.in_use():
+            if waiting := self.list_in_use():
                 log.info("waiting for uploads to %s: %s", self.target, ", ".join(sorted(map(str, waiting))))
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-        for folder in sorted(folder for folder in self.in_use() if kind_of(folder) != "logs"):
+        for folder in sorted(folder for folder in self.list_in_use() if get_folder_kind(folder) != "logs"):
             self._upload(folder)
         if self._run is not None and self.has_logs():
             self._upload(self._run / LOGS)
-        if self.in_use():
+        if self.list_in_use():
             raise StorageError(self.missing())
 
     def has_logs(self) -> bool:
         """Return whether the run has logs and this target includes them."""
-        return self._run is not None and self._goes(self._run / LOGS)
+        return self._run is not None and self._is_included(self._run / LOGS)
 
-    def logs_thread(self) -> Thread:
+    def make_logs_thread(self) -> Thread:
         """Return a thread that uploads the logs in parallel with other uploads. Nobody has to wait for it."""
         assert self._run is not None
         logs = self._run / LOGS
@@ -243,67 +245,67 @@ class Uploader:
             unfinished = dict(self._unfinished)
         lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
         for folder, why in sorted(unfinished.items()):
-            command = shlex.join(["dsreason", "push", str(folder), "--to", str(self._place(folder))])
+            command = shlex.join(["dsreason", "push", str(folder), "--to", str(self._get_target(folder))])
             lines += [f"  {folder}: {why}", f"    upload it with: {command}"]
         return "\n".join(lines)
 
-    def _place(self, folder: Path) -> UploadAddress:
-        return place_in(self.target, name_of(folder))
+    def _get_target(self, folder: Path) -> UploadAddress:
+        return get_folder_target(self.target, get_folder_name(folder))
 
-    def _work(self) -> None:
+    def _run_queue(self) -> None:
         while (folder := self._queue.get()) is not None:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
         """Return whether the current content is in storage; False for logs, because they grow."""
-        if kind_of(folder) == "logs":
+        if get_folder_kind(folder) == "logs":
             return False
-        record = json_object(run_of(folder) / RECORD).get(str(self.target), {})
-        return bool(self._uploaded.get(folder, record.get(name_of(folder))) == written_at(folder))
+        record = read_json_object(find_run_of_folder(folder) / RECORD).get(str(self.target), {})
+        return bool(self._uploaded.get(folder, record.get(get_folder_name(folder))) == get_write_time(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
         """Record an upload, also for a later job of the run."""
-        if kind_of(folder) != "logs":
+        if get_folder_kind(folder) != "logs":
             self._record(folder, when)
         with self._lock:
             self._unfinished.pop(folder, None)
             self._uploaded[folder] = when
 
     def _record(self, folder: Path, when: int) -> None:
-        run, target = run_of(folder), str(self.target)
+        run, target = find_run_of_folder(folder), str(self.target)
         with RECORDING:
-            record = json_object(run / RECORD)
+            record = read_json_object(run / RECORD)
             present = {name: at for name, at in record.get(target, {}).items() if (run / name).is_dir()}
-            record[target] = present | {name_of(folder): when}
+            record[target] = present | {get_folder_name(folder): when}
             try:
                 write_file(run / RECORD, json.dumps(record, indent=1) + "\n")
             except OSError as error:
                 log.warning("%s: cannot be written (%s); a later job will check the uploads again", run / RECORD, error)
 
     def _upload(self, folder: Path) -> None:
-        place = self._place(folder)
+        place = self._get_target(folder)
         try:
-            when = written_at(folder)
+            when = get_write_time(folder)
             begin = time.monotonic()
             name = f"uploading {folder} to {place}"
             with (
-                opened_package(folder) as package,
+                open_package_or_logs(folder) as package,
                 track_in_lines(name, package.num_bytes, "bytes", log.info, REPORT_EVERY_S) as advance,
             ):
                 sent = upload(package, place, advance)
-            if written_at(folder) != when:
+            if get_write_time(folder) != when:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
-            self._failed(folder, str(error))
+            self._record_failure(folder, str(error))
         except Exception as error:  # noqa: BLE001 (an error in a thread would go unnoticed)
-            self._failed(folder, hide_secrets(f"{type(error).__name__}: {error}"))
+            self._record_failure(folder, hide_secrets(f"{type(error).__name__}: {error}"))
         else:
             self._note_uploaded(folder, when)
             seconds = time.monotonic() - begin
             speed = decimal(round(sent.num_bytes / max(seconds, 1e-9)))
             log.info("uploaded %s to %s: %s in %.0f s, %s/s", folder, place, decimal(sent.num_bytes), seconds, speed)
 
-    def _failed(self, folder: Path, why: str) -> None:
+    def _record_failure(self, folder: Path, why: str) -> None:
         with self._lock:
             self._unfinished[folder] = why
         log.warning("%s: not uploaded: %s; it will be retried with the next upload and at the end", folder, why)

@@ -18,7 +18,7 @@ FILE = "base_model.json"
 """File in an export that names the base model: `{"path": "nvidia/Cosmos-Predict2.5-2B", "revision": "…"}`."""
 
 
-def base_note(model: Mapping[str, Any], source: Path) -> str:
+def describe_base(model: Mapping[str, Any], source: Path) -> str:
     """Return what an export says of the model that its run began with.
 
     Args:
@@ -33,7 +33,7 @@ def base_note(model: Mapping[str, Any], source: Path) -> str:
     return json.dumps({"path": path, "revision": model.get("revision")}, indent=2) + "\n"
 
 
-def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
+def add_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
     """A folder with the export's transformer and everything else of its base model, as links; any other folder as it is.
 
     CheckpointError if the base model cannot be found, or the export is of an adapter.
@@ -45,7 +45,7 @@ def with_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], P
             f"{folder}: is an export of an adapter, which is not trained further; take the model that it belongs to, "
             f"{read_json(folder / FILE).get('path')}, or go on with its run by --resume"
         )
-    return joined(folder, base_of(folder, resolve), cache)
+    return join_folders(folder, find_base(folder, resolve), cache)
 
 
 def is_export(folder: Path) -> bool:
@@ -53,7 +53,7 @@ def is_export(folder: Path) -> bool:
     return os.path.isfile(folder / FILE) and not (folder / "vae").is_dir()
 
 
-def base_of(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
+def find_base(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
     """The local folder of an export's base model."""
     note = read_json(folder / FILE)
     named_folder = Path(str(note.get("path"))).expanduser()
@@ -69,7 +69,7 @@ def base_of(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
         raise CheckpointError(f"{folder / FILE}: {error}; write there where the model is now") from error
 
 
-def joined(folder: Path, base: Path, cache: Path) -> Path:
+def join_folders(folder: Path, base: Path, cache: Path) -> Path:
     folder, base = folder.resolve(), base.resolve()
     key = hashlib.sha256(f"{folder}\n{base}".encode()).hexdigest()[:16]
 

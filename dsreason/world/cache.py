@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dsreason.errors import DataError, StorageError
 from dsreason.files.atomic import write_file
-from dsreason.files.cache import cache_errors
-from dsreason.problems import listed
+from dsreason.files.cache import convert_cache_errors
+from dsreason.problems import join_first
 from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
 
@@ -60,13 +60,15 @@ class TextCache:
         """The embeddings of the text encoder in the folder `model`.
 
         Args:
-            cache: the project's `cache_dir()`.
+            cache: the project's `get_cache_dir()`.
             project: keep what the transformer's first layer for text makes of them, where it makes them smaller. Only for
                 runs that do not train this layer: those with LoRA on other ones.
         """
         projected = project and family.projects_text(model)
         parts = ("text_encoder", "tokenizer", *(["transformer"] if projected else []))
-        key = key_of("text", family.name, fingerprint(*(model / part for part in parts)), max_length, dtype, projected)
+        key = make_key(
+            "text", family.name, compute_fingerprint(*(model / part for part in parts)), max_length, dtype, projected
+        )
         return cls(family, model, max_length, dtype, projected, cache / "world" / f"text-{key}")
 
     def encode(
@@ -80,7 +82,7 @@ class TextCache:
         if rank == 0:
             self._warn_of_cuts(list(dict.fromkeys(prompts)))
         share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
-        missing = self._missing(share)
+        missing = self._list_missing(share)
         if not missing:
             return
         embeddings = self.family.embeddings(self.model, missing, self.max_length, device, self.dtype)
@@ -89,15 +91,15 @@ class TextCache:
             embeddings = map(self.family.project_text(self.model, device, self.dtype), embeddings)
         last_report = time.monotonic()
         for number, (prompt, embedding) in enumerate(zip(missing, embeddings, strict=True), 1):
-            _write(self._file(prompt), embedding[0])
+            _write(self._locate(prompt), embedding[0])
             if time.monotonic() > last_report + SECONDS:
                 last_report = time.monotonic()
                 log.info("%d of %d prompts are encoded", number, len(missing))
 
     def check_room(self, prompts: Sequence[str]) -> None:
         """Raise StorageError if the missing embeddings of these prompts do not fit on the disk."""
-        missing = self._missing(prompts)
-        width = self.family.text_width(self.family.transformer_config(self.model), self.projected)
+        missing = self._list_missing(prompts)
+        width = self.family.text_width(self.family.read_transformer_config(self.model), self.projected)
         embedding_bytes = self.max_length * width * self.dtype.itemsize
         place = next(folder for folder in self.folder.absolute().parents if folder.exists())
         free = shutil.disk_usage(place).free
@@ -112,12 +114,12 @@ class TextCache:
                 f"DSREASON_CACHE to another folder, or {advice}"
             )
 
-    def _missing(self, prompts: Sequence[str]) -> list[str]:
-        return [prompt for prompt in prompts if not self._file(prompt).is_file()]
+    def _list_missing(self, prompts: Sequence[str]) -> list[str]:
+        return [prompt for prompt in prompts if not self._locate(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
         """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""
-        return torch.stack([_read(self._file(prompt)) for prompt in prompts])
+        return torch.stack([_read(self._locate(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
         """Raise DataError if more than a few prompts have the embedding of another one, a warning where a few have: the model
@@ -126,7 +128,7 @@ class TextCache:
         alike: list[str] = []
         different = {self.family.clean(prompt): prompt for prompt in prompts}  # what differs in spaces only is one text
         for prompt in different.values():
-            with _open(self._file(prompt)) as file:
+            with _open(self._locate(prompt)) as file:
                 digest = file.metadata()[DIGEST]
             if digest in prompt_of_digest:
                 alike.append(f"{prompt_of_digest[digest]!r:.80} and {prompt!r:.80}")
@@ -136,7 +138,7 @@ class TextCache:
         problem = (
             f"{len(alike)} of {len(different)} prompts have the embedding of another one: they are cut at "
             f"model.max_prompt_length ({self.max_length} tokens, the chat format included) before they differ: "
-            f"{listed(alike, 3)}"
+            f"{join_first(alike, 3)}"
         )
         if len(alike) > MOST_ALIKE * len(different):
             raise DataError(f"data: {problem}; raise it, or remove them")
@@ -148,11 +150,11 @@ class TextCache:
         if long:
             log.warning(
                 "%d of %d prompts are cut at model.max_prompt_length (%d tokens, the chat format included): %s",
-                *(len(long), len(prompts), self.max_length, listed(long, 3)),
+                *(len(long), len(prompts), self.max_length, join_first(long, 3)),
             )
 
-    def _file(self, prompt: str) -> Path:
-        return self.folder / f"{key_of(prompt)}.safetensors"
+    def _locate(self, prompt: str) -> Path:
+        return self.folder / f"{make_key(prompt)}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -164,26 +166,26 @@ class LatentCache:
 
     @classmethod
     def open(cls, codec: LatentCodec, model: Path, dtype: torch.dtype, cache: Path) -> LatentCache:
-        return cls(codec, cache / "world" / f"latents-{key_of('latents', fingerprint(model / 'vae'), dtype)}")
+        return cls(codec, cache / "world" / f"latents-{make_key('latents', compute_fingerprint(model / 'vae'), dtype)}")
 
     def encode(self, clips: Tensor) -> Tensor:
         """uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]` on the CPU."""
-        return torch.cat([self._of_clip(clip) for clip in clips.split(1)])
+        return torch.cat([self._encode_clip(clip) for clip in clips.split(1)])
 
-    def _of_clip(self, clip: Tensor) -> Tensor:
+    def _encode_clip(self, clip: Tensor) -> Tensor:
         pixels = clip.cpu().contiguous()
         content = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
-        file = self.folder / f"{key_of(tuple(pixels.shape), content)}.safetensors"
+        file = self.folder / f"{make_key(tuple(pixels.shape), content)}.safetensors"
         if not file.is_file():
             _write(file, self.codec.encode(clip.float() / 127.5 - 1))
         return _read(file)
 
 
-def key_of(*parts: object) -> str:
+def make_key(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, (VERSION, *parts))).encode()).hexdigest()[:32]
 
 
-def fingerprint(*places: Path) -> str:
+def compute_fingerprint(*places: Path) -> str:
     """Digest the files of components: settings and tokenizers completely, and of weights the header and the first 4 KB of each
     tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding.
 
@@ -194,11 +196,11 @@ def fingerprint(*places: Path) -> str:
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):
         if file.is_file() and not file.name.startswith("."):
             digest.update(file.name.encode())
-            digest.update(_samples(file) if file.suffix == ".safetensors" else file.read_bytes())
+            digest.update(_read_samples(file) if file.suffix == ".safetensors" else file.read_bytes())
     return digest.hexdigest()
 
 
-def _samples(file: Path) -> bytes:
+def _read_samples(file: Path) -> bytes:
     with file.open("rb") as weights:
         size = int.from_bytes(weights.read(8), "little")
         header = weights.read(size)
@@ -213,7 +215,7 @@ def _samples(file: Path) -> bytes:
 def _write(file: Path, tensor: Tensor) -> None:
     values = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-    with cache_errors(file, "DSREASON_CACHE"):
+    with convert_cache_errors(file, "DSREASON_CACHE"):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, save({TENSOR: values}, metadata={DIGEST: digest}))
 

@@ -25,7 +25,7 @@ Group = Any
 KEY = "train.context_parallel_size"
 
 
-def parallelise(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
+def share_tokens(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
     """Make a transformer (before DeepSpeed wraps it) share the tokens of each clip among the ranks of `group`.
 
     All ranks of the group call it with the same arguments, after `check_sizes`.
@@ -62,7 +62,7 @@ def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
     return tensor.chunk(size, dim)[dist.get_rank(group)]
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
         ctx.scatter, ctx.gather, ctx.group = scatter, gather, group
@@ -78,7 +78,7 @@ class _Exchange(torch.autograd.Function):
 
 def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
     """All ranks hand out parts along axis `scatter`, and join what they get along axis `gather`."""
-    exchanged: Tensor = _Exchange.apply(tensor, scatter, gather, group)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _HeadExchange.apply(tensor, scatter, gather, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 

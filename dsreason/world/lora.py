@@ -43,14 +43,14 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
             ) from None
 
 
-def lora_metadata(transformer: Any) -> dict[str, Any]:
+def build_lora_metadata(transformer: Any) -> dict[str, Any]:
     """Rank, alpha and layers of the adapter, as JSON values."""
     settings = transformer.peft_config[ADAPTER].to_dict()
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def save_lora(state: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, Any]) -> Path:
-    """Write the adapter's tensors, named as in the transformer, with its `lora_metadata`. Returns the file."""
+    """Write the adapter's tensors, named as in the transformer, with its `build_lora_metadata`. Returns the file."""
     tensors = {f"{PREFIX}.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in state.items()}
     described = json.dumps({f"{PREFIX}.{name}": value for name, value in metadata.items()}, indent=2, sort_keys=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", METADATA: described})

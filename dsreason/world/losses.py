@@ -39,21 +39,21 @@ def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: f
     """
     spread = rewards.std(dim=1, keepdim=True) if std == "group" else rewards.std()
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (spread + ADVANTAGE_EPS)
-    return torch.where(equal_groups(rewards)[:, None], torch.zeros_like(advantages), advantages.clamp(-clip, clip))
+    return torch.where(find_equal_groups(rewards)[:, None], torch.zeros_like(advantages), advantages.clamp(-clip, clip))
 
 
-def equal_groups(rewards: Tensor) -> Tensor:
+def find_equal_groups(rewards: Tensor) -> Tensor:
     """Return which groups have nothing to learn from, because all of their rewards are equal: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
-def exponential(advantages: Tensor) -> Tensor:
+def compute_exponential(advantages: Tensor) -> Tensor:
     """A → -exp(-A), of any shape (DDRL, 2512.04332: the forward form of the KL to the data)."""
     return -torch.exp(-advantages)
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class ClipPolicyLoss:
     """Per clip, `[B]`."""
 
     loss: Tensor
@@ -63,7 +63,9 @@ class PolicyLoss:
     """bool: where the clip holds the gradient back."""
 
 
-def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> PolicyLoss:
+def compute_policy_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float
+) -> ClipPolicyLoss:
     """max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log_prob - old_log_prob), all `[B]` (Flow-GRPO, 2505.05470).
 
     Example: log-probabilities -1.2 and -0.9, old ones -1.2001 and -0.8, A 1.5 and -1, clip 1e-4 → -1.50015, 0.9999.
@@ -72,15 +74,15 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip
     ratio = torch.exp(log_prob - old_log_prob)
     plain, limited = -advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
     loss = torch.maximum(plain, limited)
-    return PolicyLoss(loss, ratio.detach(), (limited > plain).detach())
+    return ClipPolicyLoss(loss, ratio.detach(), (limited > plain).detach())
 
 
-def kl_velocity(velocity: Tensor, reference: Tensor, free: Tensor | None = None) -> Tensor:
+def compute_kl_velocity(velocity: Tensor, reference: Tensor, free: Tensor | None = None) -> Tensor:
     """mean((v - v_ref)²): `[B, C, T, h, w]` → `[B]`; proportional to the KL of the steps with weights that s does not change."""
     return free_mean((velocity - reference) ** 2, free)
 
 
-def kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = None) -> Tensor:
+def compute_kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = None) -> Tensor:
     """KL of two Gaussian steps of one standard deviation, per element: mean((m - m_ref)²) / (2 std²), `[B]`.
 
     `std` holds the root of the step's length. Example: [.63, -1.57] against [.60, -1.50], std .626099 → 0.00369898.
@@ -88,12 +90,12 @@ def kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = N
     return free_mean((mean - reference) ** 2, free) / (2 * std**2)
 
 
-def flow_matching_loss(velocity: Tensor, clean: Tensor, noise: Tensor, free: Tensor | None = None) -> Tensor:
+def compute_flow_matching_loss(velocity: Tensor, clean: Tensor, noise: Tensor, free: Tensor | None = None) -> Tensor:
     """mean((v - (e - x0))²): `[B, C, T, h, w]` → `[B]` (rectified flow, 2209.03003)."""
     return free_mean((velocity - (noise - clean)) ** 2, free)
 
 
-def optimality(advantages: Tensor, clip: float) -> Tensor:
+def compute_optimality(advantages: Tensor, clip: float) -> Tensor:
     """r in 0 … 1 of DiffusionNFT: advantages clipped at ± `clip`, over 2 clip, plus a half. Example: 2 with clip 5 → 0.7."""
     return (advantages.clamp(-clip, clip) / clip / 2 + 0.5).clamp(0, 1)
 
@@ -107,7 +109,7 @@ class NFTLoss:
     negative: Tensor
 
 
-def nft_loss(
+def compute_nft_loss(
     velocity: Tensor,
     old_velocity: Tensor,
     *,
@@ -130,7 +132,7 @@ def nft_loss(
         noisy: x_s.
         clean: x0, the sampled clip.
         times: s of each clip, `[B]`.
-        optimal: r of each clip, `[B]`, see `optimality`.
+        optimal: r of each clip, `[B]`, see `compute_optimality`.
         scale: the advantages' clip (5).
     """
     check_shapes(times, optimal)
@@ -148,7 +150,7 @@ def nft_loss(
     return NFTLoss(loss, positive.detach(), negative.detach())
 
 
-def nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
+def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
     """Share that the old policy keeps of itself after optimizer step `step`, from 1: old ← d · old + (1 - d) · new.
 
     none: 0; slow: min(0.001 step, 0.5); late: 0 up to step 75, then min(0.0075 (step - 75), 0.999).

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.models.folder import MODEL_FILES, download_folder, fetch_folder, find_folder, tiny_folder
+from dsreason.models.folder import MODEL_FILES, build_tiny_folder, download_folder, fetch_model_folder, find_folder
 from dsreason.models.load import check_weights, map_parameters
 from dsreason.models.weights import find_weights
-from dsreason.world.base import with_base
+from dsreason.world.base import add_base
 from dsreason.world.data import builtin
-from dsreason.world.families import FAMILIES, family_of
+from dsreason.world.families import FAMILIES, find_family
 from dsreason.world.families.components import WEIGHTS, read_json
 from dsreason.world.families.cosmos_predict2_5 import COSMOS_PREDICT2_5
 from dsreason.world.latents import LatentCodec, LinearCodec, WanCodec
@@ -69,17 +69,17 @@ def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
     """
     folder = find_folder(
         model.path,
-        tiny=lambda name: tiny_world_model(name, cache),
-        fetch=lambda: fetch_folder(model.path, is_model_file, "a model folder in diffusers' format"),
+        tiny=lambda name: make_tiny_world_model(name, cache),
+        fetch=lambda: fetch_model_folder(model.path, is_model_file, "a model folder in diffusers' format"),
         download=lambda: download(model),
     )
-    folder = with_base(folder, cache, lambda base: resolve_world_model(base, cache))
-    family_of(folder)
+    folder = add_base(folder, cache, lambda base: resolve_world_model(base, cache))
+    find_family(folder)
     return folder
 
 
-def tiny_world_model(name: str, cache: Path) -> Path:
-    return tiny_folder(name, TINY_MODELS, TINY_VERSION, cache)
+def make_tiny_world_model(name: str, cache: Path) -> Path:
+    return build_tiny_folder(name, TINY_MODELS, TINY_VERSION, cache)
 
 
 def is_model_file(name: str) -> bool:
@@ -111,19 +111,19 @@ def check_components(folder: Path) -> list[str]:
     """
     for name in COMPONENTS:
         read_json(folder / name)
-    transformer = empty_transformer(folder)
+    transformer = build_empty_transformer(folder)
     check_weights(transformer, find_weights(folder / "transformer", str, WEIGHTS))
     return [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def empty_transformer(folder: Path) -> Any:
+def build_empty_transformer(folder: Path) -> Any:
     """The transformer of a model's folder without memory behind its parameters; its buffers are computed."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
 
-    family, file = family_of(folder), folder / "transformer" / "config.json"
-    config = family.transformer_config(folder)
+    family, file = find_family(folder), folder / "transformer" / "config.json"
+    config = family.read_transformer_config(folder)
     if config.get("_class_name") != family.transformer:
         raise CheckpointError(f"{file}: is of {config.get('_class_name')}, {family.name} has a {family.transformer}")
     if problem := family.unsupported_transformer(config):
@@ -150,14 +150,14 @@ def load_transformer(
     in float32 (of Wan the time embedding, the modulation tables and some norms): in bfloat16 clips are not exactly the
     pipeline's. CheckpointError lists tensors that are missing, unexpected or of another shape.
     """
-    transformer = empty_transformer(folder)
+    transformer = build_empty_transformer(folder)
     weights = find_weights(folder / "transformer", str, WEIGHTS)
     check_weights(transformer, weights)
     map_parameters(transformer, weights)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
-        from dsreason.models.partition import partition  # DeepSpeed picks its device when it is imported
+        from dsreason.models.partition import partition_model  # DeepSpeed picks its device when it is imported
 
-        partition(transformer, dtype, deepspeed)
+        partition_model(transformer, dtype, deepspeed)
     else:
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(device, dtype, copy=True)
@@ -183,7 +183,7 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         raise CheckpointError(f"{file}: {kind} is not supported; supported are AutoencoderKLWan and LinearCodec")
     from diffusers import AutoencoderKLWan
 
-    if dtype != torch.float32 and family_of(folder).float32_vae:
+    if dtype != torch.float32 and find_family(folder).float32_vae:
         dtype = torch.float32
     try:
         vae = AutoencoderKLWan.from_pretrained(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsreason.world.steps import Step, log_prob, mean
+from dsreason.world.steps import Step, compute_mean, log_prob
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """`(x [B, C, T, h, w], s [B]) → v`, guidance included."""
@@ -35,7 +35,7 @@ class Sampled:
     """Values by the number of the step."""
 
 
-def guided(v: Tensor, v_negative: Tensor, scale: float) -> Tensor:
+def apply_guidance(v: Tensor, v_negative: Tensor, scale: float) -> Tensor:
     """Classifier-free guidance (arXiv 2207.12598); a scale of 1 is `v` itself."""
     return v + (scale - 1) * (v - v_negative)
 
@@ -69,7 +69,7 @@ def sample(
     x, trajectory = x0_noise.float(), {}
     for number, step in enumerate(steps):
         v = velocity(x, x.new_full((len(x),), levels[number]))
-        expected = mean(step, x, v)
+        expected = compute_mean(step, x, v)
         x_next = expected + step.std * noise_of(number).to(x) if step.std else expected
         if free is not None:
             x_next = torch.where(free.bool(), x_next, x + (levels[number + 1] - levels[number]) * v)

@@ -33,7 +33,7 @@ class WorldModelConfig(JobModelConfig):
     """If all weights are trained, freeze Cosmos' first layer for text: 1 MB is then kept per prompt instead of 98 MB."""
 
 
-class LoRAConfig(AdapterConfig):
+class WorldLoRAConfig(AdapterConfig):
     targets: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: those of attention and feed-forward, as the family names them."""
 
@@ -254,7 +254,7 @@ class WorldConfig(JobConfig):
     deciding_sections = (*JobConfig.deciding_sections, "model", "lora", "data", "world", "reward")
 
     model: WorldModelConfig = WorldModelConfig()
-    lora: LoRAConfig = LoRAConfig()
+    lora: WorldLoRAConfig = WorldLoRAConfig()
     data: WorldDataConfig = WorldDataConfig()
     train: WorldTrainConfig = WorldTrainConfig()
     world: WorldConfigSection = WorldConfigSection()

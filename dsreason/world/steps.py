@@ -45,20 +45,20 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
     if kind == "ode":
         return Step(1.0, s_next - s, 0.0)
     if kind == "flow":
-        return _diffusion(s, s_next, eta**2 * s / (1 - (min(s, s_cap) if s > NEAR_ONE else s)))
+        return _make_diffusion_step(s, s_next, eta**2 * s / (1 - (min(s, s_cap) if s > NEAR_ONE else s)))
     if kind == "dance":
-        return _diffusion(s, s_next, eta**2)
-    return _resampled(s, s_next, _fresh_noise(kind, s, s_next, eta))
+        return _make_diffusion_step(s, s_next, eta**2)
+    return _make_resampled_step(s, s_next, _compute_fresh_noise(kind, s, s_next, eta))
 
 
-def _diffusion(s: float, s_next: float, variance: float) -> Step:
+def _make_diffusion_step(s: float, s_next: float, variance: float) -> Step:
     """Euler-Maruyama of dx = (v + g²/(2s)·(x + (1 − s)·v)) ds + g dw, with g² = `variance`: the ODE's marginals in the limit."""
     dt = s_next - s
     drift = variance / (2 * s) * dt
     return Step(1 + drift, dt + drift * (1 - s), math.sqrt(variance * -dt))
 
 
-def _fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
+def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
     """The part of s' that is new noise; the rest stays as predicted."""
     if eta > 1:
         raise ValueError(f"step_of: {eta=} of {kind} is at most 1")
@@ -67,7 +67,7 @@ def _fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
     return eta * s_next * math.sqrt(max(0.0, 1 - (s_next * (1 - s) / (s * (1 - s_next))) ** 2))
 
 
-def _resampled(s: float, s_next: float, std: float) -> Step:
+def _make_resampled_step(s: float, s_next: float, std: float) -> Step:
     """Predicted data x0 and noise x1, mixed anew at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
 
     x0 = x − s·v and x1 = x + (1 − s)·v.
@@ -76,13 +76,13 @@ def _resampled(s: float, s_next: float, std: float) -> Step:
     return Step((1 - s_next) + kept_std, -(1 - s_next) * s + kept_std * (1 - s), std)
 
 
-def mean(step: Step, x: Tensor, v: Tensor) -> Tensor:
+def compute_mean(step: Step, x: Tensor, v: Tensor) -> Tensor:
     """The expected next latents, of the shape of `x`."""
     return step.a * x + step.b * v
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = None) -> Tensor:
-    """Log-density of `x_next` under N(`mean`, `std`²), the **mean** over elements: `[B]`.
+    """Log-density of `x_next` under N(`compute_mean`, `std`²), the **mean** over elements: `[B]`.
 
     Args:
         x_next, mean: `[B, C, T, h, w]`, float32.

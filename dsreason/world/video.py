@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dsreason.files.atomic import draft_of
+from dsreason.files.atomic import open_draft
 
 Pixels = NDArray[np.uint8]
 """`[3, T, H, W]`."""
@@ -26,26 +26,26 @@ def write_mp4(clip: Pixels, file: Path, fps: float) -> None:
     """H.264, whole or not at all. Odd sizes lose their last row or column, as the format wants."""
     file.parent.mkdir(parents=True, exist_ok=True)
     _, _, height, width = clip.shape
-    with draft_of(file) as draft, av.open(str(draft), "w", format="mp4") as container:
+    with open_draft(file) as draft, av.open(str(draft), "w", format="mp4") as container:
         rate = Fraction(fps).limit_denominator(1000)
         stream = container.add_stream("libx264", rate=rate, options={"crf": "18", "preset": "fast"})
         stream.height, stream.width, stream.pix_fmt = height // 2 * 2, width // 2 * 2, "yuv420p"
-        for pixels in frames_of(clip):
+        for pixels in list_frames(clip):
             frame = av.VideoFrame.from_ndarray(pixels[: stream.height, : stream.width].copy(), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 
-def gif(clip: Pixels, fps: float) -> bytes:
+def encode_gif(clip: Pixels, fps: float) -> bytes:
     """An animated GIF, which TensorBoard shows; of a long clip every second frame, or every third …, at the same speed."""
     stride = -(-clip.shape[1] // MOST_FRAMES)
-    first, *other_frames = [Image.fromarray(frame) for frame in frames_of(clip)[::stride]]
+    first, *other_frames = [Image.fromarray(frame) for frame in list_frames(clip)[::stride]]
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=other_frames, duration=round(1000 * stride / fps), loop=0)
     return file.getvalue()
 
 
-def small(clip: Pixels, largest: int = LARGEST) -> Pixels:
+def shrink(clip: Pixels, largest: int = LARGEST) -> Pixels:
     """A copy for pages: not larger than `largest`, and not so small that nothing can be seen."""
     _, _, height, width = clip.shape
     longest = max(height, width)
@@ -55,10 +55,10 @@ def small(clip: Pixels, largest: int = LARGEST) -> Pixels:
     if longest <= largest:
         return clip
     size = tuple(max(2, round(side * largest / longest)) for side in (width, height))
-    resized = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BOX)) for frame in frames_of(clip)]
+    resized = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BOX)) for frame in list_frames(clip)]
     return np.stack(resized).transpose(3, 0, 1, 2)
 
 
-def frames_of(clip: Pixels) -> Pixels:
+def list_frames(clip: Pixels) -> Pixels:
     """`[T, H, W, 3]`."""
     return np.ascontiguousarray(clip.transpose(1, 2, 3, 0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dsreason.answers.correct import is_same
 from dsreason.answers.parsing import Parser, parse
 from dsreason.answers.types import AnswerType
-from dsreason.data.options import listed_options
+from dsreason.data.options import parse_listed_options
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.latex import normalise
@@ -66,7 +66,7 @@ def test_answers(fuzz: Fuzz) -> None:
 def check(text: str, choices: dict[str, str] | None, reference: str) -> None:
     split_response(text)
     normalise(text)
-    listed_options(text)
+    parse_listed_options(text)
     for parser in get_args(Parser):
         for kind in get_args(QuestionKind):
             for answer_type in get_args(AnswerType):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from dsreason.checkpoints.checkpoint_folder import check_sizes, read_checkpoint, read_state
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
-from dsreason.checkpoints.shards import UNREADABLE, check_names, checkpoint_tensors
+from dsreason.checkpoints.shards import UNREADABLE, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError
-from dsreason.models.load import model_config
+from dsreason.models.load import read_model_config
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
-from dsreason.rollout.transformers_engine import stop_token_ids
+from dsreason.rollout.transformers_engine import read_stop_token_ids
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values
 from tests.unit.hostile.guard import guarded
 from tests.unit.hostile.test_checkpoints import MODEL, NAMES, OPTIMIZER, SHAPES, mark, model_state, optimizer_state
@@ -84,7 +84,7 @@ class Files:
     def read_tensors(self) -> None:
         saved = read_state(self.checkpoint)
         check_names(self.checkpoint, saved)
-        assert {name for name, _ in checkpoint_tensors(self.checkpoint, saved)} <= set(NAMES)
+        assert {name for name, _ in iter_checkpoint_tensors(self.checkpoint, saved)} <= set(NAMES)
 
     def read_random_state(self) -> None:
         with suppress(*UNREADABLE):
@@ -92,9 +92,9 @@ class Files:
 
     def read_model(self) -> None:
         def read() -> None:
-            model_config(self.model)
+            read_model_config(self.model)
             load_processor(self.model)
-            stop_token_ids(self.model)
+            read_stop_token_ids(self.model)
 
         guarded(read)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.load import dump_config, load_config, read_values
 from dsreason.config.schema import SFTConfig
@@ -19,13 +19,13 @@ from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.tools.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS
 from dsreason.tools.cosmos_rl.loading import find_import
-from dsreason.tools.cosmos_rl.write import toml_of
+from dsreason.tools.cosmos_rl.write import write_toml
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
-SCHEMAS = {name: trainer.schema for name, trainer in trainers().items()} | {"eval": EvalConfig}
+SCHEMAS = {name: trainer.schema for name, trainer in find_trainers().items()} | {"eval": EvalConfig}
 RECIPES = {
     file.name: (name, tomllib.loads(file.read_text()))
     for file in sorted((ROOT / "launch" / "recipes").glob("*.toml"))
@@ -159,5 +159,5 @@ def check_import(document: Any) -> None:
 
     if result := refused_by_name(read):
         imported, config = result
-        written = tomllib.loads(toml_of(imported, "run.toml"))
+        written = tomllib.loads(write_toml(imported, "run.toml"))
         assert dump_config(read_values(SCHEMAS[imported.trainer], written, "run.toml")) == dump_config(config)

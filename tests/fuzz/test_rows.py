@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dsreason.config.schema_data import DataConfig
-from dsreason.data.messages import media_paths
+from dsreason.data.messages import list_media_paths
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
 from tests.fuzz.fuzzing import Fuzz, changed, damaged, texts, values
@@ -155,7 +155,7 @@ def test_rows(fuzz: Fuzz, folder: Path) -> None:
             return
         for sample in samples:
             assert isinstance(sample.id, str)
-            for path in media_paths(sample.messages):
+            for path in list_media_paths(sample.messages):
                 assert Path(path).is_relative_to(folder) and ".." not in Path(path).parts
 
     fuzz(check, files())

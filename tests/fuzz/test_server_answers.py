@@ -18,13 +18,13 @@ from dsreason.config.schema_eval import ServerConfig
 from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import DsReasonError
-from dsreason.evaluation.ask.asking import Request
+from dsreason.evaluation.ask.asking import QuestionRequest
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.types import Question
 from dsreason.rewards import judge
 from dsreason.rewards.remote import RemoteReward
-from dsreason.rollout.protocol import Sampling, single_turn
-from dsreason.screen import visible
+from dsreason.rollout.protocol import Sampling, make_single_turn
+from dsreason.screen import escape_control
 from dsreason.train.grpo import teacher_server
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.world.rewards.service import RewardService
@@ -65,7 +65,7 @@ def as_text(document: Any) -> bytes:
 def ask_eval(url: str) -> None:
     question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
     settings = {"url": url, "model": "m", "max_retries": 0, "time_limit": SECONDS}
-    [(_, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask([Request(question, Sampling())])
+    [(_, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask([QuestionRequest(question, Sampling())])
     assert 0 <= reply.completion_tokens <= 10**9
     if reply.error is not None:
         raise DsReasonError(f"{question.id}: {reply.error}")
@@ -89,7 +89,7 @@ def ask_judge(url: str) -> None:
 def ask_teacher(url: str) -> None:
     settings = {"teacher": url, "server_model": "m", "retries": 0, "time_limit": SECONDS}
     prompt: Any = SimpleNamespace(prompt_ids=[1], sample=SAMPLE)
-    rollout = Rollout(prompt, single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
+    rollout = Rollout(prompt, make_single_turn([2], "A", [-0.5], "stop", version=0), reward=0.0, rewards={})
     [logprob] = teacher_server.Client(DistillConfig.model_validate(settings)).ask(rollout)
     assert math.isfinite(logprob) and logprob <= 0
 
@@ -156,7 +156,7 @@ def test_server_answers(fuzz: Fuzz) -> None:
             except DsReasonError as error:
                 text = str(error)
                 assert (urls[client] if client == "models" else "sample-7") in text
-                assert TOKEN not in text and len(text) < 1500 and visible(text) == text, text
+                assert TOKEN not in text and len(text) < 1500 and escape_control(text) == text, text
 
         fuzz(check, st.sampled_from([*CLIENTS]).flatmap(lambda client: st.tuples(st.just(client), odd_answers(client))))
 

@@ -15,15 +15,15 @@ from dsreason.data.collate import collate, pack
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Batch, EncodedSample, Segment
 from dsreason.models.attention import (
-    Call,
-    attention_inputs,
-    by_kernel,
-    by_segment,
+    KernelCall,
+    attend_by_kernel,
+    attend_by_segment,
+    attend_vision,
+    build_attention_inputs,
+    build_row_layout,
+    call_varlen_kernel,
+    compute_starts,
     has_kernel,
-    row_layout,
-    starts_of,
-    varlen,
-    vision_attention,
 )
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
@@ -79,14 +79,14 @@ def assert_as_near(found: Sequence[Tensor], other: Sequence[Tensor], exact: Sequ
 def test_the_kernel_attends_as_each_part_does_by_itself(
     segments: Sequence[Segment], heads: tuple[int, int], width: int
 ) -> None:
-    length, layout = segments[-1].end, row_layout(segments, GPU)
+    length, layout = segments[-1].end, build_row_layout(segments, GPU)
     inputs = [drawn((1, count, length, width), seed) for seed, count in enumerate((heads[0], heads[1], heads[1]))]
     assert layout.calls and has_kernel(inputs[0])
 
     def by_parts(*tensors: Tensor) -> Tensor:
-        return by_segment(*tensors, segments, None)
+        return attend_by_segment(*tensors, segments, None)
 
-    gradients = with_gradients(lambda *tensors: by_kernel(*tensors, layout, None), inputs, torch.bfloat16)
+    gradients = with_gradients(lambda *tensors: attend_by_kernel(*tensors, layout, None), inputs, torch.bfloat16)
     assert_as_near(
         gradients, with_gradients(by_parts, inputs, torch.bfloat16), with_gradients(by_parts, inputs, torch.float32)
     )
@@ -96,18 +96,18 @@ def test_attention_is_causal_from_the_lower_right() -> None:
     # Queries of 0 weigh what they see alike: of 7 keys with the values 0 … 6 the three queries see 5, 6 and 7.
     query = torch.zeros(3, 2, 64, dtype=torch.bfloat16, device=GPU)
     value = torch.arange(7.0, device=GPU)[:, None, None].expand(7, 2, 64).bfloat16()
-    call = Call(None, None, starts_of([3]).to(GPU), starts_of([7]).to(GPU), 3, 7)
-    result = varlen(query, torch.ones_like(value), value, call, None, causal=True)
+    call = KernelCall(None, None, compute_starts([3]).to(GPU), compute_starts([7]).to(GPU), 3, 7)
+    result = call_varlen_kernel(query, torch.ones_like(value), value, call, None, causal=True)
     assert result[:, 0, 0].tolist() == [2.0, 2.5, 3.0]
 
 
 @pytest.mark.parametrize("width", [64, 72, 80])
 def test_windows_and_frames_of_a_tower_see_nothing_outside(width: int) -> None:
     sizes = [64, 64, 16, 4, 256]
-    inputs, starts = [drawn((1, 16, sum(sizes), width), seed) for seed in range(3)], starts_of(sizes).to(GPU)
+    inputs, starts = [drawn((1, 16, sum(sizes), width), seed) for seed in range(3)], compute_starts(sizes).to(GPU)
 
     def tower(*tensors: Tensor) -> Tensor:
-        return vision_attention(
+        return attend_vision(
             torch.nn.Identity(), *tensors, cu_seq_lens_q=starts, max_length_q=max(sizes), scaling=width**-0.5
         )[0]
 
@@ -206,7 +206,7 @@ def test_layers_never_wait_for_the_gpu(recomputed: bool, model_path: Path, sampl
     embedded = item.model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()
 
     def run() -> None:
-        inputs = attention_inputs(item.model, batch)
+        inputs = build_attention_inputs(item.model, batch)
         output = text(inputs_embeds=embedded, use_cache=False, **inputs).last_hidden_state
         output.float().square().mean().backward()
 
@@ -220,11 +220,11 @@ def test_layers_never_wait_for_the_gpu(recomputed: bool, model_path: Path, sampl
 
 
 def test_attention_of_a_tower_never_waits_for_the_gpu() -> None:
-    inputs, starts = [drawn((1, 4, 96, 64), seed) for seed in range(3)], starts_of([64, 32]).to(GPU)
+    inputs, starts = [drawn((1, 4, 96, 64), seed) for seed in range(3)], compute_starts([64, 32]).to(GPU)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        vision_attention(torch.nn.Identity(), *inputs, cu_seq_lens_q=starts, max_length_q=64)
+        attend_vision(torch.nn.Identity(), *inputs, cu_seq_lens_q=starts, max_length_q=64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -246,7 +246,7 @@ def test_offloaded_inputs_leave_the_gpu_and_give_the_same_gradients(family: str,
         mm_token_type_ids=torch.zeros_like(ids),
         mm_kwargs={},
     )
-    batch = pack([text, encoder.dummy("image")]).to(GPU)
+    batch = pack([text, encoder.build_dummy("image")]).to(GPU)
 
     def run(*, offload: bool) -> tuple[Tensor, int]:
         """The gradients as one vector, and the bytes that wait on the GPU for the backward pass."""

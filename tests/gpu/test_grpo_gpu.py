@@ -81,7 +81,7 @@ def hand_over(folder: Path, sizes: dict[str, int], mode: OffloadMode) -> dict[st
     from dsreason.config.schema import SFTConfig
     from dsreason.job.ranks import init_world, shutdown
     from dsreason.models.tiny import build_tiny
-    from dsreason.monitor.memory import MemoryLedger, used_bytes
+    from dsreason.monitor.memory import MemoryLedger, count_used_bytes
     from dsreason.rollout.vllm_arguments import VLLMSettings
     from dsreason.rollout.vllm_engine import VLLMEngine
     from dsreason.train.common.opening import build_policy_engine
@@ -95,7 +95,7 @@ def hand_over(folder: Path, sizes: dict[str, int], mode: OffloadMode) -> dict[st
     offload = open_offload(policy, mode, UTILIZATION, int(BUCKET_MB * 2**20), world.size)
     ledger = MemoryLedger(world.device)
     offload.offload()
-    alone = used_bytes(world.device) / GIB
+    alone = count_used_bytes(world.device) / GIB
     engine = VLLMEngine(
         folder,
         build_encoder(config, folder).processor.tokenizer,
@@ -157,10 +157,10 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
     """Bytes and bits around one trip of the state of a trained stack of matrices."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.config.schema import SFTConfig
-    from dsreason.engine.engine import build_engine, engine_grad_norm
+    from dsreason.engine.engine import build_engine, get_grad_norm
     from dsreason.engine.offload import StateOffload
     from dsreason.job.ranks import init_world, shutdown
-    from dsreason.monitor.memory import used_bytes
+    from dsreason.monitor.memory import count_used_bytes
 
     world, config = init_world(), SFTConfig()
     model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
@@ -173,13 +173,13 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(rows).float().square().mean(), scale_wrt_gas=False)
         engine.step()
-        return engine_grad_norm(engine)
+        return get_grad_norm(engine)
 
     def bytes_held() -> tuple[int, int]:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(), used_bytes(world.device)
+        return torch.cuda.memory_allocated(), count_used_bytes(world.device)
 
     step()
     step()

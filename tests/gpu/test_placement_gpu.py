@@ -31,7 +31,7 @@ def test_a_model_answers_the_same_wherever_its_weights_are(
         pytest.skip(f"{gpus} GPUs are needed")
     folder = build_tiny(family, tmp_path / "model", num_layers=4, intermediate_size=2048)
     encoder = build_encoder(SFTConfig(), folder)
-    image, video = encoder.dummy("image"), encoder.dummy("video")
+    image, video = encoder.build_dummy("image"), encoder.build_dummy("video")
 
     def drawn(model: object) -> tuple[list[list[int]], torch.Tensor]:
         steps = list(
@@ -49,7 +49,7 @@ def test_a_model_answers_the_same_wherever_its_weights_are(
     full = load_where_it_fits(folder, dtype=torch.float32, device=GPU)
     size = sum(parameter.nbytes for parameter in full.parameters())
     expected_ids, expected_logprobs = drawn(full)
-    monkeypatch.setattr(placement, "budget", lambda device: int((0.9 if gpus == 2 else 0.7) * size))
+    monkeypatch.setattr(placement, "compute_budget", lambda device: int((0.9 if gpus == 2 else 0.7) * size))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     model = load_where_it_fits(folder, dtype=torch.float32, device=GPU)
     places = {str(parameter.device) for parameter in model.parameters()}

@@ -15,7 +15,7 @@ from dsreason.job.failures import record_activity
 
 def work(mode: str, attempt: int) -> None:
     rank = int(os.environ["RANK"])
-    Path(f"worked_{rank}_in_attempt_{launch.attempt()}").touch()
+    Path(f"worked_{rank}_in_attempt_{launch.get_attempt()}").touch()
     if mode == "environment":
         print(f"out of rank {rank}", flush=True)
         print(f"err of rank {rank}", file=sys.stderr, flush=True)

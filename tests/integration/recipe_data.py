@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 
 from dsreason.builtin_task.clips import BALLS, WAYS, write_medium
-from dsreason.builtin_task.scenes import COLOURS, falling_ball, moving_ball, one_shape
+from dsreason.builtin_task.scenes import COLOURS, draw_falling_ball, draw_moving_ball, draw_one_shape
 from dsreason.config.schema_data import SourceConfig
 
 NUM_ROWS = 400
@@ -26,9 +26,9 @@ def write_media(folder: Path) -> Path:
     for name in ("clips", "images"):
         (folder / name).mkdir(parents=True)
     for i, (way, colour, ball) in enumerate(zip(WAYS.values(), COLOURS, cycle(BALLS.values()))):
-        clip = moving_ball(random, way) if i % 2 else falling_ball(random, ball)
+        clip = draw_moving_ball(random, way) if i % 2 else draw_falling_ball(random, ball)
         write_medium(folder, str(i), np.concatenate([clip, clip]))  # 16 frames: no recipe asks for more
-        write_medium(folder, str(i), one_shape(random, colour))
+        write_medium(folder, str(i), draw_one_shape(random, colour))
     return folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.cli.demo import accuracy_by_medium
+from dsreason.cli.demo import compute_accuracies
 from tests.integration.command import dsreason, metrics
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -52,7 +52,7 @@ def test_the_reward_makes_the_answers_right(demo: Path) -> None:
 
 def test_the_export_answers_as_the_trained_model_did(demo: Path) -> None:
     *_, trained = accuracies(metrics(demo / "grpo"))
-    assert accuracy_by_medium(demo / "results")["val/accuracy"] == pytest.approx(trained, abs=0.01)
+    assert compute_accuracies(demo / "results")["val/accuracy"] == pytest.approx(trained, abs=0.01)
 
 
 @pytest.mark.nightly

@@ -42,13 +42,13 @@ def build(stage: str, *, bf16: bool = False, freeze: str = "frozen", **settings:
 def train(engine: Any, world: Any, steps: range) -> list[float]:
     """Loss of the whole batch before each step, as float bits."""
     from dsreason.engine.engine import set_learning_rate
-    from dsreason.job.ranks import all_sum
+    from dsreason.job.ranks import reduce_sum
 
     losses = []
     for step in steps:
         set_learning_rate(engine, 1e-2 / (1 + step))
         with torch.no_grad():
-            losses.append(all_sum(float(summed_loss(engine, samples()[world.rank :: world.size]))))
+            losses.append(reduce_sum(float(summed_loss(engine, samples()[world.rank :: world.size]))))
         run_step(engine, world, samples()[step % 3 :] + samples()[: step % 3], 1)
         engine.step()
     return losses
@@ -159,10 +159,10 @@ def damage_run(folder: str) -> dict[str, str]:
         return str(caught.value)
 
     def damaged(name: str) -> Path:
-        from dsreason.job.ranks import barrier
+        from dsreason.job.ranks import wait_for_ranks
 
         path = Path(folder) / name / "step_1"
-        barrier()
+        wait_for_ranks()
         if world.is_main:
             shutil.copytree(base, path)
             optimizer = path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -177,7 +177,7 @@ def damage_run(folder: str) -> dict[str, str]:
                     (path / "COMPLETE").unlink()
                 case "pickle":
                     plant_code(path, optimizer)
-        barrier()
+        wait_for_ranks()
         return path
 
     texts = {name: failure(damaged(name)) for name in ("missing", "truncated", "garbled", "unmarked", "pickle")}

@@ -34,9 +34,9 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def content(checkpoint: Path) -> dict[str, Any]:
     """What DeepSpeed's files hold."""
-    from dsreason.checkpoints.shards import safe_loading
+    from dsreason.checkpoints.shards import load_safely
 
-    with safe_loading():
+    with load_safely():
         return flat({path.name: torch.load(path) for path in sorted(checkpoint.glob("*.pt"))})
 
 
@@ -90,10 +90,10 @@ def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: 
 
 def fail_to_write(folder: str) -> list[str]:
     """The errors of writes for which the disk has no room, from the first byte on or in the middle, on one rank."""
-    from dsreason.checkpoints.checkpoint_folder import TrainerState, complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, find_complete_checkpoints
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
     from dsreason.errors import SaveError
-    from dsreason.job.ranks import barrier
+    from dsreason.job.ranks import wait_for_ranks
 
     engine, world = build("zero3")
     train(engine, world, range(1))
@@ -107,9 +107,9 @@ def fail_to_write(folder: str) -> list[str]:
             while writer.poll() is None:
                 pass
         assert writer.poll() is None  # told once
-        assert [path.name for path in complete_checkpoints(Path(folder))] == ["step_1"]
+        assert [path.name for path in find_complete_checkpoints(Path(folder))] == ["step_1"]
         assert not list(Path(folder).glob(".saving*"))
-        barrier()  # before another rank begins the next
+        wait_for_ranks()  # before another rank begins the next
         return str(caught.value)
 
     errors = []
@@ -140,9 +140,14 @@ def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_pat
 
 def leave_with_an_error(folder: str) -> list[str]:
     """A checkpoint on its way when all ranks leave, and when only one does; the complete ones of either afterwards."""
-    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, complete_checkpoints, recover
+    from dsreason.checkpoints.checkpoint_folder import (
+        TrainerState,
+        check_sizes,
+        find_complete_checkpoints,
+        finish_interrupted,
+    )
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
-    from dsreason.job.ranks import barrier
+    from dsreason.job.ranks import wait_for_ranks
 
     engine, world = build("zero3")
     train(engine, world, range(1))
@@ -157,13 +162,13 @@ def leave_with_an_error(folder: str) -> list[str]:
             mock.patch("dsreason.checkpoints.checkpoint_writer.PATIENCE_S", 1.0),
         ):
             if world.rank in leaving:
-                writer.complete_pending()
+                writer.finish_pending()
         writer.close()
-        barrier()
-        result += [f"{name}/{path.name}" for path in complete_checkpoints(Path(folder) / name)]
-        barrier()
+        wait_for_ranks()
+        result += [f"{name}/{path.name}" for path in find_complete_checkpoints(Path(folder) / name)]
+        wait_for_ranks()
     if world.is_main:  # as the next job does
-        assert recover(Path(folder) / "alone") == [Path(folder) / "alone/step_1"]
+        assert finish_interrupted(Path(folder) / "alone") == [Path(folder) / "alone/step_1"]
         check_sizes(Path(folder) / "alone/step_1")
     return result
 
@@ -206,41 +211,41 @@ def make_base(folder: Path) -> None:
 
 def save_on_a_bad_disk(folder: str) -> list[str]:
     """The errors where the disk is known to have no room, fills while it is written to, and takes nothing at all."""
-    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, complete_checkpoints
+    from dsreason.checkpoints.checkpoint_folder import TrainerState, check_sizes, find_complete_checkpoints
     from dsreason.checkpoints.export import export_engine
     from dsreason.errors import SaveError
-    from dsreason.job.ranks import barrier, on_rank_zero
+    from dsreason.job.ranks import run_on_rank_zero, wait_for_ranks
     from tests.engines import save_checkpoint
 
     engine, world = build("zero3")
     disk = Path(folder)
     save_checkpoint(engine, disk, 1, TrainerState(step=1), world)
     filler = disk / "filler"
-    on_rank_zero(lambda: filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4096)) and None)
+    run_on_rank_zero(lambda: filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4096)) and None)
 
     def failure(save: Callable[[], object]) -> str:
         with pytest.raises(SaveError) as caught:
             save()
-        assert [path.name for path in complete_checkpoints(disk)] == ["step_1"]
+        assert [path.name for path in find_complete_checkpoints(disk)] == ["step_1"]
         check_sizes(disk / "step_1")
         assert not list(disk.glob(".*"))
         text = str(caught.value)
         del caught
         gc.collect()  # files that the error holds open keep a disk from being made read-only
-        barrier()
+        wait_for_ranks()
         return text
 
     errors = [failure(lambda: save_checkpoint(engine, disk, 2, TrainerState(step=2), world))]
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=10**9)):
         errors.append(failure(lambda: save_checkpoint(engine, disk, 3, TrainerState(step=3), world)))
     base = disk.with_name("base")
-    on_rank_zero(lambda: make_base(base))
+    run_on_rank_zero(lambda: make_base(base))
     errors.append(failure(lambda: export_engine(engine, base, disk / "export", world, dtype="fp32")))
-    on_rank_zero(lambda: set_read_only(disk))
+    run_on_rank_zero(lambda: set_read_only(disk))
     errors.append(failure(lambda: save_checkpoint(engine, disk, 4, TrainerState(step=4), world)))
     errors.append(failure(lambda: export_engine(engine, base, disk / "export", world, dtype="fp32")))
-    on_rank_zero(lambda: set_read_only(disk, to=False))
-    on_rank_zero(filler.unlink)
+    run_on_rank_zero(lambda: set_read_only(disk, to=False))
+    run_on_rank_zero(filler.unlink)
     assert save_checkpoint(engine, disk, 5, TrainerState(step=5), world) == disk / "step_5"
     return errors
 

@@ -54,14 +54,14 @@ def loss_of(velocity: Tensor) -> Tensor:
 def load(root: str, case: str, deepspeed: dict[str, Any] | None = None, *, parallel: bool) -> Any:
     import torch.distributed as dist
 
-    from dsreason.world.context_parallel import parallelise
+    from dsreason.world.context_parallel import share_tokens
     from dsreason.world.families import FAMILIES
     from dsreason.world.models import load_transformer
 
     name, _ = CASES[case]
     transformer = load_transformer(Path(root, name), torch.float32, deepspeed)
     if parallel:
-        parallelise(transformer, FAMILIES[name], dist.group.WORLD)
+        share_tokens(transformer, FAMILIES[name], dist.group.WORLD)
     return transformer
 
 

@@ -65,7 +65,7 @@ def test_its_export_has_the_published_names_and_the_reasoner_alone(run: Path) ->
     names = load_file(exported / "model.safetensors").keys()
     family = FAMILIES["cosmos3_omni"]
     in_memory = dict(load_model(exported, dtype=torch.float32).named_parameters())
-    assert names == {family.published_name(name) for name in in_memory}
+    assert names == {family.to_published_name(name) for name in in_memory}
     assert {"layers.0.self_attn.to_q.weight", "blocks.0.attn.qkv.weight"} <= names
     reference = dict(AutoModelForImageTextToText.from_pretrained(exported, dtype=torch.float32).named_parameters())
     assert in_memory.keys() == reference.keys()

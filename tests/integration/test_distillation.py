@@ -58,10 +58,10 @@ keep = -1
 
 def run_grpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
     """What a rank of `dsreason grpo` does."""
-    from dsreason.cli.job import Job, load_job, trainers
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
-    trainer = trainers()["grpo"]
-    trainer.run(load_job(Job(trainer, Path(file), overrides=changes)), Path(output_dir), resume)
+    trainer = find_trainers()["grpo"]
+    trainer.run(load_job(TrainingCommand(trainer, Path(file), overrides=changes)), Path(output_dir), resume)
 
 
 def train(folder: Path, name: str, *changes: str, ranks: int = 2, resume: str | None = None) -> list[dict[str, Any]]:

@@ -50,10 +50,10 @@ keep = -1
 
 def run_dpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
     """What a rank of `dsreason dpo` does."""
-    from dsreason.cli.job import Job, load_job, trainers
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
-    trainer = trainers()["dpo"]
-    trainer.run(load_job(Job(trainer, Path(file), overrides=changes)), Path(output_dir), resume)
+    trainer = find_trainers()["dpo"]
+    trainer.run(load_job(TrainingCommand(trainer, Path(file), overrides=changes)), Path(output_dir), resume)
 
 
 def train(folder: Path, name: str, *changes: str, ranks: int = 2, resume: str | None = None) -> Path:
@@ -209,13 +209,13 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.cli.data.chosen_run import choose_trainer, load_run
-    from dsreason.cli.data.commands import encoded_parts
+    from dsreason.cli.data.commands import list_encoded_parts
     from dsreason.tools.datasets.rendering import render_rows
 
     monkeypatch.chdir(folder)
     trainer = choose_trainer(folder / "run.toml", None, None)
     assert trainer.name == "dpo"
-    parts = encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
+    parts = list_encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
     render = partial(render_rows, limit=None, workers=0)
     assert {name: render(name, dataset, encode) for name, dataset, encode in parts} == {
         "training": (6, []),

@@ -84,20 +84,20 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
     """Loss and full gradients of the first step of each case, on rank 0; without settings by hand."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.sources import open_datasets
-    from dsreason.job.ranks import gather_objects, init_world, with_row_groups
-    from dsreason.train.common.global_batches import step_order
+    from dsreason.job.ranks import build_row_groups, gather_objects, init_world
+    from dsreason.train.common.global_batches import build_step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.dpo.loader import PairLoader
-    from dsreason.train.dpo.preflight import pair_encoder
+    from dsreason.train.dpo.preflight import build_pair_encoder
     from dsreason.train.dpo.reference import RowReference
-    from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
+    from dsreason.train.dpo.update import Baseline, accumulate_gradients, build_settings, compute_pair_metrics
     from tests.engines import full_gradients
 
     job, result = init_world(), []
     for rows, model, lora, settings in cases:
         config = run_config(rows, model, settings or {}, lora)
-        world = with_row_groups(job, config.train.sequence_parallel_size)
+        world = build_row_groups(job, config.train.sequence_parallel_size)
         training, _ = open_datasets(config.data)
         encoder = build_encoder(config, Path(model))
         # By hand there are several forwards before the backward pass, which blocks that ZeRO-3 gathers as a whole do not allow.
@@ -110,8 +110,8 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
         else:
             loader = PairLoader(
                 training,
-                pair_encoder(encoder),
-                step_order(training, config),
+                build_pair_encoder(encoder),
+                build_step_order(training, config),
                 config,
                 exchange=gather_objects,
                 rank=world.rank,
@@ -122,7 +122,7 @@ def results_on_rank(cases: list[Case]) -> list[tuple[float, Gradients]] | None:
             batches = next(iter(loader))
             assert batches.num_samples == 8
             pairs = accumulate_gradients(engine, batches, reference, config.dpo, world, baseline)
-            loss = metrics_of(pairs, config.dpo, settings_of(config.dpo, baseline))["total"]
+            loss = compute_pair_metrics(pairs, config.dpo, build_settings(config.dpo, baseline))["total"]
         result.append((loss, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
         engine.destroy()
     return result if job.is_main else None

@@ -96,13 +96,13 @@ Gradients = dict[str, np.ndarray]
 
 def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int, naive: bool = False) -> Gradients:
     """The gradients of one step and, last, their norm as the engine reports it."""
-    from dsreason.engine.engine import engine_grad_norm
+    from dsreason.engine.engine import get_grad_norm
     from tests.engines import full_gradients
 
     run_step(engine, world, data, micro_batch, naive)
     result = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
     engine.step()
-    return result | {"norm": np.array([engine_grad_norm(engine)])}
+    return result | {"norm": np.array([get_grad_norm(engine)])}
 
 
 def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> dict[tuple[str, int], Gradients]:
@@ -163,7 +163,7 @@ def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
 def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
     """The reported norm of a step whose gradient is NaN on the last rank alone."""
     from dsreason.config.schema import OptimConfig
-    from dsreason.engine.engine import build_engine, engine_grad_norm
+    from dsreason.engine.engine import build_engine, get_grad_norm
     from dsreason.job.ranks import init_world
 
     world, result = init_world(), {}
@@ -173,13 +173,13 @@ def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss * (float("nan") if world.rank == world.size - 1 else 1.0), scale_wrt_gas=False)
         engine.step()
-        result[stage] = engine_grad_norm(engine)
+        result[stage] = get_grad_norm(engine)
     return result
 
 
 def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
     from dsreason.config.schema import OptimConfig
-    from dsreason.engine.engine import build_engine, full_parameters
+    from dsreason.engine.engine import build_engine, iter_full_parameters
     from dsreason.job.ranks import init_world
 
     init_world()
@@ -187,7 +187,7 @@ def gathered_parameters(bucket_mb: float) -> dict[str, Any]:
     for stage in STAGES:
         engine = build_engine(TinyLM(), OptimConfig(), ds_config(stage, bf16=True))
         for master in (False, True):
-            tensors = full_parameters(engine, bucket_mb, master=master)
+            tensors = iter_full_parameters(engine, bucket_mb, master=master)
             result[stage, master] = {
                 name: (str(tensor.dtype), tensor.float().numpy().copy()) for name, tensor in tensors
             }

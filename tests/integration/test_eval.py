@@ -344,9 +344,9 @@ def test_a_mistake_is_told_in_one_text_before_the_model_is_loaded(
 class Counting(TransformersEngine):
     """Of each call of the engine its prompts, and of each batch that it has drawn its rows."""
 
-    def as_completed(self, prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def iter_completions(self, prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> Iterator[Any]:
         self.calls.append(len(prompts))
-        return super().as_completed(prompts, *args, **kwargs)
+        return super().iter_completions(prompts, *args, **kwargs)
 
     def _complete_batch(self, rows: list[EncodedSample], *args: Any) -> list[Completion]:
         self.rows.append(len(rows))

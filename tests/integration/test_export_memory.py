@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsreason.checkpoints.export import write_model_folder
-from dsreason.monitor.memory import status_bytes
+from dsreason.monitor.memory import read_status_bytes
 
 pytestmark = pytest.mark.integration
 
@@ -35,9 +35,9 @@ def bytes_held_at_most(folder: Path) -> int:
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(TENSORS):
-            recorded.append(status_bytes("RssAnon"))
+            recorded.append(read_status_bytes("RssAnon"))
             yield f"layer.{i}", torch.full((ELEMENTS,), float(i))
-            recorded.append(status_bytes("RssAnon"))
+            recorded.append(read_status_bytes("RssAnon"))
 
     write_model_folder(tensors(), source, folder / "out", dtype="fp32", max_shard_size="75MB")
     return max(recorded) - min(recorded)

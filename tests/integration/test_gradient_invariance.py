@@ -44,12 +44,12 @@ def first_step(config, model: Path, world, deepspeed_defaults: bool = False):
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
     from dsreason.job.ranks import gather_objects
-    from dsreason.train.common.global_batches import step_order
+    from dsreason.train.common.global_batches import build_step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
 
     training, _ = open_datasets(config.data)
-    encoder, order = build_encoder(config, model), step_order(training, config)
+    encoder, order = build_encoder(config, model), build_step_order(training, config)
     loader = StepLoader(
         training, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
     )
@@ -144,7 +144,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     """64 accumulated micro-batches, and the float64 sum of the same 64 taken one by one (learning rate 0)."""
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
-    from dsreason.losses.sft import sft_loss
+    from dsreason.losses.sft import compute_sft_loss
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
 
@@ -155,7 +155,7 @@ def bf16_gradients_on_rank(rows: str, model: str, deepspeed_defaults: bool) -> t
     total: Gradients = {}
     for batch in batches.micro_batches:
         engine.set_gradient_accumulation_boundary(True)
-        engine.backward(sft_loss(engine(batch), num_tokens=batches.num_tokens), scale_wrt_gas=False)
+        engine.backward(compute_sft_loss(engine(batch), num_tokens=batches.num_tokens), scale_wrt_gas=False)
         for name, grad in full_gradients(engine).items():
             total[name] = total.get(name, 0.0) + grad.double().numpy()
         engine.step()

@@ -78,7 +78,7 @@ def write_rows(folder: Path) -> str:
 def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
     """Completions of made-up ids, log-probabilities and advantages; a rank has every `size`-th prompt's."""
     from dsreason.data.sources import open_datasets
-    from dsreason.rollout.protocol import single_turn
+    from dsreason.rollout.protocol import make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     rows, _ = open_datasets(config.data)
@@ -88,7 +88,7 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
         for length in lengths:
             ids = tuple(random.integers(5, 60, length).tolist())
             logprobs = tuple(random.normal(-5, 1.0, length).tolist())
-            rollout = Rollout(prompt, single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
+            rollout = Rollout(prompt, make_single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, float(random.normal()))
             if number % size == rank:
                 result.append(rollout)
     return result
@@ -105,7 +105,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, cut
@@ -132,7 +132,7 @@ def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[
                 micro_batches = [
                     replace(micro_batch, ref_logprobs=other_logprobs(micro_batch, 0.5)) for micro_batch in micro_batches
                 ]
-            banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+            banned = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family))
             accumulate_gradients(engine, micro_batches, config, world, banned)
             result[variant, number] = {name: grad.numpy() for name, grad in full_gradients(engine).items()}
             engine.step()

@@ -53,8 +53,8 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
     from dsreason.engine.engine import set_learning_rate
     from dsreason.engine.reference import ReferencePolicy
     from dsreason.job.ranks import gather_objects, init_world
-    from dsreason.losses.objective import objective_of
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.losses.objective import build_objective
+    from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.loop import cut_into_steps
@@ -72,9 +72,9 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
             set_learning_rate(engine, 0.0)
             reference = ReferencePolicy(engine)
             reference.load(Path(other))
-        banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+        banned_ids = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family))
         rollouts = trained_rollouts(config, encoder, world.rank, world.size)
-        cut_steps = cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)
+        cut_steps = cut_into_steps(rollouts, build_objective(config.grpo), config, encoder, world)
         steps: list[Step] = []
         for micro_batches in add_fixed_logprobs(cut_steps, engine, reference, None, config, banned_ids):
             local: dict[Key, np.ndarray] = {}

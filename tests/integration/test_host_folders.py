@@ -84,14 +84,14 @@ def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path
 def resume_with_parts(folder: str) -> list[str]:
     """What `--resume` finds or says where hosts have complete checkpoints of different steps."""
     from dsreason.checkpoints.checkpoint import check_parts, choose_common
-    from dsreason.checkpoints.checkpoint_folder import MARKER, rng_file
-    from dsreason.job.ranks import barrier
+    from dsreason.checkpoints.checkpoint_folder import MARKER, get_rng_file
+    from dsreason.job.ranks import wait_for_ranks
 
     world, result = own_host(folder), []
     checkpoints = RUN / "checkpoints"
 
     def choose(resume: str) -> str:
-        barrier()
+        wait_for_ranks()
         try:
             return str(choose_common(checkpoints, resume, world))
         except CheckpointError as error:
@@ -102,14 +102,14 @@ def resume_with_parts(folder: str) -> list[str]:
         (checkpoints / f"step_{step}").mkdir(parents=True)
         (checkpoints / f"step_{step}" / MARKER).write_text('{"files": {}}')
         (checkpoints / f"step_{step}" / "trainer_state.json").write_text("{}")
-        (checkpoints / f"step_{step}" / rng_file(world.rank)).touch()
+        (checkpoints / f"step_{step}" / get_rng_file(world.rank)).touch()
     if world.rank == 1:
         (checkpoints / "step_4" / MARKER).unlink()
     result += [choose("auto"), choose(str(checkpoints / "step_2")), choose(str(checkpoints / "step_4"))]
     with pytest.raises(CheckpointError) as caught:
         check_parts(checkpoints / "step_2", 4, world)
-    result.append(str(caught.value).replace(rng_file(1 - world.rank), "other"))
-    barrier()
+    result.append(str(caught.value).replace(get_rng_file(1 - world.rank), "other"))
+    wait_for_ranks()
     if world.rank == 1:
         shutil.rmtree(checkpoints)
     result.append(choose("auto"))

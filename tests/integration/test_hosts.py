@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.job.ranks import free_port
+from dsreason.job.ranks import find_free_port
 
 pytestmark = pytest.mark.integration
 
@@ -59,7 +59,7 @@ def run_hosts(
     """By rank: `python COMMAND` as the only rank of its host, of two."""
     common = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "CUDA_"))}
     common |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    common |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     started = {
         rank: subprocess.Popen(
             [sys.executable, *command],

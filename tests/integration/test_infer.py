@@ -68,7 +68,7 @@ def test_answers_are_those_of_the_rollout_engine(
     encoder, _ = prompt_encoder(settings, tiny, torch_dtype)
     encoded = [encoder.encode_prompt(sample_of(settings, i, prompt)) for i, prompt in enumerate(prompts)]
     expected = engine.generate(encoded, sampling, version=VERSION)
-    with mock.patch.object(engine, "as_completed", wraps=engine.as_completed) as requested:
+    with mock.patch.object(engine, "iter_completions", wraps=engine.iter_completions) as requested:
         together = [tuple(ids) for _, ids in draw_batch(engine, zip(encoded, [sampling] * 2, strict=True))]
     assert requested.call_count == 1
     assert together == [completion.ids for completion in expected]

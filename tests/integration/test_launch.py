@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dsreason.job import signals
-from dsreason.job.failures import Failure, first_failure
-from dsreason.job.signals import forwarded_signals
+from dsreason.job.failures import Failure, find_first_failure
+from dsreason.job.signals import forward_signals
 
 SCRIPT = Path(__file__).with_name("ranks.py")
 
@@ -160,7 +160,7 @@ def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
     with subprocess.Popen(["bash", "-c", traps], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        with forwarded_signals() as received:
+        with forward_signals() as received:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 signal.raise_signal(number)
                 time.sleep(0.3)
@@ -172,7 +172,7 @@ def test_a_signal_before_the_first_rank_ends_the_command() -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as other,
         pytest.raises(signals.Interrupted, match=r"^SIGTERM$"),
-        forwarded_signals() as received,
+        forward_signals() as received,
     ):
         try:
             signal.raise_signal(signal.SIGTERM)
@@ -247,4 +247,4 @@ def failed(rank: int, at: float, user_fixable: bool = False) -> Failure:
 def test_the_failure_that_the_others_followed_from_is_found(
     left: list[Failure], exit_codes: dict[int, int], rank: int
 ) -> None:
-    assert first_failure(left, exit_codes).rank == rank
+    assert find_first_failure(left, exit_codes).rank == rank

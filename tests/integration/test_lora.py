@@ -108,7 +108,7 @@ def explore_stage(folder: str, stage: str) -> dict[str, Any]:
 
 def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> dict[str, Any]:
     """Before the first step, its gradients, and what the reference is after the last."""
-    from dsreason.engine.merged import merged_parameters
+    from dsreason.engine.merged import iter_merged_parameters
     from dsreason.engine.reference import BaseReference
     from dsreason.job.ranks import init_world
     from dsreason.train.sft.loop import accumulate_gradients
@@ -116,7 +116,7 @@ def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> 
 
     weights = dict(plain.model.named_parameters())
     recorded: dict[str, Any] = {"start": float((logprobs(engine, batches) - base).abs().max())}
-    recorded["untouched"] = all(torch.equal(tensor, weights[name]) for name, tensor in merged_parameters(engine))
+    recorded["untouched"] = all(torch.equal(tensor, weights[name]) for name, tensor in iter_merged_parameters(engine))
     accumulate_gradients(engine, batches, init_world())
     gradients = full_gradients(engine)
     recorded["trained"] = sorted(gradients)
@@ -132,13 +132,13 @@ def explore_start(engine: Any, batches: Any, plain: Any, base: torch.Tensor) -> 
 
 def explore_merge(engine: Any, plain: Any, syncs: int) -> dict[str, Any]:
     """Leaves what was merged in `plain`."""
-    from dsreason.engine.merged import constant_names, merged_parameters
+    from dsreason.engine.merged import iter_merged_parameters, list_constant_names
 
     for _ in range(syncs):
-        merged = {name: tensor.clone() for name, tensor in merged_parameters(engine, 0.5)}
+        merged = {name: tensor.clone() for name, tensor in iter_merged_parameters(engine, 0.5)}
     names = [name for name, _ in plain.model.named_parameters()]
     plain.model.load_state_dict(merged, strict=False)
-    return {"constant": constant_names(engine), "names": list(merged) == names}
+    return {"constant": list_constant_names(engine), "names": list(merged) == names}
 
 
 def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: Any, **model: Any) -> dict[str, Any]:

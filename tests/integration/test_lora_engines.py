@@ -30,10 +30,10 @@ class LoRAExplorer(Explorer):
         disturb(self.policy, 1)
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        from dsreason.engine.merged import merged_parameters
+        from dsreason.engine.merged import iter_merged_parameters
 
         engine: Any = SimpleNamespace(module=self.policy)
-        for name, merged in merged_parameters(engine, without=without):
+        for name, merged in iter_merged_parameters(engine, without=without):
             tensor = merged.clone()
             yield name, tensor
             tensor.fill_(torch.nan)
@@ -69,7 +69,7 @@ def add_adapters(model: Any, lora: dict[str, Any]) -> None:
 
 
 def explore(setup: Setup, folder: Path) -> dict[str, Any]:
-    from dsreason.engine.merged import constant_names
+    from dsreason.engine.merged import list_constant_names
 
     explorer = LoRAExplorer(setup, folder)
     engine = explorer.engine
@@ -81,7 +81,7 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
     engine.sleep()
     engine.wake()
     policy: Any = SimpleNamespace(module=explorer.policy)
-    retained = engine.retained(constant_names(policy))
+    retained = engine.find_retained(list_constant_names(policy))
     engine.sync(explorer.weights(without=retained), 2, retained)
     result["retained"], result["merged again"] = sorted(retained), explorer.differences(version=2)
     result["stale"] = explorer.fault(GATE, base=False)
@@ -208,12 +208,12 @@ def write(model: Any, folder: Path) -> None:
     """`folder/adapter`, as an export has it."""
     from dsreason.checkpoints.adapter import Merge, write_adapter
     from dsreason.checkpoints.checkpoint_folder import SavedAdapter
-    from dsreason.engine.merged import unmerged_parameters
-    from dsreason.models.lora import adapter_scales, adapter_settings
+    from dsreason.engine.merged import iter_unmerged_parameters
+    from dsreason.models.lora import get_adapter_scales, get_adapter_settings
 
     policy: Any = SimpleNamespace(module=torch.nn.ModuleDict({"model": model}))
-    merge = Merge("fp32", SavedAdapter("base", None, "", adapter_settings(model), adapter_scales(model)))
-    for _ in merge.merged(unmerged_parameters(policy)):
+    merge = Merge("fp32", SavedAdapter("base", None, "", get_adapter_settings(model), get_adapter_scales(model)))
+    for _ in merge.merge_weights(iter_unmerged_parameters(policy)):
         pass
     write_adapter(merge, folder)
 

@@ -23,10 +23,10 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     from dsreason.data.collate import collate
     from dsreason.data.micro_batches import cut_by_count
     from dsreason.job.ranks import init_world
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
-    from dsreason.train.grpo.rollouts import MicroBatch, training_sample
+    from dsreason.train.grpo.rollouts import RolloutMicroBatch, build_training_sample
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients
 
@@ -41,11 +41,12 @@ def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
     if with_remedy:
         micro_batches = cut(rollouts, config, encoder)
     else:
-        groups = cut_by_count([training_sample(rollout) for rollout in rollouts], 2)
+        groups = cut_by_count([build_training_sample(rollout) for rollout in rollouts], 2)
         micro_batches = [
-            MicroBatch(collate(group, pad_id=encoder.pad_id), [sample.rollout for sample in group]) for group in groups
+            RolloutMicroBatch(collate(group, pad_id=encoder.pad_id), [sample.rollout for sample in group])
+            for group in groups
         ]
-    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+    banned = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family))
     accumulate_gradients(engine, micro_batches, config, world, banned)
     return float(np.sqrt(sum(float(grad.square().sum()) for grad in full_gradients(engine).values())))
 

@@ -24,13 +24,13 @@ def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
     from dsreason.config.schema import SFTConfig
     from dsreason.errors import DsReasonError
     from dsreason.job.ranks import init_world
-    from dsreason.losses.sft import sft_loss
+    from dsreason.losses.sft import compute_sft_loss
     from dsreason.train.sft import loop as sft
 
     world, losses = init_world(), []
 
     def poisoned(logprobs: torch.Tensor, **rest: Any) -> torch.Tensor:
-        losses.append(sft_loss(logprobs, **rest))
+        losses.append(compute_sft_loss(logprobs, **rest))
         return losses[-1] * (float("nan") if world.rank == 1 and len(losses) == 2 else 1.0)
 
     config = SFTConfig.model_validate(

@@ -36,13 +36,13 @@ def build(name: str, bf16: bool) -> Any:
 
 
 def train(engine: Any, world: Any, num_steps: int) -> list[float]:
-    from dsreason.engine.engine import engine_grad_norm
+    from dsreason.engine.engine import get_grad_norm
 
     norms = []
     for _ in range(num_steps):
         run_step(engine, world, samples(), 1)
         engine.step()
-        norms.append(engine_grad_norm(engine))
+        norms.append(get_grad_norm(engine))
     return norms
 
 
@@ -53,9 +53,9 @@ def bits(tensors: list[Tensor]) -> list[np.ndarray]:
 
 
 def weights(engine: Any, master: bool = False) -> list[np.ndarray]:
-    from dsreason.engine.engine import full_parameters
+    from dsreason.engine.engine import iter_full_parameters
 
-    return [bits([tensor])[0] for _, tensor in full_parameters(engine, master=master)]
+    return [bits([tensor])[0] for _, tensor in iter_full_parameters(engine, master=master)]
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:

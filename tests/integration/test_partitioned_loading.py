@@ -167,7 +167,7 @@ def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
     from deepspeed.accelerator import get_accelerator
 
     from dsreason.job.ranks import init_world
-    from dsreason.models.partition import partition
+    from dsreason.models.partition import partition_model
 
     rank, accelerator, result = init_world().rank, get_accelerator(), {}
     cases = (("same type", torch.float32, 1), ("converted", torch.bfloat16, 1), ("hpZ", torch.bfloat16, 2))
@@ -178,7 +178,7 @@ def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
         config = ds_config(dtype)
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": group}
         with mock.patch.object(accelerator, "device_name", lambda *_: "cpu:0"), Moves(torch.device("cpu:0")) as moves:
-            partition(model, dtype, config)
+            partition_model(model, dtype, config)
         right = all(
             is_part(parameter.ds_tensor, full[name], rank)
             and (group == 1 or is_part(parameter.ds_secondary_tensor, full[name], rank % group))
@@ -203,12 +203,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-VL of 1 GB in float32 with a real vocabulary."""
     from transformers import AutoModelForImageTextToText
 
-    from dsreason.models.load import model_config
+    from dsreason.models.load import read_model_config
     from dsreason.models.tiny import build_tiny
 
     folder = tmp_path_factory.mktemp("large") / "model"
     build_tiny("qwen3_vl", folder, hidden_size=1024, intermediate_size=4096, num_layers=8)
-    config = model_config(folder)
+    config = read_model_config(folder)
     config.text_config.vocab_size = 151936
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

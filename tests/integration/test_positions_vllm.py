@@ -122,21 +122,21 @@ def compare(folder: str) -> dict[str, Any]:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
-    from dsreason.families import family_of
+    from dsreason.families import get_family
     from dsreason.models.load import load_model
-    from dsreason.models.mrope import position_ids
+    from dsreason.models.mrope import compute_position_ids
     from dsreason.models.processors.loading import load_processor
     from tests.positions import patch_positions
 
     processor = load_processor(Path(folder))
     model = load_model(Path(folder), dtype=torch.float32).eval()
     patch_positions(model)
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     result: dict[str, Any] = {"ours": {}, "logprobs": {}, "transformers": {}, "padded": {}}
     for name in CASES:
         inputs = encode(processor, name)
         kinds = inputs["mm_token_type_ids"][0]
-        result["ours"][name] = position_ids(family.grids, kinds, inputs, model.config).numpy()
+        result["ours"][name] = compute_position_ids(family.grids, kinds, inputs, model.config).numpy()
         if name in VIDEOS:
             from_numpy = torch.from_numpy(result["ours"][name])[:, None]
             result["logprobs"][name] = [logprobs(model, inputs, from_numpy), logprobs(model, inputs, None)]
@@ -148,7 +148,9 @@ def compare(folder: str) -> dict[str, Any]:
     result["generated"] = generate(model, processor)
     inputs = encode(processor, ROUNDED)
     model.config.dtype = torch.bfloat16
-    result["ours bfloat16"] = position_ids(family.grids, inputs["mm_token_type_ids"][0], inputs, model.config).numpy()
+    result["ours bfloat16"] = compute_position_ids(
+        family.grids, inputs["mm_token_type_ids"][0], inputs, model.config
+    ).numpy()
     result["vllm bfloat16"] = ask_vllm(folder, "bfloat16", [ROUNDED])["vllm"][ROUNDED]
     return result | ask_vllm(folder, "float32", list(CASES))
 

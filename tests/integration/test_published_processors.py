@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pixels import PATCH_SIZES, published_model
+from benchmarks.pixels import PATCH_SIZES, build_published
 from tests.distributed import run_on_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -30,7 +30,7 @@ def test_logprobs_are_those_of_the_policy(family: str, tmp_path: Path) -> None:
     from dsreason.models.tiny import build_tiny
 
     tiny = build_tiny(family, tmp_path / "tiny", tie_embeddings=False)
-    published_model(tiny, family, tmp_path / "model")
+    build_published(tiny, family, tmp_path / "model")
     (result,) = run_on_ranks(explore, 1, family, tmp_path)
     assert max(result["differences"].values()) <= 1e-5
     # Two frames of 384x384 or 336x336 are 144 tokens, the smallest square from 128 on. There are 4 and 6 frames.

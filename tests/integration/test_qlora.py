@@ -67,9 +67,9 @@ def gradients_of(engine: Any, batches: Any) -> dict[str, np.ndarray]:
 
 
 def base_weights(engine: Any) -> dict[str, torch.Tensor]:
-    from dsreason.engine.merged import unmerged_parameters
+    from dsreason.engine.merged import iter_unmerged_parameters
 
-    return {name: tensor.clone() for name, tensor, _ in unmerged_parameters(engine, 0.1)}
+    return {name: tensor.clone() for name, tensor, _ in iter_unmerged_parameters(engine, 0.1)}
 
 
 def explore(folder: str) -> dict[str, dict[str, Any]]:

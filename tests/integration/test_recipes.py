@@ -14,13 +14,13 @@ from dsreason.cli.main import main
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.shipped import shipped_names
+from dsreason.config.shipped import list_shipped
 from tests.integration.command import dsreason, metrics
 from tests.integration.recipe_data import write_media, write_source
 
 pytestmark = pytest.mark.integration
 
-RECIPES = [name for name in shipped_names("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
+RECIPES = [name for name in list_shipped("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
 
 
 def command(recipe: str) -> str:
@@ -44,7 +44,7 @@ def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
         config = load_config(schema, Path(recipe), default_recipe=recipe)
         model = {"nvidia/Cosmos-Reason1": tiny_qwen2_5_vl, "nvidia/Cosmos-Reason2": tiny_qwen3_vl}
         changes = {"model.path": model[config.model.path.rpartition("-")[0]]}
-        for number, source in enumerate(config.data.all_sources()):
+        for number, source in enumerate(config.data.list_sources()):
             section = f"data.sources.{number}" if config.data.sources else "data"
             written = write_source(source, media, tmp_path / "data" / str(number))
             changes |= {f"{section}.{key}": value for key, value in written.items()}

@@ -20,9 +20,9 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from dsreason.config.schema import OptimConfig
-    from dsreason.engine.engine import build_engine, full_parameters
+    from dsreason.engine.engine import build_engine, iter_full_parameters
     from dsreason.engine.reference import ReferencePolicy
-    from dsreason.job.ranks import barrier, init_world
+    from dsreason.job.ranks import init_world, wait_for_ranks
 
     world = init_world()
     engine = build_engine(TinyLM(), OptimConfig(lr=1e-2), ds_config(stage, bf16=bf16))
@@ -39,7 +39,7 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
             engine.step()
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: tensor.float().clone() for name, tensor in full_parameters(engine)}
+        return {name: tensor.float().clone() for name, tensor in iter_full_parameters(engine)}
 
     reference = ReferencePolicy(engine)
     recorded = {"first": look()}
@@ -54,11 +54,11 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
     recorded["next"] = look()
     if world.is_main:
         save_file({name: tensor.contiguous() for name, tensor in before.items()}, Path(folder) / "model.safetensors")
-    barrier()
+    wait_for_ranks()
     reference.load(Path(folder))
     with reference.in_place():
         recorded["loaded"] = look()
-    reference.become_policy()
+    reference.update_to_policy()
     with reference.in_place():
         recorded["reset"] = look()
     return recorded | {

@@ -89,7 +89,7 @@ def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case
         mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2)),
         mock.patch.object(case.engine, "_complete_batch", wraps=case.engine._complete_batch) as complete,
     ):
-        completed = case.engine.as_completed(case.prompts, samplings, version=1, streams=range(8))
+        completed = case.engine.iter_completions(case.prompts, samplings, version=1, streams=range(8))
         result = [next(completed), next(completed)]
         assert complete.call_count == 1
         result += completed

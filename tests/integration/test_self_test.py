@@ -68,11 +68,11 @@ def explore_self_test(
     One fault is that of the `faulty` rank alone.
     """
     from dsreason.rollout.protocol import Sampling
-    from dsreason.rollout.self_test import self_test
+    from dsreason.rollout.self_test import run_self_test
     from tests.integration.test_vllm_engine import failure, generators
 
     def test() -> Any:
-        tested = self_test(engine, weights, prompts, max_completion_length=8)
+        tested = run_self_test(engine, weights, prompts, max_completion_length=8)
         return tested.completions, sum(map(len, tested.tensors))
 
     def after(method: str, call: int, change: Callable[[], Any]) -> tuple[str, str]:
@@ -115,12 +115,12 @@ def explore_self_test(
 
 
 def check_sound(rank: dict[str, Any]) -> None:
-    from dsreason.rollout.self_test import largest_difference
+    from dsreason.rollout.self_test import compute_largest_difference
 
     (sound, num_tensors), (mended, _) = rank["sound"], rank["mended"]
     assert num_tensors > 50
     assert all(len(completion.ids) > 1 for completion in sound)
-    assert largest_difference(sound, mended) <= 1e-6
+    assert compute_largest_difference(sound, mended) <= 1e-6
     assert rank["leaves the trainer's state"]
     assert rank["asks for it"][0] == "StaleWeightsError"
 

@@ -71,14 +71,14 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
-    from dsreason.job.ranks import gather_objects, init_world, with_row_groups
-    from dsreason.train.common.global_batches import step_order
+    from dsreason.job.ranks import build_row_groups, gather_objects, init_world
+    from dsreason.train.common.global_batches import build_step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.sft.loop import accumulate_gradients
     from tests.engines import full_gradients
 
-    world = with_row_groups(init_world(), ranks_per_row)
+    world = build_row_groups(init_world(), ranks_per_row)
     result = []
     for model in models:
         for name in names:
@@ -87,7 +87,7 @@ def sft_steps(rows: str, models: list[str], ranks_per_row: int, names: list[str]
             loader = StepLoader(
                 training,
                 build_encoder(config, Path(model)),
-                step_order(training, config),
+                build_step_order(training, config),
                 config,
                 exchange=gather_objects,
                 rank=world.rank,
@@ -144,10 +144,10 @@ def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
     import torch
 
     from dsreason.data.types import Segment
-    from dsreason.job.ranks import init_world, with_row_groups
-    from dsreason.models.attention import by_segment, row_layout, text_attention
+    from dsreason.job.ranks import build_row_groups, init_world
+    from dsreason.models.attention import attend_by_segment, attend_text, build_row_layout
 
-    world = with_row_groups(init_world(), 3)
+    world = build_row_groups(init_world(), 3)
     segments = (Segment(0, 4), Segment(4, 2, parent=0), Segment(6, 3))
     random = torch.Generator().manual_seed(0)
     full = [torch.randn(1, heads, 9, 8, generator=random) for heads in (query_heads, key_heads, key_heads)]
@@ -155,10 +155,10 @@ def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
     local = slice(3 * world.rank, 3 * world.rank + 3)
     parts = [item[:, :, local].clone().requires_grad_() for item in full]
     full = [item.requires_grad_() for item in full]
-    expected = by_segment(*full, segments, None)
+    expected = attend_by_segment(*full, segments, None)
     (expected * weights).sum().backward()
-    layout = row_layout(segments, torch.device("cpu"), world.group)
-    result, _ = text_attention(torch.nn.Module(), *parts, None, layout=layout)
+    layout = build_row_layout(segments, torch.device("cpu"), world.group)
+    result, _ = attend_text(torch.nn.Module(), *parts, None, layout=layout)
     (result * weights[:, local]).sum().backward()
     gradients = [(part.grad - item.grad[:, :, local]).abs().max() for part, item in zip(parts, full, strict=True)]
     return float((result - expected[:, local]).abs().max()), float(max(gradients))
@@ -174,7 +174,7 @@ def test_any_number_of_key_heads_is_shared_among_ranks(query_heads: int, key_hea
 def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
     """Two completions, of made-up ids, log-probabilities and advantages, for each of four prompts."""
     from dsreason.data.sources import open_datasets
-    from dsreason.rollout.protocol import single_turn
+    from dsreason.rollout.protocol import make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
 
     training, _ = open_datasets(config.data)
@@ -183,7 +183,7 @@ def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
     for i, length in enumerate(length for lengths in grpo.LENGTHS[:4] for length in lengths[:2]):
         ids = tuple(random.integers(5, 60, length).tolist())
         logprobs = tuple(random.normal(-5, 1.0, length).tolist())
-        completion = single_turn(ids, "", logprobs, "stop", 0)
+        completion = make_single_turn(ids, "", logprobs, "stop", 0)
         result.append(Rollout(prompts[i // 2], completion, 0.0, {}, float(random.normal())))
     return result
 
@@ -194,14 +194,14 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
 
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
-    from dsreason.job.ranks import init_world, with_row_groups
-    from dsreason.rollout.protocol import media_token_ids
+    from dsreason.job.ranks import build_row_groups, init_world
+    from dsreason.rollout.protocol import find_media_token_ids
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.preflight import build_encoder
     from dsreason.train.grpo.update import accumulate_gradients, cut
     from tests.engines import full_gradients
 
-    world, result = with_row_groups(init_world(), ranks_per_row), []
+    world, result = build_row_groups(init_world(), ranks_per_row), []
     engines: dict[int, Any] = {}
     for variant in variants:
         train = {"sequence_parallel_size": ranks_per_row, "max_tokens_per_micro_batch": 200}
@@ -222,7 +222,7 @@ def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -
                 replace(micro_batch, ref_logprobs=grpo.other_logprobs(micro_batch, 0.5))
                 for micro_batch in micro_batches
             ]
-        banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family))
+        banned = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family))
         metrics, _ = accumulate_gradients(engine, micro_batches, config, world, banned)
         result.append((metrics, {name: grad.numpy() for name, grad in full_gradients(engine).items()}))
         engine.step()

@@ -27,14 +27,14 @@ from dsreason.config.schema_eval import ServerConfig
 from dsreason.config.schema_grpo import DistillConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.asking import QuestionRequest, Reply
 from dsreason.evaluation.ask.engine import VERSION
 from dsreason.evaluation.ask.server import ServerAnswerer
-from dsreason.evaluation.ask.server_messages import as_request
+from dsreason.evaluation.ask.server_messages import build_request
 from dsreason.evaluation.types import Question
 from dsreason.models.load import load_model
 from dsreason.models.processors.loading import open_encoder
-from dsreason.rollout.protocol import Sampling, single_turn
+from dsreason.rollout.protocol import Sampling, make_single_turn
 from dsreason.rollout.transformers_engine import TransformersEngine
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.teacher_server import Client, check_server
@@ -119,7 +119,9 @@ def answerer(server: Server, **settings: object) -> ServerAnswerer:
 
 
 def ask(asked: ServerAnswerer, samples: dict[str, Sample]) -> dict[str, Reply]:
-    requests = [Request(Question(name, "d", name, "open", sample, "left"), GREEDY) for name, sample in samples.items()]
+    requests = [
+        QuestionRequest(Question(name, "d", name, "open", sample, "left"), GREEDY) for name, sample in samples.items()
+    ]
     return {request.question.id: reply for request, reply in asked.ask(requests)}
 
 
@@ -145,7 +147,7 @@ def test_the_server_reads_prompts_of_the_same_length(
     requested = answerer(server)
     lengths = {}
     for name, sample in samples.items():
-        messages, fields = as_request(sample, "file")
+        messages, fields = build_request(sample, "file")
         asking = {"model": requested.model, "messages": messages, "max_tokens": 1, **fields}
         response = httpx2.post(f"{requested.url}/chat/completions", json=asking, timeout=300, trust_env=False)
         lengths[name] = response.raise_for_status().json()["usage"]["prompt_tokens"]
@@ -194,7 +196,7 @@ def test_a_teacher_says_what_the_model_s_own_forward_gives(server: Server, tiny_
     check_server(config, encoder.processor.tokenizer)
     prompt = encoder.encode_prompt(Sample("1", [{"role": "user", "content": "What colour is it?"}]))
     ids = (17, 301, 44, 9, 120)
-    completion = single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
+    completion = make_single_turn(ids, "", (0.0,) * len(ids), "stop", version=0)
     result = Client(config).ask(Rollout(prompt, completion, 0.0, {}))
 
     model = load_model(tiny_qwen2_5_vl, dtype=torch.float32, attention="sdpa")

@@ -31,14 +31,14 @@ from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError, ConfigError, DataError, StorageError
 from dsreason.files import remote, retries, s3
 from dsreason.files.address import S3Address, parse_target
-from dsreason.files.remote import local_copy, local_folder
+from dsreason.files.remote import fetch_file, fetch_folder
 from dsreason.media.images import load_image, probe_image
 from dsreason.models.load import resolve_model
 from dsreason.models.processors.loading import load_processor
 from dsreason.storage import storage_s3
 from dsreason.storage.package import Sent, open_package
 from dsreason.storage.storage import check_target, upload
-from dsreason.storage.uploads import uploading
+from dsreason.storage.uploads import open_uploads
 from tests.integration.command import COMMAND, dsreason
 from tests.integration.hub_server import TOKEN, Hub, hub_server
 from tests.integration.rows import write_mixed_rows
@@ -309,13 +309,13 @@ def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
 
 
 def test_missing_keys_are_named(proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    s3._client.cache_clear()  # as in a new process
+    s3._create_client.cache_clear()  # as in a new process
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         check_target("s3://bucket/run")
-    s3._client.cache_clear()
+    s3._create_client.cache_clear()
 
 
 def closed_port() -> int:
@@ -331,7 +331,7 @@ def test_a_run_uploads_in_the_background_and_ends_with_an_error_where_it_cannot(
     first, second = (make_checkpoint(tmp_path / "D" / "checkpoints" / f"step_{n}") for n in (1, 2))
     before = files_of(tmp_path)
     proxy.faults = [Fault("PUT", "403 AccessDenied", "step_2/weights.pt")] * 2
-    with pytest.raises(StorageError) as caught, uploading(config) as uploads:
+    with pytest.raises(StorageError) as caught, open_uploads(config) as uploads:
         uploads.add(first, last=False)
         uploads.add(second, last=True)
     assert f"dsreason push {second} --to s3://bucket/run/checkpoints/step_2" in str(caught.value)
@@ -366,18 +366,18 @@ def test_media_are_read_from_s3_and_fetched_once(server: Any, proxy: Proxy, tmp_
 
 def test_a_replaced_object_is_fetched_anew(server: Any, proxy: Proxy) -> None:
     put(server, "a.png", png())
-    first = local_copy("s3://bucket/a.png")
+    first = fetch_file("s3://bucket/a.png")
     put(server, "a.png", png("blue"))
     remote._copy_of.cache_clear()  # as in a new process
-    second = local_copy("s3://bucket/a.png")
+    second = fetch_file("s3://bucket/a.png")
     assert first != second
     assert second.read_bytes() == png("blue")
 
 
 def test_a_copy_that_was_deleted_is_fetched_again(server: Any, proxy: Proxy) -> None:
     put(server, "a.png", png())
-    shutil.rmtree(local_copy("s3://bucket/a.png").parent)
-    assert local_copy("s3://bucket/a.png").read_bytes() == png()
+    shutil.rmtree(fetch_file("s3://bucket/a.png").parent)
+    assert fetch_file("s3://bucket/a.png").read_bytes() == png()
 
 
 def test_a_cut_download_goes_on_and_never_has_the_final_name(
@@ -387,13 +387,13 @@ def test_a_cut_download_goes_on_and_never_has_the_final_name(
     content = os.urandom(5500)
     put(server, "clip.mp4", content)
     proxy.faults = [Fault("GET", "cut answer")] * 2 + [Fault("GET", "503 SlowDown")]
-    assert local_copy("s3://bucket/clip.mp4").read_bytes() == content
+    assert fetch_file("s3://bucket/clip.mp4").read_bytes() == content
 
     put(server, "other.mp4", content)
     proxy.faults = [Fault("GET", "403 AccessDenied", "other.mp4")]
     monkeypatch.setattr(proxy, "take", failing_third_get(proxy))
     with pytest.raises(StorageError, match=r"^s3://bucket/other\.mp4: the server answers 403"):
-        local_copy("s3://bucket/other.mp4")
+        fetch_file("s3://bucket/other.mp4")
     (begun,) = [path for path in cached(tmp_path) if path.name == "other.mp4"]
     assert begun.parent.suffix == ".partial"
     assert begun.read_bytes() == content[:2000]
@@ -437,13 +437,13 @@ def test_a_refusal_is_no_fault_of_the_data(server: Any, proxy: Proxy, kind: str)
 
 
 def fetch_in_process(address: str) -> tuple[str, int]:
-    path = local_copy(address)
+    path = fetch_file(address)
     return str(path), path.stat().st_size
 
 
 def test_several_processes_fetch_an_object_once_also_after_a_fork(server: Any, proxy: Proxy) -> None:
     put(server, "first.bin", b"1")
-    local_copy("s3://bucket/first.bin")  # the connection of this process must not be used by its children
+    fetch_file("s3://bucket/first.bin")  # the connection of this process must not be used by its children
     put(server, "large.bin", os.urandom(10**6))
     with multiprocessing.get_context("fork").Pool(4) as pool:
         result = set(pool.map(fetch_in_process, ["s3://bucket/large.bin"] * 8, chunksize=1))
@@ -500,7 +500,7 @@ def test_a_data_set_that_is_not_there_names_itself(proxy: Proxy, path: str, mess
 def test_an_object_whose_name_would_leave_the_folder_is_refused(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "set/../../evil.json", b"[]")
     with pytest.raises(DataError, match="would leave its folder"):
-        local_folder("s3://bucket/set", lambda name: True)
+        fetch_folder("s3://bucket/set", lambda name: True)
     assert cached(tmp_path) == []
 
 
@@ -570,8 +570,8 @@ def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
     repositories[f"{place}README.md"] = b"license: the owner's"
     (folder / "README.md").write_text("made again")
     upload(open_package(folder), parse_target(target))
-    assert found[f"{place}README.md"] == b"license: the owner's"
-    assert "README.md" not in json.loads(found[f"{place}UPLOADED.json"])["files"]
+    assert repositories[f"{place}README.md"] == b"license: the owner's"
+    assert "README.md" not in json.loads(repositories[f"{place}UPLOADED.json"])["files"]
     assert f"{target}: the existing README.md is kept; delete it" in caplog.text
 
 
@@ -663,7 +663,7 @@ def test_a_run_uploads_to_s3_and_to_the_hub_and_a_hub_that_refuses_stops_nothing
     first = make_checkpoint(run / "checkpoints" / "step_1")
     final = make_export(run / "export" / "final")
     hub.refuse, hub.refused = 403, "preupload"
-    with pytest.raises(StorageError) as caught, uploading(config) as uploads:
+    with pytest.raises(StorageError) as caught, open_uploads(config) as uploads:
         uploads.add(first, last=False)
         uploads.add(final, last=True)
     assert f"dsreason push {final} --to hub:user/name" in str(caught.value)
@@ -671,7 +671,7 @@ def test_a_run_uploads_to_s3_and_to_the_hub_and_a_hub_that_refuses_stops_nothing
     assert {"run/checkpoints/step_1/COMPLETE", "run/export/final/UPLOADED.json"} <= objects(server).keys()
     hub.refuse = None
     proxy.seen.clear()
-    with uploading(config) as uploads:  # the resumed run
+    with open_uploads(config) as uploads:  # the resumed run
         uploads.add_not_uploaded(run)
     assert proxy.seen == []
     assert hub.repositories["user/name@main"].keys() == {"config.json", "model.safetensors", "UPLOADED.json"}

@@ -56,10 +56,10 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_toy(file: str, output_dir: str, resume: str | None) -> None:
     """What a rank of `dsreason toy` does."""
     add_toy()
-    from dsreason.cli.job import Job, load_job, trainers
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
-    trainer = trainers()["toy"]
-    trainer.run(load_job(Job(trainer, Path(file))), Path(output_dir), resume)
+    trainer = find_trainers()["toy"]
+    trainer.run(load_job(TrainingCommand(trainer, Path(file))), Path(output_dir), resume)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,10 @@ RUNS = ("whole", "resumed")
 
 @pytest.mark.usefixtures("_toy")
 def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
-    from dsreason.cli.job import Job, load_job, trainers
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
     from dsreason.config.output import check_output_dir
 
-    job = Job(trainers()["toy"], folder / "run.toml", overrides=("toy.scale=2.0",))
+    job = TrainingCommand(find_trainers()["toy"], folder / "run.toml", overrides=("toy.scale=2.0",))
     with pytest.raises(ConfigError, match="toy.scale was 0.5 and is now 2.0"):
         check_output_dir(folder / "whole", load_job(job), "auto")
 
@@ -105,11 +105,11 @@ def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
 @pytest.mark.usefixtures("_toy")
 def test_data_validate_knows_it_by_its_section(folder: Path) -> None:
     from dsreason.cli.data.chosen_run import choose_trainer, load_run
-    from dsreason.cli.data.commands import encoded_parts
+    from dsreason.cli.data.commands import list_encoded_parts
     from dsreason.tools.datasets.rendering import render_rows
 
     trainer = choose_trainer(folder / "run.toml", None, None)
     assert trainer.name == "toy"
-    parts = encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
+    parts = list_encoded_parts(trainer, load_run(trainer, folder / "run.toml", None))
     result = {name: render_rows(name, dataset, encode, limit=None, workers=0) for name, dataset, encode in parts}
     assert result == {"training": (6, []), "validation": (2, [])}

@@ -88,10 +88,13 @@ def task_prompts(folder: Path, rank: int, colours: tuple[str, str], direction: s
     for name in ("images", "clips"):
         (place / name).mkdir(parents=True)
     images = [
-        {"type": "image", "image": str(place / write_medium(place, colour, scenes.one_shape(rng, colour))["image"])}
+        {
+            "type": "image",
+            "image": str(place / write_medium(place, colour, scenes.draw_one_shape(rng, colour))["image"]),
+        }
         for colour in colours
     ]
-    clip = str(place / write_medium(place, direction, scenes.moving_ball(rng, direction))["video"])
+    clip = str(place / write_medium(place, direction, scenes.draw_moving_ball(rng, direction))["video"])
     fast, slow = ({"type": "video", "video": clip, "fps": fps} for fps in (4.0, 2.0))
     media = ([], images[:1], images, [fast], [slow], [fast], [images[1], slow])
     prompts = {}

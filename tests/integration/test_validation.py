@@ -16,7 +16,7 @@ from dsreason.data.collate import collate
 from dsreason.data.sources import open_datasets
 from dsreason.models.load import load_model
 from dsreason.rollout.protocol import Completion
-from dsreason.train.common.answers import accuracies
+from dsreason.train.common.answers import compute_accuracies
 from dsreason.train.common.preflight import build_encoder
 from tests.distributed import run_on_ranks
 from tests.integration.rows import write_mixed_rows
@@ -43,11 +43,11 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     from dsreason.monitor.memory import MemoryLedger
     from dsreason.monitor.progress import Progress
     from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
-    from dsreason.train.common.global_batches import step_order
+    from dsreason.train.common.global_batches import build_step_order
     from dsreason.train.common.opening import build_policy_engine
     from dsreason.train.common.sampler import Sampler
     from dsreason.train.common.validate import HeldOut, validate
-    from dsreason.train.sft.loop import sft_step
+    from dsreason.train.sft.loop import run_sft_step
 
     calls: list[int] = []
     """Prompts of each call of the engine."""
@@ -72,7 +72,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
     )
     generate, rollout.generate = rollout.generate, counted
     sampler = Sampler(rollout, engine, StateOffload(engine), MemoryLedger(world.device))
-    order = step_order(dataset, config)
+    order = build_step_order(dataset, config)
     loader = StepLoader(
         dataset, encoder, order, config, exchange=gather_objects, rank=world.rank, world_size=world.size
     )
@@ -87,7 +87,7 @@ def validate_on_rank(rows: str, model: str, validation: dict[str, Any], data: di
         state = torch.random.get_rng_state()
         results.append(measure(version))
         assert torch.equal(state, torch.random.get_rng_state())
-        sft_step(engine, batches, lr=1e-2, world=world)
+        run_sft_step(engine, batches, lr=1e-2, world=world)
     full, in_parts = (measure(len(results), media_memory_gib=gib) for gib in (4.0, 1e-6))
     assert full.answers == in_parts.answers
     loss_only = measure(len(results), generate=False)
@@ -170,9 +170,9 @@ def test_without_generation_there_is_only_the_loss(one_rank: dict[str, Any]) -> 
 
 
 def test_accuracies_of_the_run_follow_from_its_answers(one_rank: dict[str, Any]) -> None:
-    from dsreason.train.common.answers import Answer
+    from dsreason.train.common.answers import GeneratedAnswer
 
     for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):
-        expected = accuracies([Answer(**answer) for answer in answers])
+        expected = compute_accuracies([GeneratedAnswer(**answer) for answer in answers])
         assert {name: value for name, value in metrics.items() if name != "val/loss"} == expected
         assert set(expected) == {"val/accuracy", "val/accuracy/text", "val/accuracy/image", "val/accuracy/video"}

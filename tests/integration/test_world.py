@@ -85,11 +85,11 @@ DDRL = {"world.algorithm": '"ddrl"', "world.data_noise": '"fresh"', "world.data_
 
 def run_world(folder: str, name: str, resume: str | None, changes: dict[str, Any]) -> None:
     """What a rank of `dsreason world` does."""
-    from dsreason.cli.job import Job, load_job, trainers
+    from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
-    trainer = trainers()["world"]
+    trainer = find_trainers()["world"]
     overrides = tuple(f"{key}={value}" for key, value in changes.items())
-    config = load_job(Job(trainer, Path(folder) / "run.toml", overrides=overrides))
+    config = load_job(TrainingCommand(trainer, Path(folder) / "run.toml", overrides=overrides))
     trainer.run(config, Path(folder) / name, None if resume is None else str(Path(folder) / resume))
 
 
@@ -315,7 +315,7 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
     engine.backward(engine(x).sum())
     engine.step()
     result.append(output())
-    average.blend(0.5)
+    average.update(0.5)
     with average.in_place():
         result.append(output())
     result.append(output())

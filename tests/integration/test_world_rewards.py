@@ -21,7 +21,7 @@ from dsreason.files import remote, s3
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import Square, draw_clip
 from dsreason.world.latents import LinearCodec
-from dsreason.world.rewards.scorer import Scores, open_scorer
+from dsreason.world.rewards.scorer import ClipScores, open_scorer
 from dsreason.world.schema import WorldDataConfig, WorldRewardConfig
 from dsreason.world.types import ClipSize, WorldRow
 from tests.integration.command import COMMAND
@@ -70,7 +70,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Line
     assert process.wait(20) == 0
 
 
-def score(url: str, *scores: dict[str, Any], latents: torch.Tensor | None = None, **settings: Any) -> Scores:
+def score(url: str, *scores: dict[str, Any], latents: torch.Tensor | None = None, **settings: Any) -> ClipScores:
     urls = {"enqueue_url": f"{url}enqueue", "fetch_url": f"{url}pull"}
     config = WorldRewardConfig.model_validate({"services": scores, "time_limit": 60, **urls, **settings})
     value = torch.zeros(2, 16, 3, 4, 4) if latents is None else latents
@@ -144,9 +144,9 @@ def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{name}", value)
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path / "cache"))
     remote._copy_of.cache_clear()
-    s3._client.cache_clear()
+    s3._create_client.cache_clear()
     yield bucket
-    s3._client.cache_clear()
+    s3._create_client.cache_clear()
 
 
 def test_folders_shards_and_prompts_are_read_from_s3(store: Any, tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ def plain_gradients(config: Any) -> Gradients:
 def first_batches(config: Any, rank: int, world_size: int, exchange: Any = None) -> Any:
     from dsreason.data.loader import StepLoader
     from dsreason.data.sources import open_datasets
-    from dsreason.train.common.global_batches import step_order
+    from dsreason.train.common.global_batches import build_step_order
     from dsreason.train.common.preflight import build_encoder
 
     training, _ = open_datasets(config.data)
-    encoder, order = build_encoder(config, Path(config.model.path)), step_order(training, config)
+    encoder, order = build_encoder(config, Path(config.model.path)), build_step_order(training, config)
     exchange = exchange or (lambda value: [value])
     return next(iter(StepLoader(training, encoder, order, config, exchange=exchange, rank=rank, world_size=world_size)))
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import data_adapters
 import dsreason
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.cli.main import app
 from tests.integration.command import dsreason as run_command
 
@@ -68,7 +68,7 @@ def test_every_command_starts(command: str) -> None:
     assert f"{command} [OPTIONS]" in result.output
 
 
-@pytest.mark.parametrize("command", trainers())
+@pytest.mark.parametrize("command", find_trainers())
 def test_training_commands_pass_their_checks(command: str, tmp_path: Path) -> None:
     assert '"optim"' in run(tmp_path, command, "--dry-run")
 

@@ -127,15 +127,15 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
     import torch
 
     from dsreason.data.collate import collate
-    from dsreason.engine.engine import engine_grad_norm, full_parameters
+    from dsreason.engine.engine import get_grad_norm, iter_full_parameters
     from dsreason.engine.offload import StateOffload
     from dsreason.engine.reference import ReferencePolicy
-    from dsreason.losses.sft import sft_loss
-    from dsreason.rollout.weight_sync import WeightStream, fingerprints
+    from dsreason.losses.sft import compute_sft_loss
+    from dsreason.rollout.weight_sync import WeightStream, compute_fingerprints
     from tests.engines import full_gradients
 
     world, _, encoder, engine = build(model, attention, {"deepspeed": deepspeed})
-    samples = [encoder.dummy("image"), encoder.dummy("video")]
+    samples = [encoder.build_dummy("image"), encoder.build_dummy("video")]
     samples = [replace(s, loss_mask=torch.arange(len(s)) >= len(s) - 3 - i, id=str(i)) for i, s in enumerate(samples)]
     batch = collate(samples, pad_id=0).to(engine.device)
     banned = torch.tensor([1, 2], device=engine.device)
@@ -146,10 +146,10 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
 
     def step() -> float:
         engine.set_gradient_accumulation_boundary(True)
-        engine.backward(sft_loss(engine(batch, TEMPERATURE, banned), num_tokens=7), scale_wrt_gas=False)
+        engine.backward(compute_sft_loss(engine(batch, TEMPERATURE, banned), num_tokens=7), scale_wrt_gas=False)
         recorded["squared gradient"] = sum(float(g.double().square().sum()) for g in full_gradients(engine).values())
         engine.step()
-        return engine_grad_norm(engine)
+        return get_grad_norm(engine)
 
     recorded: dict[str, Any] = {"device": engine.device.type, "first": look()}
     reference, offload = ReferencePolicy(engine), StateOffload(engine)
@@ -162,14 +162,14 @@ def policy(model: str, attention: str, deepspeed: str = "zero3.json") -> dict[st
         recorded["reference"] = look()
     recorded["norm after the trip"] = step()
     recorded["third"] = look()
-    weights = dict(full_parameters(engine))
+    weights = dict(iter_full_parameters(engine))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sending = WeightStream(full_parameters(engine), shapes, torch.float32, engine.device)
-    sending.drain()
+    sending = WeightStream(iter_full_parameters(engine), shapes, torch.float32, engine.device)
+    sending.read_remaining()
     sending.finish()
     recorded["fingerprints"] = {name: numbers.tolist() for name, numbers in sending.fingerprints.items()}
     recorded["same fingerprints"] = {
-        name: numbers.tolist() for name, numbers in fingerprints(weights.items()).items()
+        name: numbers.tolist() for name, numbers in compute_fingerprints(weights.items()).items()
     } == recorded["fingerprints"]
     recorded["buffers"] = sorted({f"{buffer.device.type} {buffer.dtype}" for buffer in engine.module.buffers()})
     return recorded
@@ -191,12 +191,12 @@ def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
 
     device = init_world().device
     encoder = build_encoder(SFTConfig(), Path(model))
-    full, _ = placement.checked_model(Path(model), dtype=torch.float32)
+    full, _ = placement.build_checked_model(Path(model), dtype=torch.float32)
     size = sum(parameter.nbytes for parameter in full.parameters())
-    placement.budget = lambda device: int(share * size)
+    placement.compute_budget = lambda device: int(share * size)
     copy = placement.load_where_it_fits(Path(model), dtype=torch.float32, device=device, attention=attention)
     assert any(parameter.is_meta for parameter in copy.parameters()) == (share < 1)
-    image, video = encoder.dummy("image"), encoder.dummy("video")
+    image, video = encoder.build_dummy("image"), encoder.build_dummy("video")
     settings = (
         Sampling(temperature=0, max_completion_length=4),
         Sampling(temperature=1.3, top_p=0.8, top_k=40, max_completion_length=4, seed=3),
@@ -225,9 +225,9 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
 
     from dsreason.config.schema_data import DataConfig
     from dsreason.data.sources import open_datasets
-    from dsreason.engine.engine import engine_grad_norm, set_learning_rate
+    from dsreason.engine.engine import get_grad_norm, set_learning_rate
     from dsreason.engine.reference import ReferencePolicy
-    from dsreason.rollout.protocol import media_token_ids, single_turn
+    from dsreason.rollout.protocol import find_media_token_ids, make_single_turn
     from dsreason.train.grpo.rollouts import Rollout
     from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
 
@@ -238,11 +238,11 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
     training, _ = open_datasets(data)
     prompts = [encoder.encode_prompt(training[i]) for i in range(3)]
     rollouts = [
-        Rollout(prompt, single_turn(ids, "", (-6.0,) * len(ids), "stop", 0), 0.0, {}, advantage)
+        Rollout(prompt, make_single_turn(ids, "", (-6.0,) * len(ids), "stop", 0), 0.0, {}, advantage)
         for prompt in prompts
         for ids, advantage in (((40, 41, 42), 0.7), ((50, 51), -0.7))
     ]
-    banned = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
+    banned = torch.tensor(find_media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
     result = []
     for algorithm in algorithms:
         changed = config.model_copy(update={"grpo": config.grpo.model_validate(algorithm)})
@@ -251,7 +251,7 @@ def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any
         (micro_batches,) = add_fixed_logprobs([micro_batches], engine, against, None, changed, banned)
         metrics, _ = accumulate_gradients(engine, micro_batches, changed, world, banned)
         engine.step()
-        result.append({**metrics, "norm": engine_grad_norm(engine)})
+        result.append({**metrics, "norm": get_grad_norm(engine)})
     return result
 
 
@@ -263,7 +263,7 @@ def objectives() -> list[tuple[float, ...]]:
 
     from dsreason.config.schema_grpo import AlgorithmConfig
     from dsreason.job.ranks import init_world
-    from dsreason.losses.objective import objective_of
+    from dsreason.losses.objective import build_objective
     from dsreason.losses.policy import GlobalCounts, LossInputs
 
     device = init_world().device
@@ -283,7 +283,7 @@ def objectives() -> list[tuple[float, ...]]:
         config = AlgorithmConfig(
             preset=preset, correction=correction, kl_estimator=estimator, kl_coef=0.1, entropy_coef=0.01
         )
-        objective = objective_of(config)
+        objective = build_objective(config)
         leaf = logprobs.clone().to(device).requires_grad_()
         weights = None if objective.correction is None else objective.correction(old - engines, sequence)
         penalty = objective.penalty(leaf, ref, old, entropy)

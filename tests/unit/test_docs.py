@@ -18,7 +18,7 @@ import typer.main
 
 from data_adapters import jsonl
 from dsreason.cli.main import app
-from dsreason.config.keys import all_keys, dotted
+from dsreason.config.keys import iter_keys, join_path
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_data import DataConfig
@@ -26,7 +26,7 @@ from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.config.shipped import find_file
-from dsreason.data.adapters import find_adapter, shipped_adapters
+from dsreason.data.adapters import find_adapter, list_shipped_adapters
 from dsreason.data.types import Sample
 from dsreason.losses.presets import PRESETS
 from dsreason.rewards import BUILT_IN
@@ -117,7 +117,7 @@ def test_every_file_of_the_project_that_is_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "keys.md"], ids=by_name)
 def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
-    expected = {kind: {dotted(key) for key in all_keys(schema)} for kind, schema in SCHEMAS.items()}
+    expected = {kind: {join_path(key) for key in iter_keys(schema)} for kind, schema in SCHEMAS.items()}
     sections = {key.partition(".")[0] for keys in expected.values() for key in keys if "." in key}
     for key, value in KEYS.findall(page.read_text(encoding="utf-8")):
         if key.partition(".")[0] not in sections or key.endswith((".md", ".py", ".html")):
@@ -143,7 +143,7 @@ def test_a_configuration_loads_and_what_it_names_exists(
     if isinstance(config, WorldConfig):
         check_world_rewards(config)
         return
-    sources = config.sources if isinstance(config, EvalConfig) else config.data.all_sources()
+    sources = config.sources if isinstance(config, EvalConfig) else config.data.list_sources()
     for source in sources:
         find_adapter(source.adapter)
     if isinstance(config, GRPOConfig):
@@ -305,7 +305,7 @@ def test_the_presets_are_those_of_the_code() -> None:
     ("page", "heading", "names"),
     [
         ("grpo.md", "Rewards", BUILT_IN),
-        ("data.md", "Adapters", shipped_adapters()),
+        ("data.md", "Adapters", list_shipped_adapters()),
         ("world.md", "Rewards", CLIP_REWARDS),
     ],
 )

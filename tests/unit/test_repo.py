@@ -69,7 +69,7 @@ def test_a_recipe_loads_and_what_it_names_exists(recipe: Path) -> None:
     config = load(recipe)
     assert config.deepspeed in {file.name for file in DS_CONFIGS}
     if isinstance(config, RunConfig):
-        for source in config.data.all_sources():
+        for source in config.data.list_sources():
             find_adapter(source.adapter)
     if isinstance(config, GRPOConfig):
         for name in config.reward.functions:

@@ -15,7 +15,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
-from dsreason.secrets import hidden, hide_secrets, holds_secret, masked
+from dsreason.secrets import hide_in_json, hide_secrets, is_secret_key, iter_masked_keys
 
 
 def judged(**reward: Any) -> GRPOConfig:
@@ -95,8 +95,8 @@ def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: py
 def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) -> None:
     assert hide_secrets(text) == shown
     assert hide_secrets(shown) == shown
-    assert [*masked(text)] == []
-    assert [*masked({"a": [shown]})] == ([] if text == shown else ["a.0"])
+    assert [*iter_masked_keys(text)] == []
+    assert [*iter_masked_keys({"a": [shown]})] == ([] if text == shown else ["a.0"])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) 
     ],
 )
 def test_a_key_whose_last_word_says_secret_holds_one(key: str, secret: bool) -> None:
-    assert holds_secret(key) == secret
+    assert is_secret_key(key) == secret
 
 
 def test_secrets_in_reward_options_are_masked_however_deep() -> None:
@@ -133,8 +133,8 @@ def test_secrets_in_reward_options_are_masked_however_deep() -> None:
     }
     assert config.reward.options["judge.py:f"]["api_key"] == "sk-sentinel"
     below = ("api_key", "server.headers.0.Authorization", "server.credential", "password")
-    assert [*masked(dumped)] == [f"reward.options.judge.py:f.{key}" for key in below]
-    assert [*masked(config.model_dump(mode="json"))] == []
+    assert [*iter_masked_keys(dumped)] == [f"reward.options.judge.py:f.{key}" for key in below]
+    assert [*iter_masked_keys(config.model_dump(mode="json"))] == []
     assert GRPOConfig.model_validate(dumped).reward.functions == config.reward.functions
 
 
@@ -151,19 +151,19 @@ def test_the_query_of_a_reward_servers_address_is_used_and_not_shown(url: str, s
     reward = dump_config(config)["reward"]
     assert reward["remote"]["url"] == reward["options"]["judge.py:f"]["server"] == shown
     assert config.reward.remote.url == url
-    assert len([*masked(reward)]) == (0 if url == shown else 2)
+    assert len([*iter_masked_keys(reward)]) == (0 if url == shown else 2)
 
 
 @pytest.mark.parametrize("text", ["s3://user:sentinel@bucket", "with sentinel in it", f"hf_{'a' * 30}"])
 def test_a_mask_is_known_again(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("A_KEY", "sentinel")
-    assert [*masked({"a": text})] == []
-    assert [*masked({"a": hidden(text)})] == ["a"]
+    assert [*iter_masked_keys({"a": text})] == []
+    assert [*iter_masked_keys({"a": hide_in_json(text)})] == ["a"]
 
 
 @pytest.mark.parametrize("text", ["…", "and so on…", "what is it?…", "a <BIG_KEY> here", "x=…"])
 def test_other_ellipses_are_no_masks(text: str) -> None:
-    assert [*masked({"prompt": text})] == []
+    assert [*iter_masked_keys({"prompt": text})] == []
 
 
 @pytest.mark.parametrize("schema", [SFTConfig, GRPOConfig, EvalConfig])
@@ -173,7 +173,7 @@ def test_no_key_of_the_schema_is_taken_for_a_secret(schema: type[BaseModel]) -> 
 
     result = names(schema.model_json_schema())
     assert "max_length" in result
-    assert not [name for name in result if holds_secret(name)]
+    assert not [name for name in result if is_secret_key(name)]
 
 
 def test_the_command_line_in_config_json_shows_no_secret(tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
 def test_a_long_hostile_text_is_gone_through_at_once(part: str) -> None:
     """A pattern that looks at the rest of the text from every place would take minutes."""
     long = part * (200_000 // len(part))
-    assert "sentinel" not in hidden(f"{long} api_key=sentinel")
-    assert [*masked(f"{long} api_key=…")] == [""]
+    assert "sentinel" not in hide_in_json(f"{long} api_key=sentinel")
+    assert [*iter_masked_keys(f"{long} api_key=…")] == [""]

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from dsreason.imports import EXTRAS, install_command
+from dsreason.imports import EXTRAS, build_install_command
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "launch" / "requirements"
@@ -81,7 +81,7 @@ def test_the_advice_to_install_an_extra_is_a_command_for_this_environment(
     python = [sys.executable, "-m", "pip", "install"]
     uv = ["uv", "pip", "install", "--python", sys.executable]
     expected = (python if pip else uv) + project["optional-dependencies"][extra]
-    assert shlex.split(install_command(extra)) == expected
+    assert shlex.split(build_install_command(extra)) == expected
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

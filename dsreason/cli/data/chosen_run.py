@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dsreason.cli.job import Trainer, trainers
+from dsreason.cli.job import Trainer, find_trainers
 from dsreason.config.load import read_config
 from dsreason.config.schema import RunConfig
 from dsreason.errors import ConfigError
-from dsreason.screen import say
+from dsreason.screen import print_message
 from dsreason.tools.cosmos_rl.loading import find_import
 from dsreason.tools.cosmos_rl.loading import load_run as load_any
 
@@ -22,7 +22,7 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
     Raises:
         ConfigError: no training command has the name.
     """
-    trainer_of_name = trainers()
+    trainer_of_name = find_trainers()
     if command is not None:
         if command not in trainer_of_name:
             raise ConfigError(f"--for {command}: is not a training command; choose {' or '.join(trainer_of_name)}")
@@ -35,7 +35,7 @@ def choose_trainer(config: Path | None, overrides: list[str] | None, command: st
     return chosen if chosen.own_sections & sections else trainer_of_name["sft"]
 
 
-def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
+def check_has_rows(trainer: Trainer[Any]) -> Trainer[Any]:
     """Return the trainer. ConfigError if its rows are clips, not questions and answers."""
     if not issubclass(trainer.schema, RunConfig):
         raise ConfigError(
@@ -48,5 +48,5 @@ def of_rows(trainer: Trainer[Any]) -> Trainer[Any]:
 def load_run(trainer: Trainer[R], config: Path | None, overrides: list[str] | None) -> R:
     """Load the configuration, or the trainer's built-in recipe if `path` is None."""
     if config is None:
-        say(f"no --config: the built-in recipe {trainer.recipe}", err=True)
+        print_message(f"no --config: the built-in recipe {trainer.recipe}", err=True)
     return load_any(trainer.name, trainer.schema, config, overrides or (), default_recipe=trainer.recipe)[0]

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dsreason.cli.data.chosen_run import choose_trainer, load_run, of_rows
+from dsreason.cli.data.chosen_run import check_has_rows, choose_trainer, load_run
 from dsreason.cli.data.fetch import CutDataset, DataDirOption, Task, fetch
 from dsreason.cli.job import ConfigOption, SetOption, Trainer
 from dsreason.config.load import read_values
-from dsreason.config.output import default_output_dir
+from dsreason.config.output import build_default_output_dir
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.disk import check_writable, make_folder
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
-from dsreason.screen import say, write
+from dsreason.screen import print_message, write
 
 if TYPE_CHECKING:
     from dsreason.data.sources import SampleDataset
@@ -67,16 +67,16 @@ def clip(
     Existing clips are kept. Clips that cannot be cut are listed, and the exit code is 1.
     """
     launch.prepare_environment()
-    from dsreason.tools.datasets.clip import cut_clips, needed_clips
-    from dsreason.tools.datasets.clip_rules import rule_for
+    from dsreason.tools.datasets.clip import cut_clips, list_needed_clips
+    from dsreason.tools.datasets.clip_rules import choose_rule
 
     folder = data_dir / task / dataset
-    names = needed_clips(folder, dataset, annotations or [])
-    rule = rule_for(dataset, raw or data_dir / "raw" / dataset, events=events)
-    clips = cut_clips(names, rule, folder / "clips", workers=num_workers(workers))
+    names = list_needed_clips(folder, dataset, annotations or [])
+    rule = choose_rule(dataset, raw or data_dir / "raw" / dataset, events=events)
+    clips = cut_clips(names, rule, folder / "clips", workers=choose_num_workers(workers))
     for text in [*clips.missing, *clips.failed]:
-        say(text)
-    say(
+        print_message(text)
+    print_message(
         f"{len(names)} clips in {folder / 'clips'}: {len(clips.cut)} cut, {len(clips.present)} there already, "
         f"{len(clips.missing)} without a raw video, {len(clips.failed)} that cannot be cut",
         err=True,
@@ -112,17 +112,17 @@ def inspect(
         raise ConfigError("give the data either with --config, or with --path and --adapter")
     if config is not None and balance is not None:
         raise ConfigError(f"--balance {balance}: goes with --path; with --config give --set data.balance={balance}")
-    folder = output or default_output_dir("inspect")
+    folder = output or build_default_output_dir("inspect")
     check_writable(folder, "--output")
     run: RunConfig
     if config is not None:
-        run = load_run(of_rows(choose_trainer(config, overrides, None)), config, overrides)
+        run = load_run(check_has_rows(choose_trainer(config, overrides, None)), config, overrides)
     else:
         source = {"adapter": adapter or "jsonl", "path": path or "", "media_path": media_path}
         data = {**source, "subset": subset, "split": split, "balance": balance}
         run = read_values(SFTConfig, {"data": data}, "the options", overrides or ())
     launch.prepare_environment()
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.cli.data.inspection_tables import show_inspection
         from dsreason.data.sources import open_datasets
         from dsreason.tools.datasets.inspection import inspect_data
@@ -132,27 +132,27 @@ def inspect(
     datasets |= test_sets(run.data, test, benchmark)
     encoder = None
     if model is not None:
-        with quick_imports():
+        with make_imports_fast():
             from dsreason.train.common.preflight import build_encoder, find_model
 
         measured = run.model_copy(update={"model": run.model.model_copy(update={"path": model})})
         encoder = replace(build_encoder(measured, find_model(measured)), needs_reply=False)
-    inspection = inspect_data(datasets, encoder, limit=limit, workers=num_workers(workers))
-    inspection = with_labels(inspection, training, run.data)
+    inspection = inspect_data(datasets, encoder, limit=limit, workers=choose_num_workers(workers))
+    inspection = add_labels(inspection, training, run.data)
     write_inspection(inspection, datasets, folder)
     if as_json:
         write(json.dumps(asdict(inspection), indent=2, ensure_ascii=False))
     else:
         show_inspection(inspection)
-    say(f"written to {folder}", err=True)
+    print_message(f"written to {folder}", err=True)
 
 
-def with_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
+def add_labels(found: Inspection, training: SampleDataset, data: DataConfig) -> Inspection:
     """Add what `data.balance` would do to the inspection. Reports rows without a label; it is a problem if none has one."""
-    from dsreason.data.labels import labels_per_epoch
+    from dsreason.data.labels import count_labels_per_epoch
 
     try:
-        return replace(found, balance=labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
+        return replace(found, balance=count_labels_per_epoch(training, data.model_copy(update={"on_bad_row": "skip"})))
     except DataError as error:
         problem = {"part": "training", "where": "all rows", "kind": "no labels", "reason": str(error)}
         return replace(found, problems=[problem, *found.problems])
@@ -164,7 +164,7 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
     sources: dict[str, SourceConfig] = {}
     if test is not None:
         first = {
-            key: getattr(data.all_sources()[0], key) for key in ("adapter", "media_path", "subset", "video_pattern")
+            key: getattr(data.list_sources()[0], key) for key in ("adapter", "media_path", "subset", "video_pattern")
         }
         sources["test"] = SourceConfig(path=test, **first)
     if benchmark is not None:
@@ -178,9 +178,9 @@ def test_sets(data: DataConfig, test: str | None, benchmark: Path | None) -> dic
 def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], folder: Path) -> None:
     """`inspection.json`, `problems.jsonl`, `duplicates.jsonl` and `contact_sheet.png`."""
     from dsreason.data.loader import read_row
-    from dsreason.data.order import evenly
+    from dsreason.data.order import pick_evenly
     from dsreason.data.types import Sample
-    from dsreason.train.common.contact_sheet import sheet_of_samples
+    from dsreason.train.common.contact_sheet import draw_sample_sheets
 
     make_folder(folder, "--output")
     document = asdict(found)
@@ -189,8 +189,8 @@ def write_inspection(found: Inspection, datasets: dict[str, SampleDataset], fold
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "inspection.json").write_text(json.dumps(document, indent=2, ensure_ascii=False), encoding="utf-8")
     training = datasets["training"]
-    rows = [read_row(training, row, lambda sample: sample) for row in evenly(len(training), SHEET_SAMPLES)]
-    sheet_of_samples([row for row in rows if isinstance(row, Sample)]).save(folder / "contact_sheet.png")
+    rows = [read_row(training, row, lambda sample: sample) for row in pick_evenly(len(training), SHEET_SAMPLES)]
+    draw_sample_sheets([row for row in rows if isinstance(row, Sample)]).save(folder / "contact_sheet.png")
 
 
 @app.command()
@@ -215,27 +215,27 @@ def validate(
     """
     if all_rows and limit is not None:
         raise ConfigError(f"--all and --limit {limit} exclude each other; remove one")
-    trainer = of_rows(choose_trainer(config, overrides, command))
+    trainer = check_has_rows(choose_trainer(config, overrides, command))
     run = load_run(trainer, config, overrides)
     launch.prepare_environment()
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.tools.datasets.rendering import render_rows
 
     count = 0
     bad: list[str] = []
-    for name, dataset, encode in encoded_parts(trainer, run):
-        rendered, unusable = render_rows(name, dataset, encode, limit=limit, workers=num_workers(workers))
+    for name, dataset, encode in list_encoded_parts(trainer, run):
+        rendered, unusable = render_rows(name, dataset, encode, limit=limit, workers=choose_num_workers(workers))
         count, bad = count + rendered, bad + unusable
     for text in bad:
-        say(text)
-    say(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
+        print_message(text)
+    print_message(f"{count} rows rendered, {len(bad)} of them cannot be used", err=True)
     if bad:
         raise typer.Exit(1)
 
 
-def encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
+def list_encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset, Encode]]:
     """Training and held-out rows, encoded as the trainer does it."""
-    with quick_imports():
+    with make_imports_fast():
         from dsreason.data.sources import open_datasets
         from dsreason.train.common.preflight import build_encoder, find_model
 
@@ -246,5 +246,5 @@ def encoded_parts(trainer: Trainer[R], run: R) -> list[tuple[str, SampleDataset,
     return [("training", training, as_trained), ("validation", validation, held_out)]
 
 
-def num_workers(workers: int | None) -> int:
+def choose_num_workers(workers: int | None) -> int:
     return len(os.sched_getaffinity(0)) if workers is None else workers

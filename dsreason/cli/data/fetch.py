@@ -12,10 +12,10 @@ import typer
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.disk import check_writable
 from dsreason.job import launch
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 if TYPE_CHECKING:
-    from dsreason.tools.datasets.fetch import Plan
+    from dsreason.tools.datasets.fetch import FetchPlan
 
 Task = StrEnum("Task", ["benchmark", "sft", "rl"])
 Dataset = StrEnum("Dataset", ["robovqa", "av", "agibot", "bridgev2", "holoassist", "robofail"])
@@ -71,12 +71,12 @@ def fetch(
         show_plan(plan, dry_run)
         if not dry_run:
             fetching.fetch(plan)
-            say(f"{plan.repo}: complete in {plan.folder}")
+            print_message(f"{plan.repo}: complete in {plan.folder}")
     uncut = [(name, task) for task, plan in zip(tasks, plans, strict=True) for name in plan.without_clips]
     wanted_tasks = [(name, task) for name, task in uncut if raw and name in get_args(CutDataset)]
     for name, one in uncut:
         if (name, one) not in wanted_tasks:
-            say(f"{name}: {advice_on_clips(name, one, data_dir, repo, revision)}")
+            print_message(f"{name}: {advise_on_clips(name, one, data_dir, repo, revision)}")
     if fetch_all_raw_videos(wanted_tasks, data_dir, raw_from, dry_run):
         raise typer.Exit(1)
 
@@ -97,7 +97,7 @@ def fetch_all_raw_videos(
         except DataError as error:
             failed.append(str(error))
     for text in missing:
-        say(text)
+        print_message(text)
     if failed:
         raise DataError("\n".join(failed))
     return missing
@@ -105,41 +105,43 @@ def fetch_all_raw_videos(
 
 def fetch_raw_videos(name: str, task: Task, data_dir: Path, raw_from: str | None, dry_run: bool) -> list[str]:
     """Fetch those that clips need, or say what would be; returns a text for each clip whose raw video is not offered."""
-    from dsreason.tools.datasets.clip import needed_clips
+    from dsreason.tools.datasets.clip import list_needed_clips
     from dsreason.tools.datasets.raw import fetch_raw, plan_raw
 
     folder = data_dir / task / name
     if dry_run and not folder.is_dir():
-        say(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
+        print_message(f"{name}: its annotations say which raw videos are needed; fetch them first, without --raw")
         return []
-    plan = plan_raw(name, needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
+    plan = plan_raw(name, list_needed_clips(folder, name), folder / "clips", data_dir / "raw" / name, raw_from)
     clips = sum(map(len, plan.videos.values()))
-    say(
+    print_message(
         f"{name}: {len(plan.videos)} raw videos to fetch from {plan.place} → {plan.folder}, for {clips} of {plan.clips} clips"
     )
     if dry_run:
-        say(f"  by hand: {plan.by_hand}")
+        print_message(f"  by hand: {plan.by_hand}")
         return []
     missing = fetch_raw(plan)
-    say(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
+    print_message(f"{name}: cut its clips: dsreason data clip {clip_options(name, task, data_dir)}")
     return missing
 
 
-def show_plan(plan: Plan, with_files: bool) -> None:
-    from dsreason.tools.datasets.fetch import gigabytes
+def show_plan(plan: FetchPlan, with_files: bool) -> None:
+    from dsreason.tools.datasets.fetch import format_gigabytes
 
     missing, total = len(plan.missing), len(plan.files)
-    say(
+    print_message(
         f"{plan.repo} at {plan.revision[:12]} → {plan.folder}: {missing} of {total} files to fetch, "
-        f"{gigabytes(plan.num_bytes)} ({gigabytes(plan.disk_bytes)} of disk)"
+        f"{format_gigabytes(plan.num_bytes)} ({format_gigabytes(plan.disk_bytes)} of disk)"
     )
     if with_files:
         missing_files = set(plan.missing)
         for file in plan.files:
-            say(f"  {gigabytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}")
+            print_message(
+                f"  {format_gigabytes(file.size):>10}  {file.path}{'' if file in missing_files else '  (there already)'}"
+            )
 
 
-def advice_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
+def advise_on_clips(name: str, task: Task, data_dir: Path, repo: str | None, revision: str | None) -> str:
     if name not in get_args(CutDataset):
         return "the repository has no clips of it"
     options = clip_options(name, task, data_dir)

@@ -16,18 +16,18 @@ SHOWN_PIXELS = 3
 
 def show_inspection(found: Inspection) -> None:
     console = open_console()
-    console.print(facts_table(found))
+    console.print(build_facts_table(found))
     for name, part in found.parts.items():
         if part.letters:
-            console.print(letters_table(name, part))
+            console.print(build_letters_table(name, part))
         if part.answers:
-            console.print(counts_table(f"{name}: answers", "answer", part.answers, part.inspected))
+            console.print(build_counts_table(f"{name}: answers", "answer", part.answers, part.inspected))
         if part.system_prompts:
-            console.print(counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
+            console.print(build_counts_table(f"{name}: system prompts", "prompt", part.system_prompts, part.inspected))
     if found.balance:
         console.print(balance_table(found))
     if found.overlaps:
-        console.print(overlaps_table(found))
+        console.print(build_overlaps_table(found))
     for name, part in found.parts.items():
         for text in part.pixels.examples[:SHOWN_PIXELS] if part.pixels else ():
             console.print(f"{name}: other pixels: {text}", markup=False, highlight=False)
@@ -37,36 +37,39 @@ def show_inspection(found: Inspection) -> None:
         console.print(f"and {len(found.problems) - SHOWN} more in problems.jsonl")
 
 
-def facts_table(found: Inspection) -> Table:
+def build_facts_table(found: Inspection) -> Table:
     """A column a part; the numbers of a spread are: least, median, 95 %, most."""
     table = Table("", *found.parts, title="least / median / 95 % / most")
-    columns = [facts(part, found.max_length) for part in found.parts.values()]
+    columns = [collect_facts(part, found.max_length) for part in found.parts.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     return table
 
 
-def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
+def collect_facts(part: PartReport, max_length: int | None) -> dict[str, str]:
     rows = {"rows": f"{part.rows}" + (f" ({part.inspected} looked at)" if part.inspected < part.rows else "")}
     rows |= {f"rows that cannot be used: {reason}": str(count) for reason, count in part.unusable.items()}
     rows |= {"unreadable media files": str(part.unreadable_media)} if part.unreadable_media else {}
     rows |= {f"rows with {kind}": str(count) for kind, count in sorted(part.modalities.items())}
-    rows |= {"question, characters": shown(part.question_characters)}
-    rows |= {"answer, characters": shown(part.answer_characters)}
+    rows |= {"question, characters": format_spread(part.question_characters)}
+    rows |= {"answer, characters": format_spread(part.answer_characters)}
     if (pairs := part.preferences) is not None:
-        rows |= {"preferences": str(pairs.rows), "rejected answer, characters": shown(pairs.rejected_characters)}
+        rows |= {
+            "preferences": str(pairs.rows),
+            "rejected answer, characters": format_spread(pairs.rejected_characters),
+        }
         rows["chosen answer is the longer one"] = f"{pairs.longer_chosen / pairs.rows:.1%}"
         rows |= {"both answers are the same": str(pairs.undecided)} if pairs.undecided else {}
     if part.too_long is not None:
-        rows |= {"tokens": shown(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
+        rows |= {"tokens": format_spread(part.tokens), f"rows over {max_length} tokens": str(part.too_long)}
     if part.pixels is not None and part.pixels.compared:
         rows["media of other pixels than cosmos-rl's"] = f"{part.pixels.differing} of {part.pixels.compared}"
     for kind, media in part.media.items():
         rows[f"{kind} files"] = f"{media.files}, {decimal(media.bytes)}"
         for label, numbers in (("height", media.height), ("width", media.width)):
-            rows[f"{kind} {label}, pixels"] = shown(numbers)
+            rows[f"{kind} {label}, pixels"] = format_spread(numbers)
         if kind == "video":
-            rows |= {"video, seconds": shown(media.seconds), "video, frames a second": shown(media.fps)}
+            rows |= {"video, seconds": format_spread(media.seconds), "video, frames a second": format_spread(media.fps)}
     if part.unlisted_answers:
         rows["answers that are none of the question's options"] = str(part.unlisted_answers)
     if part.best_constant is not None:
@@ -81,20 +84,20 @@ def facts(part: PartReport, max_length: int | None) -> dict[str, str]:
     return rows
 
 
-def shown(numbers: Spread | None) -> str:
+def format_spread(numbers: Spread | None) -> str:
     if numbers is None:
         return "-"
     return " / ".join(f"{value:.4g}" for value in (numbers.min, numbers.median, numbers.p95, numbers.max))
 
 
-def letters_table(name: str, part: PartReport) -> Table:
+def build_letters_table(name: str, part: PartReport) -> Table:
     table = Table("right letter", "rows", "if all options were alike", title=f"{name}: position bias")
     for letter, counts in part.letters.items():
         table.add_row(letter, str(counts.count), f"{counts.expected:.1f}")
     return table
 
 
-def counts_table(title: str, what: str, counts: dict[str, int], total: int) -> Table:
+def build_counts_table(title: str, what: str, counts: dict[str, int], total: int) -> Table:
     table = Table(what, "rows", "share", title=title)
     for text, count in counts.items():
         table.add_row(text.replace("\n", " ")[:80].replace("[", r"\["), str(count), f"{count / total:.1%}")
@@ -110,7 +113,7 @@ def balance_table(found: Inspection) -> Table:
     return table
 
 
-def overlaps_table(found: Inspection) -> Table:
+def build_overlaps_table(found: Inspection) -> Table:
     table = Table("rows of", "also in", "same question and media", "a medium in common", title="duplicates")
     for overlap in found.overlaps:
         table.add_row(overlap.part, overlap.other, str(overlap.same_rows), str(overlap.same_media))

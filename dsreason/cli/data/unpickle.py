@@ -9,8 +9,8 @@ import typer
 
 from dsreason.errors import DataError
 from dsreason.files.disk import make_folder
-from dsreason.problems import instead_of_file
-from dsreason.screen import say
+from dsreason.problems import describe_missing_file
+from dsreason.screen import print_message
 
 SUFFIXES = (".pickle", ".pkl")
 
@@ -27,22 +27,22 @@ def unpickle(
     """
     from dsreason.files.plain_pickle import convert_pickle
 
-    files = [file for path in paths for file in pickles_at(path)]
+    files = [file for path in paths for file in list_pickles(path)]
     names = [file.stem for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"data unpickle: two files are named {twice}; convert them into separate folders")
     make_folder(output, "--output")
     for file in files:
         written = convert_pickle(file, output)
-        say(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
+        print_message(f"{file} → {written[0]}" + (f" and {len(written) - 1} arrays" if written[1:] else ""))
 
 
-def pickles_at(path: Path) -> list[Path]:
+def list_pickles(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
             raise DataError(f"{path}: there is no {' or '.join(SUFFIXES)} file in this folder")
         return files
     if not path.is_file():
-        raise DataError(f"{path}: {instead_of_file(path)}")
+        raise DataError(f"{path}: {describe_missing_file(path)}")
     return [path]

@@ -16,22 +16,22 @@ from dsreason.config.schema import ModelConfig
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.data.chat import Encoder
 from dsreason.errors import ConfigError
-from dsreason.evaluation.ask.asking import Answerer, Gather, alone
+from dsreason.evaluation.ask.asking import Answerer, Gather, wrap_in_list
 from dsreason.evaluation.ask.engine import VERSION, EngineAnswerer
-from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
-from dsreason.evaluation.ask.sampling import max_tokens
+from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, name_model, run_weights
+from dsreason.evaluation.ask.sampling import compute_max_tokens
 from dsreason.evaluation.ask.server import ServerAnswerer
-from dsreason.files.cache import cache_dir
-from dsreason.job.ranks import World, first_rank_first, gather_objects, init_world, on_rank_zero, shutdown
-from dsreason.models.folder import model_fingerprint
-from dsreason.models.load import checked_model, model_config, resolve_model
+from dsreason.files.cache import get_cache_dir
+from dsreason.job.ranks import World, gather_objects, init_world, run_first_rank_first, run_on_rank_zero, shutdown
+from dsreason.models.folder import compute_fingerprint
+from dsreason.models.load import build_checked_model, read_model_config, resolve_model
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.progress import Advance, open_progress
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.protocol import RolloutEngine
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options
-from dsreason.secrets import hidden
+from dsreason.secrets import hide_in_json
 from dsreason.text import QuestionKind
 
 TRANSFORMERS_BATCH = 64
@@ -51,17 +51,17 @@ class Answering:
     """Its name in the results, and what tells it from others."""
     rank: int = 0
     size: int = 1
-    in_step: Gather = alone
+    in_step: Gather = wrap_in_list
     """Gathers a value from the ranks that hold a model together and have to ask as often."""
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value. Collective."""
         return gather_objects(value) if self.size > 1 else [value]
 
-    def on_first_rank(self, call: Callable[[], None]) -> None:
+    def run_on_first_rank(self, call: Callable[[], None]) -> None:
         """Call it on the first rank; a DsReasonError there is raised on all. Collective."""
         if self.size > 1:
-            on_rank_zero(call)
+            run_on_rank_zero(call)
         else:
             call()
 
@@ -70,7 +70,7 @@ class Answering:
         """Count questions on the first rank, which counts those of all ranks from its own share."""
         with (
             open_progress(rank=self.rank, total_steps=1) as progress,
-            progress.phase("questions", num_questions, "questions") as advance,
+            progress.track_phase("questions", num_questions, "questions") as advance,
         ):
             yield lambda count: advance(count * self.size)
 
@@ -86,7 +86,7 @@ def open_answering(config: EvalConfig, on_model: OnModel) -> Iterator[Answering]
     """
     if config.server.url is not None:
         with closing(ServerAnswerer(config.server)) as answerer:
-            name, address = base_name(answerer.model), str(hidden(config.server.url))
+            name, address = name_model(answerer.model), str(hide_in_json(config.server.url))
             model = {"name": name, "path": answerer.model, "server": address}
             on_model(model)
             yield Answering(answerer, None, model)
@@ -105,15 +105,15 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
             "start a multiple of it"
         )
     path, name = find_model(config, world, stack)
-    on_rank_zero(lambda: check_folder(config, path))
+    run_on_rank_zero(lambda: check_folder(config, path))
     model = {
         "name": name,
         "path": str(config.model.path),
-        "fingerprint": model_fingerprint(path),
-        "dtype": dtype_name(config, world),
+        "fingerprint": compute_fingerprint(path),
+        "dtype": choose_dtype_name(config, world),
     }
-    on_rank_zero(lambda: on_model(model))
-    dtype, length = dtype_of(config, path, world), max_length(config, path)
+    run_on_rank_zero(lambda: on_model(model))
+    dtype, length = choose_dtype(config, path, world), choose_max_length(config, path)
     encoder = open_encoder(
         path,
         dtype=dtype,
@@ -122,7 +122,7 @@ def build_answering(config: EvalConfig, world: World, stack: ExitStack, on_model
         trust_remote_code=config.model.trust_remote_code,
     )
     engine = build_engine(config, path, encoder, dtype, length, world, stack)
-    in_step = gather_objects if config.model.tensor_parallel_size > 1 else alone
+    in_step = gather_objects if config.model.tensor_parallel_size > 1 else wrap_in_list
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # they share the host's cores
     answerer = EngineAnswerer(
         engine,
@@ -144,27 +144,27 @@ def check_model(config: EvalConfig) -> None:
         return
     own_weights = run_weights(str(config.model.path))
     if own_weights is None or not is_checkpoint(own_weights):
-        check_folder(config, resolved(config, own_weights))
+        check_folder(config, resolve_model_folder(config, own_weights))
 
 
 def check_folder(config: EvalConfig, path: Path) -> None:
     """Raise what is wrong with vLLM's options or a model folder; of its weights the headers are read."""
     check_engine_options(config.evaluation.engine_options, "evaluation.engine_options")
-    prompt_room(config, max_length(config, path))
-    checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
+    prompt_room(config, choose_max_length(config, path))
+    build_checked_model(path, attention=config.model.attention, trust_remote_code=config.model.trust_remote_code)
 
 
-def resolved(config: EvalConfig, own: Path | None) -> Path:
+def resolve_model_folder(config: EvalConfig, own: Path | None) -> Path:
     """The folder of a model that is not a checkpoint; `own` belongs to a run of dsreason."""
     model = config.model
     path = str(own or model.path)
     settings = ModelConfig(path=path, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return resolve_model(settings, cache_dir() / "models")
+    return resolve_model(settings, get_cache_dir() / "models")
 
 
 def prompt_room(config: EvalConfig, length: int) -> int:
     """Tokens for a prompt, so that the longest first answer fits behind it."""
-    longest = max(max_tokens(config, kind) for kind in get_args(QuestionKind))
+    longest = max(compute_max_tokens(config, kind) for kind in get_args(QuestionKind))
     if longest >= length:
         raise ConfigError(
             f"generation.max_tokens ({longest}) leaves no room for a prompt in model.max_length ({length}); "
@@ -178,31 +178,31 @@ def find_model(config: EvalConfig, world: World, stack: ExitStack) -> tuple[Path
 
     A checkpoint is exported for that, to a folder that lasts until `stack` closes. Collective.
     """
-    own_weights = on_rank_zero(lambda: run_weights(str(config.model.path)))
-    name = base_name(str(own_weights or config.model.path))
+    own_weights = run_on_rank_zero(lambda: run_weights(str(config.model.path)))
+    name = name_model(str(own_weights or config.model.path))
     if own_weights is not None and is_checkpoint(own_weights):
-        dtype = {"float32": "fp32", "auto": "auto"}.get(dtype_name(config, world), "bf16")
+        dtype = {"float32": "fp32", "auto": "auto"}.get(choose_dtype_name(config, world), "bf16")
         results = Path(config.results_dir).expanduser().absolute()  # every rank can read it
-        return on_rank_zero(lambda: stack.enter_context(exported(own_weights, results, dtype))), name
-    with first_rank_first(world):
-        return resolved(config, own_weights), name
+        return run_on_rank_zero(lambda: stack.enter_context(export_temporarily(own_weights, results, dtype))), name
+    with run_first_rank_first(world):
+        return resolve_model_folder(config, own_weights), name
 
 
-def dtype_name(config: EvalConfig, world: World) -> str:
+def choose_dtype_name(config: EvalConfig, world: World) -> str:
     return config.model.dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
 
 
-def dtype_of(config: EvalConfig, path: Path, world: World) -> torch.dtype:
-    name = dtype_name(config, world)
+def choose_dtype(config: EvalConfig, path: Path, world: World) -> torch.dtype:
+    name = choose_dtype_name(config, world)
     if name != "auto":
         return DTYPES[name]
-    dtype = model_config(path, trust_remote_code=config.model.trust_remote_code).dtype
+    dtype = read_model_config(path, trust_remote_code=config.model.trust_remote_code).dtype
     return torch.float32 if dtype is None else dtype
 
 
-def max_length(config: EvalConfig, path: Path) -> int:
+def choose_max_length(config: EvalConfig, path: Path) -> int:
     """Longest prompt and answer together: what is asked for, at most what the model can take."""
-    model = model_config(path, trust_remote_code=config.model.trust_remote_code)
+    model = read_model_config(path, trust_remote_code=config.model.trust_remote_code)
     longest = int(model.get_text_config().max_position_embeddings)
     return min(config.model.max_length or longest, longest)
 
@@ -232,7 +232,7 @@ def build_engine(
         path,
         encoder.processor.tokenizer,
         world,
-        engine_settings(config, length, world),
+        make_engine_settings(config, length, world),
         dtype=dtype,
         loaded_version=VERSION,
         trust_remote_code=config.model.trust_remote_code,
@@ -240,7 +240,7 @@ def build_engine(
     return stack.enter_context(engine)
 
 
-def engine_settings(config: EvalConfig, length: int, world: World) -> EngineSettings:
+def make_engine_settings(config: EvalConfig, length: int, world: World) -> EngineSettings:
     model, options = config.model, config.evaluation.engine_options
     if choose_engine(config, world) == "vllm":
         return VLLMSettings(

@@ -13,12 +13,12 @@ Gather = Callable[[Any], list[Any]]
 """The values of some ranks, by rank, from that of this one. Collective."""
 
 
-def alone(value: Any) -> list[Any]:
+def wrap_in_list(value: Any) -> list[Any]:
     return [value]
 
 
 @dataclass(frozen=True)
-class Request:
+class QuestionRequest:
     """A question, asked for the first time (`attempt` 0) or again."""
 
     question: Question
@@ -43,7 +43,7 @@ class Answerer(Protocol):
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         """Yield the same batches, each when its media have been read; only questions of the last batch may be asked."""
 
-    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+    def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         """Each request with its reply, as they come, in any order.
 
         What concerns one question (an unreadable clip, a request that fails) is a `Reply` with an `error`; what concerns

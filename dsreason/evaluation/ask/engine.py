@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import in_workers
+from dsreason.data.loader import run_in_workers
 from dsreason.errors import DataError
-from dsreason.evaluation.ask.asking import Gather, Reply, Request, alone
+from dsreason.evaluation.ask.asking import Gather, QuestionRequest, Reply, wrap_in_list
 from dsreason.evaluation.types import Question
-from dsreason.rollout.batches import merged
+from dsreason.rollout.batches import merge_groups
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 
 VERSION = 0
@@ -34,7 +34,7 @@ class EngineAnswerer:
     """Largest size of decoded media that wait to be asked about: batches are cut if they need more."""
     workers: int = 2
     """Processes that decode media, a batch ahead."""
-    in_step: Gather = alone
+    in_step: Gather = wrap_in_list
     """The ranks that hold the model together, which must ask equally often."""
     prompts: dict[str, EncodedPrompt | str] = field(default_factory=dict)
     """Prompts of the last batch by question id; a string says why one is missing."""
@@ -45,10 +45,10 @@ class EngineAnswerer:
         # What a worker decodes beyond the questions asked for: together two groups, while the engine draws.
         ahead = max(1, min(2 * GROUP_SIZE, max(map(len, batches))) // workers) if workers else None
         work = partial(decode, questions, self.encoder, self.engine.reads_pixels)
-        encoded_batches = in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
+        encoded_batches = run_in_workers(work, range(len(questions)), workers=workers, ahead=ahead)
         for batch in batches:
-            for prompts in merged(
-                self._groups(batch, encoded_batches),
+            for prompts in merge_groups(
+                self._iter_groups(batch, encoded_batches),
                 lambda item: 0 if isinstance(item[1], str) else item[1].media_bytes,
                 memory_gib=self.media_memory_gib,
                 least=self.engine.max_num_seqs,
@@ -57,15 +57,15 @@ class EngineAnswerer:
                 self.prompts = {question.id: prompt for question, prompt in prompts}
                 yield [question for question, _ in prompts]
 
-    def _groups(
+    def _iter_groups(
         self, batch: Sequence[Question], found: Iterator[EncodedPrompt | str]
     ) -> Iterator[list[tuple[Question, EncodedPrompt | str]]]:
         """Yield the same number of groups on every rank that has to ask equally often."""
         for i in range(0, max(self.in_step(len(batch))), GROUP_SIZE):
             yield [(question, next(found)) for question in batch[i : i + GROUP_SIZE]]
 
-    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
-        prompts: list[tuple[Request, EncodedPrompt]] = []
+    def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
+        prompts: list[tuple[QuestionRequest, EncodedPrompt]] = []
         for request in requests:
             prompt = self.prompts[request.question.id]
             if isinstance(prompt, str):
@@ -73,17 +73,17 @@ class EngineAnswerer:
             else:
                 prompts.append((request, prompt))
         started = time.perf_counter()
-        for number, completion in self.engine.as_completed(
+        for number, completion in self.engine.iter_completions(
             [prompt for _, prompt in prompts],
-            [self._with_room(request.sampling, prompt) for request, prompt in prompts],
+            [self._limit_length(request.sampling, prompt) for request, prompt in prompts],
             version=VERSION,
-            streams=[random_stream(request.question.id) for request, _ in prompts],
+            streams=[compute_random_stream(request.question.id) for request, _ in prompts],
         ):
             seconds = time.perf_counter() - started
             request, _ = prompts[number]
             yield request, Reply(completion.text, completion.finish_reason, completion.num_tokens, seconds)
 
-    def _with_room(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
+    def _limit_length(self, sampling: Sampling, prompt: EncodedPrompt) -> Sampling:
         room = self.max_length - len(prompt.encoded)
         return replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
 
@@ -94,9 +94,9 @@ def decode(questions: Sequence[Question], encoder: Encoder, with_pixels: bool, n
         prompt = encoder.encode_prompt(questions[number].sample)
     except DataError as error:
         return str(error)
-    return prompt if with_pixels else prompt.without_pixels()
+    return prompt if with_pixels else prompt.drop_pixels()
 
 
-def random_stream(question_id: str) -> int:
+def compute_random_stream(question_id: str) -> int:
     """Numbers the question's random stream: the same whatever else is asked, in whichever order."""
     return int.from_bytes(hashlib.sha256(question_id.encode()).digest()[:8], "big")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint, newer_checkpoint
+from dsreason.checkpoints.checkpoint_folder import MARKER, find_checkpoint, find_newer_checkpoint
 from dsreason.checkpoints.export import export_checkpoint
-from dsreason.config.output import CHECKPOINTS, run_record
+from dsreason.config.output import CHECKPOINTS, find_run_record
 from dsreason.errors import CheckpointError
 
 FINAL = Path("export") / "final"
@@ -39,9 +39,9 @@ def run_weights(given: str) -> Path | None:
     folder = path if path.name == CHECKPOINTS else path / CHECKPOINTS
     final = path / FINAL / "config.json"
     if final.is_file():
-        return newer_checkpoint(folder, final) or path / FINAL
+        return find_newer_checkpoint(folder, final) or path / FINAL
     newest = find_checkpoint(folder)
-    if newest is None and run_record(path) is not None:
+    if newest is None and find_run_record(path) is not None:
         raise CheckpointError(
             f"model.path {given}: the run has neither {FINAL} nor a complete checkpoint yet; wait for one, or name a model"
         )
@@ -52,7 +52,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MARKER).is_file()
 
 
-def base_name(model: str) -> str:
+def name_model(model: str) -> str:
     """Return the name of a model in the results: the last part of its path or hub name, with the run's before `final` or so."""
     path = Path(model).expanduser()
     parts = Path(os.path.abspath(path)).parts if path.is_dir() else path.parts
@@ -63,7 +63,7 @@ def base_name(model: str) -> str:
 
 
 @contextmanager
-def exported(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
+def export_temporarily(checkpoint: Path, parent: Path, dtype: str) -> Iterator[Path]:
     """Export a checkpoint to a Hugging Face folder in `parent`, for only this process and as long as it needs it.
 
     Every such folder is locked by its process. One without is a killed process's, and is deleted here.

@@ -14,7 +14,7 @@ TEXT_TOKENS = 256
 TEXT_KINDS = ("open", "free_text")
 
 
-def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampling:
+def choose_sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampling:
     """Choose the sampling of a question that is asked for the first time (`attempt` 0), or for the k-th time again.
 
     `letter` takes the most probable token (top_k 1, even if a retry is hotter: it is longer, not different),
@@ -24,7 +24,7 @@ def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampli
     With the parser `compat` all is as in cosmos-reason1: `letter` knows no penalties, and its retries begin at the length
     and temperature of `[generation]`; a temperature above 0.9 is 0.9 in a retry.
     """
-    generation, length = config.generation, max_tokens(config, kind)
+    generation, length = config.generation, compute_max_tokens(config, kind)
     letter, compat = config.evaluation.answer_type == "letter", config.evaluation.parser == "compat"
     temperature = 0.0 if letter else generation.temperature
     if attempt and compat:
@@ -43,7 +43,7 @@ def sampling(config: EvalConfig, kind: QuestionKind, attempt: int = 0) -> Sampli
     )
 
 
-def max_tokens(config: EvalConfig, kind: QuestionKind) -> int:
+def compute_max_tokens(config: EvalConfig, kind: QuestionKind) -> int:
     """Longest first answer to a question of this kind, in tokens."""
     if config.evaluation.answer_type == "reasoning":
         return config.generation.max_tokens or REASONING_TOKENS

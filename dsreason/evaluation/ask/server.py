@@ -19,14 +19,14 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from dsreason.config.schema_eval import ServerConfig
 from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.evaluation.ask.asking import Reply, Request
-from dsreason.evaluation.ask.server_messages import as_request
+from dsreason.evaluation.ask.asking import QuestionRequest, Reply
+from dsreason.evaluation.ask.server_messages import build_request
 from dsreason.evaluation.types import Question
 from dsreason.files import http
-from dsreason.problems import first_problem, listed, nearest
+from dsreason.problems import describe_first_problem, find_nearest, join_first
 from dsreason.rollout.protocol import Sampling
-from dsreason.screen import in_one_line
-from dsreason.secrets import fits_header
+from dsreason.screen import to_one_line
+from dsreason.secrets import is_header_safe
 
 CHECK_SECONDS = 20.0
 """Seconds within which a server that is up lists its models."""
@@ -54,7 +54,7 @@ class Message(BaseModel):
         return f"<think>{thoughts}</think>\n{content}" if thoughts else content
 
 
-class Choice(BaseModel):
+class ChatChoice(BaseModel):
     message: Message
     finish_reason: str | None = Field(None, max_length=100)
 
@@ -63,10 +63,10 @@ class Usage(BaseModel):
     completion_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
 
 
-class Answer(BaseModel):
+class ChatCompletion(BaseModel):
     """The part of a response that is read; servers differ in the rest."""
 
-    choices: Annotated[list[Choice], FailFast()] = Field(min_length=1)
+    choices: Annotated[list[ChatChoice], FailFast()] = Field(min_length=1)
     usage: Usage | None = None
 
 
@@ -81,11 +81,11 @@ class ServerAnswerer:
     def __init__(self, config: ServerConfig) -> None:
         if config.url is None:
             raise ValueError("server.url is not set")
-        self.config, self.url, self.key = config, base_url(config.url), read_key(config.api_key_env)
+        self.config, self.url, self.key = config, complete_url(config.url), read_key(config.api_key_env)
         self.listed = self._list_models()
-        self.model = config.model or self._only_model()
+        self.model = config.model or self._get_only_model()
         if not is_name(self.model):
-            raise self._failed(
+            raise self._make_error(
                 f"the model's name, {self.model[:80]!r}, cannot be that of a folder for the results: it must be printable, of at "
                 f"most {LONGEST_NAME} bytes; serve the model under another name, and set server.model"
             )
@@ -93,9 +93,9 @@ class ServerAnswerer:
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         yield from batches
 
-    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+    def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         waiting = deque(requests)
-        done: SimpleQueue[tuple[Request, Reply | Exception]] = SimpleQueue()
+        done: SimpleQueue[tuple[QuestionRequest, Reply | Exception]] = SimpleQueue()
 
         def work() -> None:
             while waiting:
@@ -122,43 +122,43 @@ class ServerAnswerer:
     def close(self) -> None:
         """Do nothing: every request has its own connection."""
 
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: QuestionRequest) -> Reply:
         started = time.perf_counter()
         try:
-            messages, fields = as_request(request.question.sample, self.config.video)
-            body = {"model": self.model, "messages": messages, **sampling_fields(request), **fields}
+            messages, fields = build_request(request.question.sample, self.config.video)
+            body = {"model": self.model, "messages": messages, **build_sampling_fields(request), **fields}
             response = self._request("POST", "/chat/completions", json.dumps(body).encode())
             if not response.is_success:
-                return self._refused(response, fields)
-            answer = Answer.model_validate_json(response.content)
+                return self._explain_refusal(response, fields)
+            answer = ChatCompletion.model_validate_json(response.content)
         except ValidationError as error:
-            problem = first_problem(error, self._without_key)
+            problem = describe_first_problem(error, self._mask_key)
             return Reply(error=f"the server's response is not a chat completion: {problem}")
         except DataError as error:
             return Reply(error=str(error), sent=False)
         except http.BadAnswer as error:
-            return Reply(error=self._without_key(f"the server's response cannot be read: {error}"))
+            return Reply(error=self._mask_key(f"the server's response cannot be read: {error}"))
         except http.NoAnswer as error:
             self._check_alive(error)
-            return Reply(error=self._without_key(f"no answer from the server: {reason(error)}"))
+            return Reply(error=self._mask_key(f"no answer from the server: {explain(error)}"))
         choice = answer.choices[0]
         tokens = answer.usage.completion_tokens if answer.usage else 0
         return Reply(choice.message.whole(), choice.finish_reason or "", tokens, time.perf_counter() - started)
 
-    def _refused(self, answer: http.Answer, fields: Mapping[str, Any]) -> Reply:
+    def _explain_refusal(self, answer: http.HttpResponse, fields: Mapping[str, Any]) -> Reply:
         """The error of one question; raised where it is that of all."""
         if answer.status in (401, 403, 404):
-            raise self._refusal(answer)
+            raise self._make_refusal(answer)
         if fields and any(name in answer.text for name in fields):
-            raise self._failed(
-                f"the server rejects the settings for reading clips ({self._said(answer)}); start vLLM "
+            raise self._make_error(
+                f"the server rejects the settings for reading clips ({self._quote(answer)}); start vLLM "
                 'with --trust-request-mm-kwargs, or set server.video = "frames"'
             )
-        return Reply(error=f"the server answers {self._said(answer)}")
+        return Reply(error=f"the server answers {self._quote(answer)}")
 
     def _request(
         self, method: str, path: str, content: bytes = b"", *, limit: float | None = None, retries: int | None = None
-    ) -> http.Answer:
+    ) -> http.HttpResponse:
         """The last of several attempts; NoAnswer where that one got none either."""
         last = self.config.max_retries if retries is None else retries
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -187,51 +187,51 @@ class ServerAnswerer:
         try:
             response = self._request("GET", "/models", limit=CHECK_SECONDS, retries=1)
             if response.status in (401, 403):
-                raise self._refusal(response)
+                raise self._make_refusal(response)
             if not response.is_success and response.status != 404:
-                raise self._failed(f"the server answers {self._said(response)}")
+                raise self._make_error(f"the server answers {self._quote(response)}")
             return [model.id for model in ModelList.model_validate_json(response.content).data]
         except ValidationError:  # servers that only chat
             return []
         except http.BadAnswer as error:
-            raise self._failed(f"its list of models cannot be read: {error}") from None
+            raise self._make_error(f"its list of models cannot be read: {error}") from None
         except http.NoAnswer as error:
-            why = f"it takes more than {CHECK_SECONDS:g} s to say which models it has" if error.late else reason(error)
-            raise self._failed(f"no server answers there ({why}); start it, or correct the address") from None
+            why = f"it takes more than {CHECK_SECONDS:g} s to say which models it has" if error.late else explain(error)
+            raise self._make_error(f"no server answers there ({why}); start it, or correct the address") from None
 
-    def _only_model(self) -> str:
+    def _get_only_model(self) -> str:
         if len(self.listed) == 1:
             return self.listed[0]
         models = (
-            f"it has {listed(self.listed, LISTED, separator=', ')}"
+            f"it has {join_first(self.listed, LISTED, separator=', ')}"
             if self.listed
             else "it does not say which models it has"
         )
-        raise self._failed(f"set server.model to the model that shall answer; {models}")
+        raise self._make_error(f"set server.model to the model that shall answer; {models}")
 
-    def _refusal(self, answer: http.Answer) -> ConfigError:
-        quoted, variable = self._said(answer), self.config.api_key_env
+    def _make_refusal(self, answer: http.HttpResponse) -> ConfigError:
+        quoted, variable = self._quote(answer), self.config.api_key_env
         if answer.status != 404:
             done = "rejects the key in" if self.key else "requires a key, and none is in"
-            return self._failed(
+            return self._make_error(
                 f"the server {done} the environment variable {variable} ({quoted}); set it, or set server.api_key_env to "
                 "another one"
             )
         if self.model in self.listed:
-            return self._failed(f"the server has no chat at this address ({quoted}); correct server.url")
-        near = nearest(self.model, self.listed)
+            return self._make_error(f"the server has no chat at this address ({quoted}); correct server.url")
+        near = find_nearest(self.model, self.listed)
         has = (
-            f" It has {listed(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")
+            f" It has {join_first(self.listed, LISTED, separator=', ')}" + (f"; did you mean {near}?" if near else ".")
             if self.listed
             else ""
         )
-        return self._failed(
+        return self._make_error(
             f"the server has no model {self.model!r}, or no chat at this address ({quoted}); correct server.model or "
             f"server.url.{has}"
         )
 
-    def _failed(self, text: str) -> ConfigError:
-        return ConfigError(self._without_key(in_one_line(f"server.url ({self.url}): {text}")))
+    def _make_error(self, text: str) -> ConfigError:
+        return ConfigError(self._mask_key(to_one_line(f"server.url ({self.url}): {text}")))
 
     def _check_alive(self, error: http.NoAnswer) -> None:
         """A request that failed may be at fault itself; a server that does not answer another one either is down."""
@@ -239,28 +239,28 @@ class ServerAnswerer:
             self._list_models()
         except ConfigError:
             raise DsReasonError(
-                f"server.url ({self.url}): the server went away ({reason(error)}). The answers until then are saved: start "
+                f"server.url ({self.url}): the server went away ({explain(error)}). The answers until then are saved: start "
                 "it again, and the same command continues"
             ) from None
 
-    def _said(self, answer: http.Answer) -> str:
+    def _quote(self, answer: http.HttpResponse) -> str:
         """Status and message. The key is masked before the message is cut: half a key is a secret too."""
         text = http.REDIRECTED if 300 <= answer.status < 400 else answer.text or answer.reason
-        return f"{answer.status}: {in_one_line(self._without_key(text)):.500}"
+        return f"{answer.status}: {to_one_line(self._mask_key(text)):.500}"
 
-    def _without_key(self, text: str) -> str:
+    def _mask_key(self, text: str) -> str:
         return text.replace(self.key, "[key]") if self.key else text
 
 
-class Model(BaseModel):
+class ListedModel(BaseModel):
     id: str
 
 
 class ModelList(BaseModel):
-    data: Annotated[list[Model], FailFast()]
+    data: Annotated[list[ListedModel], FailFast()]
 
 
-def base_url(url: str) -> str:
+def complete_url(url: str) -> str:
     """Return the URL of the API; `/v1` is added if it has no path."""
     return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
@@ -273,12 +273,12 @@ def is_name(model: str) -> bool:
 
 def read_key(variable: str) -> str | None:
     key = os.environ.get(variable, "").strip()
-    if not fits_header(key):
+    if not is_header_safe(key):
         raise ConfigError(f"the key in {variable} has characters that an HTTP header cannot hold; set it again")
     return key or None
 
 
-def sampling_fields(request: Request) -> dict[str, Any]:
+def build_sampling_fields(request: QuestionRequest) -> dict[str, Any]:
     """Build the fields of OpenAI's API, and those that vLLM adds, for a sampling; only those that differ from their defaults.
 
     Many servers refuse the latter, so a top_k of 1 is sent as temperature 0, which is the same.
@@ -306,5 +306,5 @@ def request_seed(sampling: Sampling, question_id: str) -> int:
     return zlib.crc32(f"{sampling.seed}/{question_id}".encode()) >> 1
 
 
-def reason(error: http.NoAnswer) -> str:
-    return "it takes too long; see server.time_limit" if error.late else in_one_line(str(error))
+def explain(error: http.NoAnswer) -> str:
+    return "it takes too long; see server.time_limit" if error.late else to_one_line(str(error))

@@ -18,16 +18,16 @@ from PIL import Image
 
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.families.qwen import vision_defaults
+from dsreason.families.qwen import build_vision_defaults
 from dsreason.media import images, videos, vision
-from dsreason.media.files import local_path
+from dsreason.media.files import find_local_file
 
 JPEG_QUALITY = 95
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")
 OWN_SAMPLING = (*PIXELS, "video_start", "video_end")
 """Settings of a clip that a server has no equivalent of."""
 # Which model the server has is unknown. These are Qwen2.5-VL's upper bounds; the server resizes what it gets anyway.
-DEFAULTS = vision_defaults(bounds_are_per_video=False)
+DEFAULTS = build_vision_defaults(bounds_are_per_video=False)
 FRAME_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=768 * 28**2)
 IMAGE_LIMITS = vision.PixelLimits(factor=28, min_pixels=28**2, max_pixels=16384 * 28**2)
 
@@ -35,7 +35,7 @@ VideoForm = Literal["file", "frames"]
 Part = dict[str, Any]
 
 
-def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str, Any]]:
+def build_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str, Any]]:
     """The messages, and the fields beside them that say how clips are to be read (empty if there is nothing to say).
 
     Raises:
@@ -50,11 +50,11 @@ def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str
             sent: list[Part] = []
             for part in content:
                 if part["type"] == "video" and form == "file":
-                    video, reading = as_video(part)
+                    video, reading = to_video(part)
                     sent.append(video)
                     readings.append(reading)
                 else:
-                    sent += as_pictures(part)
+                    sent += to_pictures(part)
             content = sent
         messages.append({"role": message["role"], "content": content})
     if any(reading != readings[0] for reading in readings):
@@ -65,27 +65,27 @@ def as_request(sample: Sample, form: VideoForm) -> tuple[list[Message], dict[str
     return messages, {"media_io_kwargs": {"video": readings[0]}} if readings else {}
 
 
-def as_pictures(part: Part) -> list[Part]:
+def to_pictures(part: Part) -> list[Part]:
     """A text as it is, an image as PNG, a clip as the JPEGs of its sampled frames."""
     if part["type"] == "text":
         return [{"type": "text", "text": part["text"]}]
     if part["type"] == "image":
-        return [url_part("image", "image/png", as_base64(sized_image(part), "PNG"))]
-    return [url_part("image", "image/jpeg", content) for content in jpegs(part)]
+        return [make_url_part("image", "image/png", to_base64(resize_image(part), "PNG"))]
+    return [make_url_part("image", "image/jpeg", content) for content in encode_jpegs(part)]
 
 
-def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
+def to_video(part: Part) -> tuple[Part, dict[str, Any]]:
     """The clip, and how vLLM has to read it."""
-    path = local_path(part["video"])
-    info, frame_choice = videos.probe_video(path), chosen_frames(part)
+    path = find_local_file(part["video"])
+    info, frame_choice = videos.probe_video(path), choose_frames(part)
     count = len(frame_choice.indices)
     if count < info.num_frames and all(part.get(key) is None for key in OWN_SAMPLING):
         kind = mimetypes.guess_type(path.name)[0] or "video/mp4"
         # Which of these counts depends on the model's reader. A rate of -1 leaves the number to the others.
         reading = {"num_frames": count, "fps": -1, "min_frames": count, "max_frames": count}
-        return url_part("video", kind, base64.b64encode(path.read_bytes())), reading
-    sequence = b",".join(jpegs(part))
-    return url_part("video", "video/jpeg", sequence), {
+        return make_url_part("video", kind, base64.b64encode(path.read_bytes())), reading
+    sequence = b",".join(encode_jpegs(part))
+    return make_url_part("video", "video/jpeg", sequence), {
         "num_frames": -1,
         "fps": info.fps,
         "frames_indices": list(frame_choice.indices),
@@ -95,7 +95,7 @@ def as_video(part: Part) -> tuple[Part, dict[str, Any]]:
     }
 
 
-def chosen_frames(part: Part) -> vision.FrameChoice:
+def choose_frames(part: Part) -> vision.FrameChoice:
     info = videos.probe_video(part["video"])
     try:
         return vision.sample_frames(info, part, DEFAULTS)
@@ -103,28 +103,28 @@ def chosen_frames(part: Part) -> vision.FrameChoice:
         raise DataError(f"{part['video']}: {error}") from error
 
 
-def jpegs(part: Part) -> list[bytes]:
+def encode_jpegs(part: Part) -> list[bytes]:
     """The sampled frames of a clip as base64, smaller where they have more pixels than Qwen2.5-VL would see."""
-    indices, info = chosen_frames(part).indices, videos.probe_video(part["video"])
-    size = vision.video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, DEFAULTS)
+    indices, info = choose_frames(part).indices, videos.probe_video(part["video"])
+    size = vision.compute_video_size(info.height, info.width, len(indices), part, FRAME_LIMITS, DEFAULTS)
     fits = info.height * info.width <= size[0] * size[1] and part.get("min_pixels") is None
     frames: NDArray[np.uint8] = videos.load_video(part["video"], indices, size=None if fits else size)
-    return [as_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
+    return [to_base64(Image.fromarray(frame), "JPEG", quality=JPEG_QUALITY) for frame in frames]
 
 
-def sized_image(part: Part) -> Image.Image:
+def resize_image(part: Part) -> Image.Image:
     image = images.load_image(part["image"])
     if all(part.get(key) is None for key in PIXELS):
         return image
-    height, width = vision.image_size(image.height, image.width, part, IMAGE_LIMITS)
+    height, width = vision.compute_image_size(image.height, image.width, part, IMAGE_LIMITS)
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def as_base64(image: Image.Image, form: str, **options: Any) -> bytes:
+def to_base64(image: Image.Image, form: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, form, **options)
     return base64.b64encode(buffer.getvalue())
 
 
-def url_part(medium: Literal["image", "video"], kind: str, content: bytes) -> Part:
+def make_url_part(medium: Literal["image", "video"], kind: str, content: bytes) -> Part:
     return {"type": f"{medium}_url", f"{medium}_url": {"url": f"data:{kind};base64,{content.decode()}"}}

@@ -11,7 +11,7 @@ from dsreason.answers.parsing import parse
 from dsreason.answers.types import Parsed
 from dsreason.config.schema_eval import EvaluationConfig
 from dsreason.config.schema_grpo import RewardConfig
-from dsreason.evaluation.questions.similarity import Similarity, overlap
+from dsreason.evaluation.questions.similarity import Similarity, compute_overlap
 from dsreason.evaluation.types import KIND, Question
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.functions import check_references, check_reward
@@ -98,9 +98,9 @@ class Grader:
         scores: dict[str, float] = {}
         if kind == "free_text" and not compat:
             reference = split_response(question.answer).answer
-            scores = overlap(parsed.answer, reference)
+            scores = compute_overlap(parsed.answer, reference)
             if self._similarity is not None:
-                scores["similarity"] = self._similarity.cosine(parsed.answer, reference)
+                scores["similarity"] = self._similarity.compute_cosine(parsed.answer, reference)
         if self._scorer is not None:
             sample = replace(question.sample, answer=question.answer, options=options)
             value = float(self._scorer.score([text], [sample]).total[0])

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from dsreason.data.messages import shown_seconds
+from dsreason.data.messages import format_shown_seconds
 
 REQUESTS = {
     "multiple_choice": "Answer with the option's letter from the given choices directly.",
@@ -26,20 +26,20 @@ REQUEST_LINES = re.compile(
 )
 
 
-def question_key(text: str, media: Iterable[str]) -> str:
+def compute_question_key(text: str, media: Iterable[str]) -> str:
     """Stands for a question in its id: a hash of its words (options included, the requests of `REQUESTS` not) and of its
-    media, see `medium_name`."""
+    media, see `name_medium`."""
     content = "\n".join([REQUEST_LINES.sub("", text, count=1), *media])
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def medium_name(part: dict[str, Any]) -> str:
+def name_medium(part: dict[str, Any]) -> str:
     """The file's name without its ending, and the seconds of it where only those are shown: `0123`, `0123@2.5-4`."""
-    name, seconds = PurePath(part[part["type"]]).stem, shown_seconds(part)
+    name, seconds = PurePath(part[part["type"]]).stem, format_shown_seconds(part)
     return f"{name}@{seconds}" if seconds else name
 
 
-def question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:
+def make_question_id(dataset: str, video_id: str, key: str, seen: Counter[str]) -> str:
     """`<dataset>/<video_id>/<key>`, for which `seen` counts: the second of exact repeats ends in `-2`, and so on."""
     plain = f"{dataset}/{video_id}/{key}"
     seen[plain] += 1

@@ -18,28 +18,34 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from dsreason.answers.correct import kind_of, reference_of
+from dsreason.answers.correct import get_question_kind, get_reference
 from dsreason.answers.parsing import parse
 from dsreason.config.schema_data import SourceConfig
 from dsreason.config.schema_eval import EvalConfig, EvalSourceConfig
-from dsreason.data.messages import check_text, media_parts, prompt_messages, text_of
+from dsreason.data.messages import check_text, get_text, list_media_parts, prompt_messages
 from dsreason.data.options import (
-    option_letter,
+    find_option_letter,
+    find_options_in_question,
     option_lines,
     options_field,
-    options_in_question,
     own_letter,
     with_options,
 )
 from dsreason.data.rows import read_rows, text_field
-from dsreason.data.sources import missing_medium, open_source, vision_settings
+from dsreason.data.sources import find_missing_medium, open_source, select_vision_settings
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.evaluation.questions.identity import REASONING_REQUEST, REQUESTS, medium_name, question_id, question_key
+from dsreason.evaluation.questions.identity import (
+    REASONING_REQUEST,
+    REQUESTS,
+    compute_question_key,
+    make_question_id,
+    name_medium,
+)
 from dsreason.evaluation.types import Question
 from dsreason.files.archives import SUFFIXES as ARCHIVE_SUFFIXES
 from dsreason.files.own_files import is_inside
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 from dsreason.text import QuestionKind, split_response
 
 ANNOTATIONS = "{}_benchmark_qa_pairs.json"
@@ -48,21 +54,21 @@ SYSTEM_PROMPT = "Answer the questions."
 
 
 def load_questions(config: EvalConfig) -> list[Question]:
-    """All questions, in the order of the configuration and of the files; or `evaluation.limit` of them, see `even_shares`.
+    """All questions, in the order of the configuration and of the files; or `evaluation.limit` of them (`compute_even_shares`).
 
     Raises:
         ConfigError, DataError: no such data set or adapter, no questions, a row that cannot be read, an answer that is not
             among its options. The text names file, row and both values.
     """
     limit = config.evaluation.limit
-    question_lists = [benchmark_questions(name, config) for name in config.datasets]
-    question_lists += [row_questions(source, config) for source in config.sources]
+    question_lists = [iter_benchmark_questions(name, config) for name in config.datasets]
+    question_lists += [iter_row_questions(source, config) for source in config.sources]
     datasets = [list(islice(questions, limit)) for questions in question_lists]
-    shares = even_shares([len(questions) for questions in datasets], limit)
+    shares = compute_even_shares([len(questions) for questions in datasets], limit)
     return [question for questions, share in zip(datasets, shares, strict=True) for question in questions[:share]]
 
 
-def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
+def compute_even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
     """Return the number of questions of each data set, `limit` in all: all of a small one, equal numbers of the others.
 
     Example: of 5, 1 and 9 with a limit of 8 these are 3, 1 and 4.
@@ -77,14 +83,14 @@ def even_shares(sizes: Sequence[int], limit: int | None) -> list[int]:
 # ---------------------------------------------------------------- benchmark folders
 
 
-def benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
+def iter_benchmark_questions(name: str, config: EvalConfig) -> Iterator[Question]:
     folder = find_benchmark(name, Path(config.data_dir).expanduser().absolute())
     counts: Counter[str] = Counter()
-    for location, video, pair in benchmark_items(folder / ANNOTATIONS.format(name)):
+    for location, video, pair in iter_benchmark_items(folder / ANNOTATIONS.format(name)):
         try:
             clip, problem = find_clip(folder, video)
             video_id = os.path.splitext(os.path.relpath(clip, folder))[0].removeprefix("clips/")  # `left/7`
-            sample, kind = benchmark_sample(clip, video_id, pair, config)
+            sample, kind = make_benchmark_sample(clip, video_id, pair, config)
         except KeyError as error:
             raise DataError(f"{location}: field {error} is missing") from error
         except DataError as error:
@@ -101,7 +107,7 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
     subsets = sorted({f.parent.name for place in places for f in place.glob("*/" + ANNOTATIONS.format("*"))})
     if name in PUBLISHED and name not in subsets:
         advice = "`dsreason data fetch` downloads it"
-    elif near := nearest(name, [*subsets, *PUBLISHED]):
+    elif near := find_nearest(name, [*subsets, *PUBLISHED]):
         advice = f"did you mean {near}?"
     else:
         advice = "check datasets and data_dir"
@@ -111,13 +117,13 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
     )
 
 
-def benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def iter_benchmark_items(file: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each question: where it stands, its video and its entry in `qa_pairs`."""
     rows = read_rows(SourceConfig(path=str(file)))
     if not len(rows):
         raise DataError(f"{file}: holds no questions")
     for index in range(len(rows)):
-        item, location = rows[index], rows.location(index)
+        item, location = rows[index], rows.describe_location(index)
         if not isinstance(item, dict) or not isinstance(item.get("video"), str) or "qa_pairs" not in item:
             raise DataError(f"{location}: must have video and qa_pairs, is {item!r:.200}")
         pairs = item["qa_pairs"] if isinstance(item["qa_pairs"], list) else [item["qa_pairs"]]
@@ -146,7 +152,7 @@ def find_clip(folder: Path, video: str) -> tuple[Path, str | None]:
     return clip, f"video: no file {clip}{hint}"
 
 
-def benchmark_sample(
+def make_benchmark_sample(
     clip: Path, video_id: str, pair: dict[str, Any], config: EvalConfig
 ) -> tuple[Sample, QuestionKind]:
     options = options_field(pair.get("index2ans"), "index2ans")
@@ -158,51 +164,53 @@ def benchmark_sample(
     meta = {key: pair[key] for key in ("question_kind",) if key in pair}
     question = text_field(pair, "question")
     asked: list[Message] = [{"role": "user", "content": question}]
-    sample = with_checked_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
-    kind = checked_kind(sample)
+    sample = check_answer(with_options(Sample(video_id, asked, str(answer).strip(), options, meta)))
+    kind = check_kind(sample)
     check_reference(sample, kind)
     lines = [question, *option_lines(options)]
     lines += [REQUESTS[kind]] if kind in REQUESTS else []
     text = "\n".join(lines)
     check_text(text)
-    video = {"type": "video", "video": str(clip), **vision_settings({}, config.vision_of(), "video")}
+    video = {"type": "video", "video": str(clip), **select_vision_settings({}, config.merge_vision(), "video")}
     messages: list[Message] = [{"role": "user", "content": [video, {"type": "text", "text": text}]}]
     system = SYSTEM_PROMPT if config.evaluation.system_prompt is None else config.evaluation.system_prompt
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    return replace(sample, messages=with_format_request(messages, kind, config)), kind
+    return replace(sample, messages=add_format_request(messages, kind, config)), kind
 
 
 # ---------------------------------------------------------------- rows of an adapter
 
 
-def row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
+def iter_row_questions(config: EvalSourceConfig, evaluation: EvalConfig) -> Iterator[Question]:
     system = config.system_prompt or evaluation.evaluation.system_prompt or ""
-    vision = evaluation.vision_of(config.vision)
+    vision = evaluation.merge_vision(config.vision)
     source = open_source(config.model_copy(update={"vision": vision, "system_prompt": system}))
     counts: Counter[str] = Counter()
     for index in range(len(source.rows)):
         sample = source.read(index)
-        problem = missing_medium(sample.messages, source.media_root)
+        problem = find_missing_medium(sample.messages, source.media_root)
         try:
-            answer = split_response(reference_of(sample) or "").answer  # what is inside `<answer>`, or all without tags
+            answer = split_response(
+                get_reference(sample) or ""
+            ).answer  # what is inside `<answer>`, or all without tags
             if not answer:
                 raise DataError(
                     "the row has no answer to grade by; add one, or end the row with the assistant's message"
                 )
-            sample = with_checked_answer(replace(sample, answer=answer), config.kind)
-            kind = config.kind or checked_kind(sample)
+            sample = check_answer(replace(sample, answer=answer), config.kind)
+            kind = config.kind or check_kind(sample)
             check_reference(sample, kind)
-            sample = replace(sample, messages=with_format_request(prompt_messages(sample), kind, evaluation))
+            sample = replace(sample, messages=add_format_request(prompt_messages(sample), kind, evaluation))
         except DataError as error:
-            raise DataError(f"{source.rows.location(index)} (sample {sample.id!r}): {error}") from error
+            raise DataError(f"{source.rows.describe_location(index)} (sample {sample.id!r}): {error}") from error
         yield to_question(config.dataset, sample.id, kind, sample, problem, counts)
 
 
 # ---------------------------------------------------------------- both
 
 
-def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
+def check_answer(sample: Sample, kind: QuestionKind | None = None) -> Sample:
     """Return the sample with the answer written as the option's letter. DataError if it names no option.
 
     If the question itself shows the options, the answer may also be `(A)` or an option's text, and stays that if the
@@ -211,27 +219,27 @@ def with_checked_answer(sample: Sample, kind: QuestionKind | None = None) -> Sam
     if not sample.options:
         return sample
     letter = own_letter(sample.answer or "", sample.options)
-    if letter is None and sample.options == options_in_question(sample):
+    if letter is None and sample.options == find_options_in_question(sample):
         if kind not in (None, "multiple_choice"):
             return sample
-        letter = option_letter(sample.answer or "", sample.options)
+        letter = find_option_letter(sample.answer or "", sample.options)
     if letter is None:
         raise DataError(f"the answer is {sample.answer!r}; it must be one of the options {', '.join(sample.options)}")
     return replace(sample, answer=letter)
 
 
-def with_format_request(messages: list[Message], kind: QuestionKind, config: EvalConfig) -> list[Message]:
+def add_format_request(messages: list[Message], kind: QuestionKind, config: EvalConfig) -> list[Message]:
     """Add the request for thoughts if the answer type is `reasoning` and no message asks for a format."""
     last = messages[-1] if messages else {}
     if last.get("role") != "user":
         raise DataError("the last message before the answer must be the user's question")
-    if config.evaluation.answer_type != "reasoning" or any("<answer>" in text_of(message) for message in messages):
+    if config.evaluation.answer_type != "reasoning" or any("<answer>" in get_text(message) for message in messages):
         return messages
     answer_name = "single letter answer" if kind == "multiple_choice" else "answer"
-    return [*messages[:-1], with_line(last, REASONING_REQUEST.format(answer_name))]
+    return [*messages[:-1], add_line(last, REASONING_REQUEST.format(answer_name))]
 
 
-def with_line(message: Message, line: str) -> Message:
+def add_line(message: Message, line: str) -> Message:
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": f"{content}\n{line}"}
@@ -247,11 +255,11 @@ def to_question(
     dataset: str, video_id: str, kind: QuestionKind, sample: Sample, problem: str | None, seen: Counter[str]
 ) -> Question:
     """The question under its id. A row that neither has an id nor shows a file goes by what it asks."""
-    words = "\n".join(text_of(message) for message in sample.messages if message["role"] != "system")
-    key = question_key(words, map(medium_name, media_parts(sample.messages)))
+    words = "\n".join(get_text(message) for message in sample.messages if message["role"] != "system")
+    key = compute_question_key(words, map(name_medium, list_media_parts(sample.messages)))
     video_id = video_id or key
     return Question(
-        id=question_id(dataset, video_id, key, seen),
+        id=make_question_id(dataset, video_id, key, seen),
         dataset=dataset,
         video_id=video_id,
         kind=kind,
@@ -268,9 +276,9 @@ def check_reference(sample: Sample, kind: QuestionKind) -> None:
         raise DataError(f"the answer is {sample.answer!r}, which cannot be read as one of a {kind} question")
 
 
-def checked_kind(sample: Sample) -> QuestionKind:
+def check_kind(sample: Sample) -> QuestionKind:
     """Return the row's kind. DataError if it is unknown: the row would otherwise be graded as another kind."""
     question_kind = sample.meta.get("question_kind")
     if question_kind is not None and question_kind not in get_args(QuestionKind):
         raise DataError(f"question_kind is {question_kind!r}; it must be one of {', '.join(get_args(QuestionKind))}")
-    return kind_of(sample)
+    return get_question_kind(sample)

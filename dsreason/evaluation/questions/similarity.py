@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from dsreason.errors import ConfigError
-from dsreason.imports import install_command
+from dsreason.imports import build_install_command
 
 ADVICE = "give the folder of a sentence-transformers model, one with a modules.json"
 ROUGES = ["rouge1", "rouge2", "rougeL"]
 
 
-def overlap(answer: str, reference: str) -> dict[str, float]:
+def compute_overlap(answer: str, reference: str) -> dict[str, float]:
     """sacrebleu's sentence BLEU and rouge-score's ROUGE, with their own settings.
 
     `bleu` is 0 to 100 (effective order: a text of two words can reach 100); `rouge1`, `rouge2` and `rougeL` are F-measures,
@@ -46,13 +46,13 @@ class Similarity:
         try:
             from sentence_transformers import SentenceTransformer
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{source} needs sentence-transformers: {install_command('similarity')}") from error
+            raise ConfigError(f"{source} needs sentence-transformers: {build_install_command('similarity')}") from error
         try:
             self._model: Any = SentenceTransformer(str(path), device="cpu", local_files_only=True)
         except Exception as error:  # whatever somebody's folder may hold
             raise ConfigError(f"{source}: cannot be loaded: {error}; {ADVICE}") from error
 
-    def cosine(self, answer: str, reference: str) -> float:
+    def compute_cosine(self, answer: str, reference: str) -> float:
         """Return the cosine of the angle between both embeddings, -1 to 1; 0 for an empty text."""
         if not (answer and reference):
             return 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dsreason.evaluation.report.results import OWN_FILES, json_files, safe_name
+from dsreason.evaluation.report.results import OWN_FILES, list_json_files, make_safe_name
 from dsreason.files.disk import read_small
 
 
@@ -31,9 +31,9 @@ def calculate_accuracy(results_dir: Path, dataset: Sequence[str] | None = None) 
 
     `dataset` keeps the files that lie directly in folders of these names, as the older version of the script did.
     """
-    files = json_files(results_dir)
+    files = list_json_files(results_dir)
     if dataset is not None:
-        names = {safe_name(name) for name in dataset}
+        names = {make_safe_name(name) for name in dataset}
         files = [file for file in files if file.parent.name in names]
     samples = correct = 0
     complaints = []

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from scipy.stats import binomtest
 
 from dsreason.errors import DataError
-from dsreason.evaluation.report.score import Interval, Share, clip_of, clustered_interval, is_right, share, wilson
+from dsreason.evaluation.report.score import (
+    Interval,
+    Proportion,
+    clip_of,
+    compute_clustered_interval,
+    compute_wilson_interval,
+    is_right,
+    share,
+)
 from dsreason.evaluation.types import Result
 
 Pair = tuple[Result, Result]
@@ -23,13 +31,13 @@ class Paired:
     only_this_right: int
     only_baseline_right: int
     both_wrong: int
-    this: Share
-    baseline: Share
+    this: Proportion
+    baseline: Proportion
     """Numbers of right answers of both runs."""
     difference: float
     """Accuracy of this run less the baseline's."""
     interval: Interval
-    """95 % interval of the difference; see `newcombe_interval`."""
+    """95 % interval of the difference; see `compute_newcombe_interval`."""
     clustered: Interval | None
     """95 % interval of the difference that allows for questions about one clip being alike."""
     p_value: float
@@ -37,7 +45,7 @@ class Paired:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     this: str
     baseline: str
     """`<model>/<answer_type>` of the two runs."""
@@ -63,7 +71,7 @@ class Comparison:
         )
 
 
-def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str, str]) -> Comparison:
+def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str, str]) -> RunComparison:
     """Pair the results by data set and question id.
 
     Args:
@@ -86,10 +94,10 @@ def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str
                 f"in {names[1]}; compare runs on the same data"
             )
     datasets = sorted({a.datasource for a, _ in pairs})
-    return Comparison(
+    return RunComparison(
         *names,
-        overall=_paired(pairs),
-        datasets={name: _paired([pair for pair in pairs if pair[0].datasource == name]) for name in datasets},
+        overall=_compare(pairs),
+        datasets={name: _compare([pair for pair in pairs if pair[0].datasource == name]) for name in datasets},
         only_in_this=len(this) - len(pairs),
         only_in_baseline=len(baseline) - len(pairs),
         gained=tuple(a.id for a, b in pairs if is_right(a) and not is_right(b)),
@@ -97,7 +105,7 @@ def compare(this: Sequence[Result], baseline: Sequence[Result], names: tuple[str
     )
 
 
-def _paired(pairs: Sequence[Pair]) -> Paired:
+def _compare(pairs: Sequence[Pair]) -> Paired:
     outcomes = [(is_right(a), is_right(b)) for a, b in pairs]
     both, gained, lost, neither = (outcomes.count((a, b)) for a in (True, False) for b in (True, False))
     return Paired(
@@ -108,18 +116,20 @@ def _paired(pairs: Sequence[Pair]) -> Paired:
         this=share(both + gained, len(pairs)),
         baseline=share(both + lost, len(pairs)),
         difference=(gained - lost) / len(pairs),
-        interval=newcombe_interval(both, gained, lost, neither),
-        clustered=clustered_interval([a - b for a, b in outcomes], [clip_of(a) for a, _ in pairs], bounds=(-1.0, 1.0)),
-        p_value=mcnemar(gained, lost),
+        interval=compute_newcombe_interval(both, gained, lost, neither),
+        clustered=compute_clustered_interval(
+            [a - b for a, b in outcomes], [clip_of(a) for a, _ in pairs], bounds=(-1.0, 1.0)
+        ),
+        p_value=compute_mcnemar(gained, lost),
     )
 
 
-def mcnemar(gained: int, lost: int) -> float:
+def compute_mcnemar(gained: int, lost: int) -> float:
     """Two-sided p of McNemar's exact test: the changed answers are right in either run with probability 1/2."""
     return float(binomtest(gained, gained + lost, 0.5).pvalue) if gained + lost else 1.0
 
 
-def newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interval:
+def compute_newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interval:
     """95 % interval of the difference of two paired proportions, (gained - lost) / n.
 
     Method 10 of Newcombe, "Improved confidence intervals for the difference between binomial proportions based on
@@ -127,7 +137,7 @@ def newcombe_interval(both: int, gained: int, lost: int, neither: int) -> Interv
     """
     n = both + gained + lost + neither
     p1, p2 = (both + gained) / n, (both + lost) / n
-    (low1, high1), (low2, high2) = wilson(both + gained, n), wilson(both + lost, n)
+    (low1, high1), (low2, high2) = compute_wilson_interval(both + gained, n), compute_wilson_interval(both + lost, n)
     margins = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
     product = both * neither - gained * lost
     corrected = max(product - n / 2, 0) if product > 0 else product

@@ -67,35 +67,35 @@ def draw_sheet(media: Sequence[str]) -> Sheet:
     notes: list[str] = []
     for path in media:
         try:
-            pictures += _pictures(path)
+            pictures += _read_pictures(path)
         except (DataError, OSError) as error:  # OSError: a path that is too long, say
             notes.append(str(error))
     return Sheet(tuple(pictures), tuple(notes))
 
 
-def _pictures(path: str) -> list[Picture]:
+def _read_pictures(path: str) -> list[Picture]:
     suffix = Path(path).suffix.lower()
     if suffix not in VIDEO_SUFFIXES:
         try:
-            return [_thumbnail(load_image(path))]
+            return [_make_thumbnail(load_image(path))]
         except DataError:
             if suffix:  # without one, as media taken out of a table may be, it can be either
                 raise
-    return _frames(path)
+    return _read_frames(path)
 
 
-def _frames(path: str) -> list[Picture]:
+def _read_frames(path: str) -> list[Picture]:
     info = probe_video(path)
     count = min(FRAMES, info.num_frames)
     indices = [round(i * (info.num_frames - 1) / max(1, count - 1)) for i in range(count)]
-    frames = load_video(path, indices, size=_small(info.height, info.width))
+    frames = load_video(path, indices, size=_fit_size(info.height, info.width))
     return [
-        _thumbnail(Image.fromarray(frame), f"{index / info.fps:.1f} s")
+        _make_thumbnail(Image.fromarray(frame), f"{index / info.fps:.1f} s")
         for index, frame in zip(indices, frames, strict=True)
     ]
 
 
-def _thumbnail(image: Image.Image, label: str = "") -> Picture:
+def _make_thumbnail(image: Image.Image, label: str = "") -> Picture:
     image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=JPEG_QUALITY)
@@ -103,7 +103,7 @@ def _thumbnail(image: Image.Image, label: str = "") -> Picture:
     return Picture(uri, label, image.width, image.height)
 
 
-def _small(height: int, width: int) -> tuple[int, int]:
+def _fit_size(height: int, width: int) -> tuple[int, int]:
     """Fitted into a square of `LONGEST_SIDE`, and never enlarged."""
     scale = min(1.0, LONGEST_SIDE / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))

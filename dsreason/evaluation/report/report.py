@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from dsreason.config.output import flat
+from dsreason.config.output import flatten_keys
 from dsreason.errors import DataError
 from dsreason.evaluation.report import tables
-from dsreason.evaluation.report.compare import Comparison, compare
+from dsreason.evaluation.report.compare import RunComparison, compare
 from dsreason.evaluation.report.results import (
     RUN_FILE,
     SUMMARY_FILE,
@@ -31,7 +31,7 @@ from dsreason.evaluation.report.results import (
     read_run,
     write_text,
 )
-from dsreason.evaluation.report.score import Summary, is_right, score, verdict
+from dsreason.evaluation.report.score import RunSummary, is_right, judge_result, score
 from dsreason.evaluation.settings import FORMER_THRESHOLD, THRESHOLD
 from dsreason.evaluation.types import Result
 
@@ -53,16 +53,16 @@ FILTERS = {
 
 
 @dataclass(frozen=True)
-class Report:
+class WrittenReport:
     """The written report."""
 
-    summary: Summary
-    comparison: Comparison | None
+    summary: RunSummary
+    comparison: RunComparison | None
     files: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
-class Card:
+class QuestionCard:
     """A question in the HTML report. `tags` are keys of `FILTERS`; `sheet` is None if its pictures are left out."""
 
     anchor: str
@@ -80,7 +80,7 @@ def write_reports(
     baseline: Path | None = None,
     with_html: bool = True,
     frames: int | None = None,
-) -> list[Report]:
+) -> list[WrittenReport]:
     """`write_report` for every run in `results_dir`; with a `baseline` there must be one in each of the two folders."""
     if baseline is not None:
         run, before = find_run(results_dir, dataset), find_run(baseline, dataset)
@@ -88,7 +88,9 @@ def write_reports(
     return [write_report(run, with_html=with_html, frames=frames) for run in find_runs(results_dir, dataset)]
 
 
-def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = True, frames: int | None = None) -> Report:
+def write_report(
+    run: Run, *, baseline: Run | None = None, with_html: bool = True, frames: int | None = None
+) -> WrittenReport:
     """Score a run and write `summary.json`, `report.md` and `report.html` into its folder.
 
     Args:
@@ -115,7 +117,7 @@ def write_report(run: Run, *, baseline: Run | None = None, with_html: bool = Tru
         texts[HTML] = render_html(results, summary, comparison, settings, sheets)
     for name, text in texts.items():
         write_text(run.folder / name, text)
-    return Report(summary, comparison, tuple(run.folder / name for name in texts))
+    return WrittenReport(summary, comparison, tuple(run.folder / name for name in texts))
 
 
 def read_settings(folder: Path) -> dict[str, str]:
@@ -126,7 +128,7 @@ def read_settings(folder: Path) -> dict[str, str]:
     settings = read_json(file)
     if not isinstance(settings, dict):
         raise DataError(f"{file}: must hold an object with the settings of the evaluation")
-    values = flat(settings)
+    values = flatten_keys(settings)
     if values.get("config.evaluation.scorer") is not None:
         values.setdefault(f"config.{THRESHOLD}", FORMER_THRESHOLD)
     return {
@@ -140,16 +142,16 @@ def read_settings(folder: Path) -> dict[str, str]:
 
 
 def render_markdown(
-    results: Sequence[Result], summary: Summary, comparison: Comparison | None, settings: dict[str, str]
+    results: Sequence[Result], summary: RunSummary, comparison: RunComparison | None, settings: dict[str, str]
 ) -> str:
     """The tables, and a line for every question that is not right."""
-    environment = _environment(autoescape=False, finalize=_markdown)
+    environment = _make_environment(autoescape=False, finalize=_escape_markdown)
     wrong = [result for result in results if not is_right(result)]
     template = environment.get_template("report.md.j2")
     return template.render(summary=summary, comparison=comparison, settings=settings, wrong=wrong) + "\n"
 
 
-def _markdown(value: object) -> str:
+def _escape_markdown(value: object) -> str:
     """Any text as itself, on one line: what a model wrote must not become a cell, a heading or HTML."""
     text = " ".join(str(value).split())
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(text, quote=False))
@@ -160,19 +162,19 @@ def _markdown(value: object) -> str:
 
 def render_html(
     results: Sequence[Result],
-    summary: Summary,
-    comparison: Comparison | None,
+    summary: RunSummary,
+    comparison: RunComparison | None,
     settings: dict[str, str],
     sheets: dict[str, Sheet],
 ) -> str:
     """One page that needs nothing else and asks for nothing: its policy forbids every script but its own."""
     changed = dict.fromkeys(comparison.gained, "gained") | dict.fromkeys(comparison.lost, "lost") if comparison else {}
-    cards = [_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
+    cards = [_make_card(n, result, changed.get(result.id), sheets) for n, result in enumerate(results, start=1)]
     counts = Counter(tag for card in cards for tag in card.tags)
-    script = _template_text("report.js")
+    script = _read_template("report.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     without = [card for card in cards if card.sheet is None and card.result.media]
-    template = _environment(autoescape=True).get_template("report.html.j2")
+    template = _make_environment(autoescape=True).get_template("report.html.j2")
     return template.render(
         summary=summary,
         comparison=comparison,
@@ -182,30 +184,32 @@ def render_html(
         filters={name: (label, counts[name]) for name, label in FILTERS.items() if name in counts},
         num_without_pictures=len(without),
         wrong_without_pictures=sum(card.verdict != "right" for card in without),
-        style=Markup(_template_text("report.css")),
+        style=Markup(_read_template("report.css")),
         script=Markup(script),
         script_digest=digest,
     )
 
 
-def _card(number: int, result: Result, changed: str | None, sheets: dict[str, Sheet]) -> Card:
-    result_verdict = verdict(result)
+def _make_card(number: int, result: Result, changed: str | None, sheets: dict[str, Sheet]) -> QuestionCard:
+    result_verdict = judge_result(result)
     tags: list[str] = [result_verdict] if result_verdict in ("right", "wrong") else ["wrong", result_verdict]
     if result.finish_reason == "length":
         tags.append("truncated")
     if changed:
         tags.append(changed)
-    return Card(f"q{number}", result, result_verdict, tuple(tags), question_text(result), sheets.get(result.id))
+    return QuestionCard(
+        f"q{number}", result, result_verdict, tuple(tags), get_question_text(result), sheets.get(result.id)
+    )
 
 
-def question_text(result: Result) -> str:
+def get_question_text(result: Result) -> str:
     """Return what was asked, less the list of options, which is shown by itself, and what follows it."""
     last_prompt = result.prompt[-1] if result.prompt else ""
     first = next(iter(result.options or {}), None)
     return last_prompt if first is None else last_prompt.partition(f"\n({first}) ")[0]
 
 
-def _environment(**options: Any) -> Environment:
+def _make_environment(**options: Any) -> Environment:
     environment = Environment(
         loader=PackageLoader("dsreason.evaluation.report"),
         undefined=StrictUndefined,
@@ -213,12 +217,18 @@ def _environment(**options: Any) -> Environment:
         lstrip_blocks=True,
         **options,
     )
-    filters = (tables.percent, tables.between, tables.points, tables.points_between, tables.p_of)
-    functions = (tables.facts, tables.score_facts, tables.accuracy_parts, tables.graded_note)
+    filters = (
+        tables.format_percent,
+        tables.format_interval,
+        tables.format_points,
+        tables.format_points_interval,
+        tables.format_p,
+    )
+    functions = (tables.collect_facts, tables.score_facts, tables.list_accuracy_parts, tables.describe_grading)
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= {function.__name__: function for function in functions}
     return environment
 
 
-def _template_text(name: str) -> str:
+def _read_template(name: str) -> str:
     return (resources.files("dsreason.evaluation.report") / "templates" / name).read_text(encoding="utf-8")

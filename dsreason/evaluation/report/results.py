@@ -18,11 +18,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dsreason.errors import DataError
-from dsreason.evaluation.questions.identity import question_id, question_key
+from dsreason.evaluation.questions.identity import compute_question_key, make_question_id
 from dsreason.evaluation.types import Result
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import read_small
-from dsreason.problems import first_problem, parse_error
+from dsreason.problems import describe_first_problem, describe_parse_error
 from dsreason.text import QuestionKind
 
 RUN_FILE = "run.json"
@@ -59,7 +59,7 @@ class Run:
 # ---------------------------------------------------------------- writing
 
 
-def safe_name(text: str) -> str:
+def make_safe_name(text: str) -> str:
     """A file name for any text, without an ending; different texts have different names.
 
     Usual names stay as they are. Others (slashes, a dot in front, more than 200 bytes, …) become what is plain in them
@@ -72,15 +72,15 @@ def safe_name(text: str) -> str:
     return f"{plain}~{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
-def result_file(folder: Path, dataset: str, video_id: str) -> Path:
+def locate_result_file(folder: Path, dataset: str, video_id: str) -> Path:
     """Return the file of a clip's results, inside `folder`, which is `<results_dir>/<model>/<answer_type>`."""
-    return folder / safe_name(dataset) / f"{safe_name(video_id)}.json"
+    return folder / make_safe_name(dataset) / f"{make_safe_name(video_id)}.json"
 
 
 def write_results(folder: Path, dataset: str, video_id: str, results: Sequence[Result]) -> None:
     """Write all results of a clip, completely or not at all, in place of those that were there."""
     text = json.dumps([asdict(result) for result in results], indent=2, ensure_ascii=False)
-    write_text(result_file(folder, dataset, video_id), text + "\n")
+    write_text(locate_result_file(folder, dataset, video_id), text + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
@@ -109,12 +109,12 @@ def find_runs(results_dir: Path, dataset: Sequence[str] | None = None) -> list[R
     """
     if not results_dir.is_dir():
         raise DataError(f"{results_dir}: no such folder; give the --results-dir of an evaluation")
-    files = [file for file in json_files(results_dir) if file.name not in OWN_FILES]
+    files = [file for file in list_json_files(results_dir) if file.name not in OWN_FILES]
     files = [file for file in files if not (file.parent / RUN_FILE).exists()]
     if not files:
         raise DataError(f"{results_dir}: holds no results (<model>/<answer_type>/<dataset>/<video_id>.json)")
-    wanted_folders = None if dataset is None else {safe_name(name): name for name in dataset}
-    present = {_dataset_folder(file) for file in files}
+    wanted_folders = None if dataset is None else {make_safe_name(name): name for name in dataset}
+    present = {_get_dataset_folder(file) for file in files}
     if wanted_folders is not None and (
         missing := [name for folder, name in wanted_folders.items() if folder not in present]
     ):
@@ -137,12 +137,12 @@ def find_run(results_dir: Path, dataset: Sequence[str] | None = None) -> Run:
     return runs[0]
 
 
-def dataset_files(folder: Path) -> list[Path]:
+def list_dataset_files(folder: Path) -> list[Path]:
     """The result files in a data set's folder; the reports that `dsreason score` may have put beside them are none."""
     return sorted(file for file in folder.glob("*.json") if file.name not in OWN_FILES)
 
 
-def json_files(results_dir: Path) -> list[Path]:
+def list_json_files(results_dir: Path) -> list[Path]:
     """List every `*.json` at any depth, sorted, without hidden ones.
 
     Raises:
@@ -162,11 +162,11 @@ def json_files(results_dir: Path) -> list[Path]:
 def _run(folder: Path, files: list[Path], wanted: Iterable[str] | None) -> Run:
     if wanted is None:
         return Run(folder, tuple(files))
-    chosen_files = tuple(file for file in files if _dataset_folder(file) in wanted)
-    return Run(folder, chosen_files, tuple(sorted({_dataset_folder(file) for file in files} - set(wanted))))
+    chosen_files = tuple(file for file in files if _get_dataset_folder(file) in wanted)
+    return Run(folder, chosen_files, tuple(sorted({_get_dataset_folder(file) for file in files} - set(wanted))))
 
 
-def _dataset_folder(file: Path) -> str:
+def _get_dataset_folder(file: Path) -> str:
     return file.parent.name or file.parent.resolve().name
 
 
@@ -203,7 +203,7 @@ def read_file(file: Path) -> list[Result]:
     """
     items = read_json(file)
     if not isinstance(items, list):
-        raise DataError(f"{file}: holds {_kind_of_json(items)}, not a list of results; move it elsewhere")
+        raise DataError(f"{file}: holds {_name_json_type(items)}, not a list of results; move it elsewhere")
     counts: Counter[str] = Counter()
     return [_read_item(item, file, number, counts) for number, item in enumerate(items)]
 
@@ -214,36 +214,40 @@ def read_json(file: Path) -> Any:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not valid JSON ({parse_error(error)}); evaluate again, or remove it") from error
+        raise DataError(
+            f"{file}: is not valid JSON ({describe_parse_error(error)}); evaluate again, or remove it"
+        ) from error
 
 
 def _read_item(item: Any, file: Path, number: int, seen: Counter[str]) -> Result:
     location = f"{file}: item {number + 1}"
     if not isinstance(item, dict):
-        raise DataError(f"{location}: is {_kind_of_json(item)}, not a result")
+        raise DataError(f"{location}: is {_name_json_type(item)}, not a result")
     try:
-        return STORED.validate_python(_completed(item, file, number, seen))
+        return STORED.validate_python(_complete_item(item, file, number, seen))
     except ValidationError as error:
-        raise DataError(f"{location}: {first_problem(error)}; correct it, or score it with --compat") from error
+        raise DataError(
+            f"{location}: {describe_first_problem(error)}; correct it, or score it with --compat"
+        ) from error
 
 
-def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
+def _complete_item(item: dict[str, Any], file: Path, number: int, seen: Counter[str]) -> dict[str, Any]:
     """Add the fields that results of cosmos-reason1 lack; of its own eight fields, too, only `is_correct` is required.
 
     A question has the id there that it has here, so that the two can be compared.
     """
-    datasource = item.get("datasource", _dataset_folder(file))
+    datasource = item.get("datasource", _get_dataset_folder(file))
     video_id = item.get("video_id", file.stem)
-    prompt = _texts(item.get("prompt") or [])
+    prompt = _extract_texts(item.get("prompt") or [])
     if "id" not in item:
         last = prompt[-1] if isinstance(prompt, list) and prompt else None
-        key = question_key(last, [str(video_id)]) if isinstance(last, str) else str(number)
-        item = item | {"id": question_id(datasource, video_id, key, seen)}
+        key = compute_question_key(last, [str(video_id)]) if isinstance(last, str) else str(number)
+        item = item | {"id": make_question_id(datasource, video_id, key, seen)}
     texts = dict.fromkeys(("correct_answer", "reasoning", "answer", "full_response", "finish_reason"), "")
     defaults = texts | {
         "datasource": datasource,
         "video_id": video_id,
-        "kind": _kind_of_answer(item.get("correct_answer")),
+        "kind": _infer_kind(item.get("correct_answer")),
         "options": None,
         "media": [],
         "rule": "not recorded",
@@ -254,24 +258,24 @@ def _completed(item: dict[str, Any], file: Path, number: int, seen: Counter[str]
     return defaults | item | {"prompt": prompt}
 
 
-def _texts(prompt: Any) -> Any:
+def _extract_texts(prompt: Any) -> Any:
     """Return the texts of the messages that cosmos-reason1 stores; anything else unchanged."""
     try:
-        return [_text(message["content"]) for message in prompt]
+        return [_join_text(message["content"]) for message in prompt]
     except (TypeError, KeyError, AttributeError):
         return prompt
 
 
-def _text(content: Any) -> str:
+def _join_text(content: Any) -> str:
     """Join several parts, one per line. Their parts may lack `type`, unlike a sample's."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part.get("text"))
 
 
-def _kind_of_answer(reference: object) -> QuestionKind:
+def _infer_kind(reference: object) -> QuestionKind:
     is_letter = isinstance(reference, str) and re.fullmatch(r"\s*[A-Za-z]\s*", reference)
     return "multiple_choice" if is_letter else "open"
 
 
-def _kind_of_json(value: object) -> str:
+def _name_json_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

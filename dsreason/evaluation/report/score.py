@@ -23,7 +23,7 @@ Verdict = Literal["right", "wrong", "unparsed", "unanswered"]
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """`count` of `total`. `share` and its 95 % interval (Wilson's) are None of nothing."""
 
     count: int
@@ -34,13 +34,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Accuracy:
-    over_all: Share
+    over_all: Proportion
     """Accuracy of all questions; those without an answer count as wrong."""
-    over_answered: Share
+    over_answered: Proportion
     clips: int
     """Number of different media (or rows, of questions about text) that the questions are about."""
     clustered: Interval | None
-    """95 % interval of `over_all` that allows for questions about one clip being alike; see `clustered_interval`."""
+    """95 % interval of `over_all` that allows for questions about one clip being alike; see `compute_clustered_interval`."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Letters:
 
     confusion: dict[str, dict[str, int]]
     """Reference letter → answered letter → count; "none" where no letter was read or nothing was answered."""
-    references: dict[str, Share]
+    references: dict[str, Proportion]
     """Number of questions by the letter that is right."""
-    answers: dict[str, Share]
+    answers: dict[str, Proportion]
     """Number of answers by the letter that was read in them."""
 
 
@@ -64,7 +64,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """Content of `summary.json`; each part as its class describes."""
 
     run: str
@@ -73,11 +73,11 @@ class Summary:
     datasets: dict[str, Accuracy]
     kinds: dict[str, Accuracy]
     """Accuracy by question kind: `multiple_choice`, `yes_no`, `open`, `free_text`, `ordinal`."""
-    unparsed: Share
+    unparsed: Proportion
     """Answers in which nothing was read, of the answers."""
-    truncated: Share
+    truncated: Proportion
     """Answers that ended at the token limit, of the answers."""
-    rules: dict[str, Share]
+    rules: dict[str, Proportion]
     """Accuracy of the answers by the parser's rule that read them."""
     letters: Letters | None
     """None without multiple-choice questions."""
@@ -95,27 +95,32 @@ class Summary:
     """Data sets of the run that were not asked for."""
 
 
-def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> Summary:
+def score(results: Sequence[Result], *, run: str = "", left_out: tuple[str, ...] = ()) -> RunSummary:
     """The numbers of a run, from at least one result."""
     answered = [result for result in results if result.error is None]
     free_text = [result for result in answered if result.kind == "free_text"]
-    return Summary(
+    return RunSummary(
         run=run,
-        accuracy=accuracy(results),
-        datasets={name: accuracy(part) for name, part in grouped(results, lambda result: result.datasource).items()},
-        kinds={name: accuracy(part) for name, part in grouped(results, lambda result: result.kind).items()},
+        accuracy=compute_accuracy(results),
+        datasets={
+            name: compute_accuracy(part)
+            for name, part in group_results(results, lambda result: result.datasource).items()
+        },
+        kinds={
+            name: compute_accuracy(part) for name, part in group_results(results, lambda result: result.kind).items()
+        },
         unparsed=share(sum(result.answer == "" for result in answered), len(answered)),
         truncated=share(sum(result.finish_reason == "length" for result in answered), len(answered)),
         rules={
             rule: share(sum(map(is_right, part)), len(part))
-            for rule, part in grouped(answered, lambda result: result.rule).items()
+            for rule, part in group_results(answered, lambda result: result.rule).items()
         },
-        letters=letters([result for result in results if result.kind == "multiple_choice"]),
-        scores=mean_scores(answered),
-        corpus_bleu=corpus_bleu(free_text) if free_text else None,
-        pearson=pearson([result for result in answered if result.kind == "ordinal"]),
+        letters=count_letters([result for result in results if result.kind == "multiple_choice"]),
+        scores=average_scores(answered),
+        corpus_bleu=compute_corpus_bleu(free_text) if free_text else None,
+        pearson=compute_pearson([result for result in answered if result.kind == "ordinal"]),
         unanswered={result.id: result.error for result in results if result.error is not None},
-        graded_by={name: len(part) for name, part in grouped(answered, lambda result: result.graded_by).items()},
+        graded_by={name: len(part) for name, part in group_results(answered, lambda result: result.graded_by).items()},
         left_out=left_out,
     )
 
@@ -125,7 +130,7 @@ def is_right(result: Result) -> bool:
     return result.is_correct and result.error is None
 
 
-def verdict(result: Result) -> Verdict:
+def judge_result(result: Result) -> Verdict:
     """Return the verdict; `unparsed`: nothing was read in the answer; `unanswered`: the answer is missing."""
     if result.error is not None:
         return "unanswered"
@@ -134,7 +139,7 @@ def verdict(result: Result) -> Verdict:
     return "wrong" if result.answer else "unparsed"
 
 
-def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
+def group_results(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str, list[Result]]:
     """Group the results by key, in the keys' order."""
     return {name: list(part) for name, part in groupby(sorted(results, key=key), key)}
 
@@ -142,7 +147,7 @@ def grouped(results: Iterable[Result], key: Callable[[Result], str]) -> dict[str
 # ---------------------------------------------------------------- accuracy
 
 
-def accuracy(results: Sequence[Result]) -> Accuracy:
+def compute_accuracy(results: Sequence[Result]) -> Accuracy:
     right = [is_right(result) for result in results]
     clips = [clip_of(result) for result in results]
     answered = sum(result.error is None for result in results)
@@ -150,7 +155,7 @@ def accuracy(results: Sequence[Result]) -> Accuracy:
         over_all=share(sum(right), len(right)),
         over_answered=share(sum(right), answered),
         clips=len(set(clips)),
-        clustered=clustered_interval(right, clips, bounds=(0.0, 1.0)),
+        clustered=compute_clustered_interval(right, clips, bounds=(0.0, 1.0)),
     )
 
 
@@ -159,19 +164,21 @@ def clip_of(result: Result) -> tuple[str, ...]:
     return tuple(result.media) or (result.datasource, result.video_id)
 
 
-def share(count: int, total: int) -> Share:
+def share(count: int, total: int) -> Proportion:
     if total == 0:
-        return Share(count, total, None, None)
-    return Share(count, total, count / total, wilson(count, total))
+        return Proportion(count, total, None, None)
+    return Proportion(count, total, count / total, compute_wilson_interval(count, total))
 
 
-def wilson(count: int, total: int) -> Interval:
+def compute_wilson_interval(count: int, total: int) -> Interval:
     """95 % interval of a proportion."""
     low, high = binomtest(count, total).proportion_ci(CONFIDENCE, method="wilson")
     return float(low), float(high)
 
 
-def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, bounds: Interval) -> Interval | None:
+def compute_clustered_interval(
+    values: Sequence[float], clusters: Sequence[object], *, bounds: Interval
+) -> Interval | None:
     """95 % interval of the mean of values that are alike within a cluster: t distribution, cluster-robust error.
 
     `bounds` are the lowest and the highest possible mean. Source: Miller, "Adding Error Bars to Evals"
@@ -193,12 +200,12 @@ def clustered_interval(values: Sequence[float], clusters: Sequence[object], *, b
 # ---------------------------------------------------------------- kinds of questions
 
 
-def letters(results: Sequence[Result]) -> Letters | None:
+def count_letters(results: Sequence[Result]) -> Letters | None:
     if not results:
         return None
-    pairs = Counter((_letter(result.correct_answer), _letter(result.answer)) for result in results)
-    rows = sorted({reference for reference, _ in pairs}, key=_letters_first)
-    columns = sorted({letter for pair in pairs for letter in pair}, key=_letters_first)
+    pairs = Counter((_read_letter(result.correct_answer), _read_letter(result.answer)) for result in results)
+    rows = sorted({reference for reference, _ in pairs}, key=_sort_letters_first)
+    columns = sorted({letter for pair in pairs for letter in pair}, key=_sort_letters_first)
     single_columns = [column for column in columns if len(column) == 1]
     read = sum(count for (_, answer), count in pairs.items() if answer in single_columns)
     return Letters(
@@ -208,28 +215,28 @@ def letters(results: Sequence[Result]) -> Letters | None:
     )
 
 
-def _letter(text: str) -> str:
+def _read_letter(text: str) -> str:
     text = text.strip().upper()
     return text if len(text) == 1 else NOT_A_LETTER if text else NO_LETTER
 
 
-def _letters_first(letter: str) -> tuple[int, str]:
+def _sort_letters_first(letter: str) -> tuple[int, str]:
     return (len(letter) > 1) + (letter == NO_LETTER), letter
 
 
-def mean_scores(results: Sequence[Result]) -> dict[str, Mean]:
+def average_scores(results: Sequence[Result]) -> dict[str, Mean]:
     """Average each score over the results that have it."""
     names = sorted({name for result in results for name in result.scores})
     values = {name: [result.scores[name] for result in results if name in result.scores] for name in names}
-    return {name: Mean(_finite(sum(scores) / len(scores)), len(scores)) for name, scores in values.items()}
+    return {name: Mean(_to_finite(sum(scores) / len(scores)), len(scores)) for name, scores in values.items()}
 
 
-def corpus_bleu(results: Sequence[Result]) -> Mean:
+def compute_corpus_bleu(results: Sequence[Result]) -> Mean:
     answers, references = [r.answer for r in results], [r.correct_answer for r in results]
     return Mean(sacrebleu.corpus_bleu(answers, [references]).score, len(results))
 
 
-def pearson(results: Sequence[Result]) -> Mean | None:
+def compute_pearson(results: Sequence[Result]) -> Mean | None:
     """Return Pearson's r, None without pairs. r is not defined for fewer than two pairs, nor if either side is constant."""
     if not results:
         return None
@@ -237,15 +244,15 @@ def pearson(results: Sequence[Result]) -> Mean | None:
     pairs = [pair for pair in pairs if None not in pair]
     if any(len(set(side)) < 2 for side in zip(*pairs, strict=True)) or not pairs:
         return Mean(None, len(pairs))
-    return Mean(_finite(pearsonr(*zip(*pairs, strict=True)).statistic), len(pairs))
+    return Mean(_to_finite(pearsonr(*zip(*pairs, strict=True)).statistic), len(pairs))
 
 
 def _number(text: str) -> float | None:
     try:
-        return _finite(float(text))
+        return _to_finite(float(text))
     except ValueError:
         return None
 
 
-def _finite(value: float) -> float | None:
+def _to_finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

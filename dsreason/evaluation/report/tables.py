@@ -8,61 +8,61 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from dsreason.evaluation.report.compare import Comparison, Paired
-from dsreason.evaluation.report.score import Accuracy, Interval, Mean, Share, Summary
+from dsreason.evaluation.report.compare import Paired, RunComparison
+from dsreason.evaluation.report.score import Accuracy, Interval, Mean, Proportion, RunSummary
 from dsreason.evaluation.types import KIND
 
 NOTHING = "–"
 ACCURACY_COLUMNS = ("accuracy", "95% interval", "right", "questions", "clips", "of answered", "answered")
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """`72.3%`."""
     return NOTHING if value is None else f"{value:.1%}"
 
 
-def between(interval: Interval | None) -> str:
+def format_interval(interval: Interval | None) -> str:
     """`66.1–77.8%`."""
     return NOTHING if interval is None else f"{100 * interval[0]:.1f}–{100 * interval[1]:.1f}%"
 
 
-def points(difference: float) -> str:
+def format_points(difference: float) -> str:
     """A difference of two shares, in percentage points: `+4.2`."""
     return f"{100 * difference:+.1f}"
 
 
-def points_between(interval: Interval | None) -> str:
+def format_points_interval(interval: Interval | None) -> str:
     """`-1.0 to +9.4`."""
-    return NOTHING if interval is None else f"{points(interval[0])} to {points(interval[1])}"
+    return NOTHING if interval is None else f"{format_points(interval[0])} to {format_points(interval[1])}"
 
 
-def share_of(share: Share) -> str:
+def share_of(share: Proportion) -> str:
     """`12 of 200 (6.0%)`."""
-    return f"{share.count} of {share.total} ({percent(share.share)})"
+    return f"{share.count} of {share.total} ({format_percent(share.share)})"
 
 
-def mean_of(mean: Mean) -> str:
+def format_mean(mean: Mean) -> str:
     """`0.4321 (n = 50)`."""
     value = NOTHING if mean.value is None else f"{mean.value:.4f}"
     return f"{value} (n = {mean.n})"
 
 
-def p_of(p_value: float) -> str:
+def format_p(p_value: float) -> str:
     return "< 0.0001" if p_value < 0.0001 else f"{p_value:.4f}"
 
 
-def facts(summary: Summary) -> dict[str, str]:
+def collect_facts(summary: RunSummary) -> dict[str, str]:
     """Return what there is to say of a run beside its accuracies."""
     shares = {"unparsed answers": share_of(summary.unparsed), "truncated answers": share_of(summary.truncated)}
     if summary.unanswered:
         question, why = next(iter(summary.unanswered.items()))
         shares["without an answer"] = f"{len(summary.unanswered)}, such as {question}: {why:.200}"
     if summary.accuracy.clustered:
-        shares["95% interval, clustered by clip"] = between(summary.accuracy.clustered)
+        shares["95% interval, clustered by clip"] = format_interval(summary.accuracy.clustered)
     return shares | score_facts(summary)
 
 
-def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
+def describe_grading(summary: RunSummary, settings: Mapping[str, str]) -> str:
     """Return what a scorer decided, and by which threshold; or that it decided nothing. "" without a scorer.
 
     `settings` are those of `run.json`, nested names joined by dots.
@@ -85,16 +85,16 @@ def graded_note(summary: Summary, settings: Mapping[str, str]) -> str:
     return f"An answer is right by evaluation.scorer ({scorer}) from {threshold} on."  # results that do not say it themselves
 
 
-def score_facts(summary: Summary) -> dict[str, str]:
-    means = {f"mean {name}": mean_of(mean) for name, mean in summary.scores.items()}
+def score_facts(summary: RunSummary) -> dict[str, str]:
+    means = {f"mean {name}": format_mean(mean) for name, mean in summary.scores.items()}
     if summary.corpus_bleu:
-        means["corpus BLEU"] = mean_of(summary.corpus_bleu)
+        means["corpus BLEU"] = format_mean(summary.corpus_bleu)
     if summary.pearson:
-        means["Pearson's r"] = mean_of(summary.pearson)
+        means["Pearson's r"] = format_mean(summary.pearson)
     return means
 
 
-def accuracy_parts(summary: Summary) -> list[tuple[str, dict[str, Accuracy]]]:
+def list_accuracy_parts(summary: RunSummary) -> list[tuple[str, dict[str, Accuracy]]]:
     """Return what accuracies are shown for, in sections: data sets, question kinds if there are several, all."""
     parts = [("data set", summary.datasets)]
     if len(summary.kinds) > 1:
@@ -102,35 +102,35 @@ def accuracy_parts(summary: Summary) -> list[tuple[str, dict[str, Accuracy]]]:
     return [*parts, ("run", {"all": summary.accuracy})]
 
 
-def accuracy_table(summary: Summary) -> Table:
+def make_accuracy_table(summary: RunSummary) -> Table:
     """One run, a row for each part."""
-    table = _table(Text(summary.run), "", ACCURACY_COLUMNS)
-    for _, parts in accuracy_parts(summary):
+    table = _make_table(Text(summary.run), "", ACCURACY_COLUMNS)
+    for _, parts in list_accuracy_parts(summary):
         for name, part in parts.items():
-            table.add_row(Text(name), *_accuracy_cells(part))
+            table.add_row(Text(name), *_make_accuracy_cells(part))
         table.add_section()
     return table
 
 
-def runs_table(summaries: Sequence[Summary]) -> Table:
-    table = _table(None, "run", ACCURACY_COLUMNS)
+def make_runs_table(summaries: Sequence[RunSummary]) -> Table:
+    table = _make_table(None, "run", ACCURACY_COLUMNS)
     for summary in summaries:
-        table.add_row(Text(summary.run), *_accuracy_cells(summary.accuracy))
+        table.add_row(Text(summary.run), *_make_accuracy_cells(summary.accuracy))
     return table
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def make_comparison_table(comparison: RunComparison) -> Table:
     title = Text(f"{comparison.this} against {comparison.baseline}")
     columns = ("this", "baseline", "difference", "95% interval", "p (McNemar)", "gained", "lost")
-    table = _table(title, "", columns)
+    table = _make_table(title, "", columns)
     for name, part in comparison.datasets.items():
-        table.add_row(Text(name), *_paired_cells(part))
+        table.add_row(Text(name), *_make_paired_cells(part))
     table.add_section()
-    table.add_row("all", *_paired_cells(comparison.overall), style="bold")
+    table.add_row("all", *_make_paired_cells(comparison.overall), style="bold")
     return table
 
 
-def _table(title: Text | None, first: str, columns: Sequence[str]) -> Table:
+def _make_table(title: Text | None, first: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column(first, overflow="fold")
     for name in columns:
@@ -138,13 +138,24 @@ def _table(title: Text | None, first: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _accuracy_cells(part: Accuracy) -> tuple[str, ...]:
+def _make_accuracy_cells(part: Accuracy) -> tuple[str, ...]:
     over_all, answered = part.over_all, part.over_answered
-    cells = (percent(over_all.share), between(over_all.interval), str(over_all.count), str(over_all.total))
-    return (*cells, str(part.clips), percent(answered.share), str(answered.total))
+    cells = (
+        format_percent(over_all.share),
+        format_interval(over_all.interval),
+        str(over_all.count),
+        str(over_all.total),
+    )
+    return (*cells, str(part.clips), format_percent(answered.share), str(answered.total))
 
 
-def _paired_cells(part: Paired) -> tuple[str, ...]:
-    shares = (percent(part.this.share), percent(part.baseline.share))
+def _make_paired_cells(part: Paired) -> tuple[str, ...]:
+    shares = (format_percent(part.this.share), format_percent(part.baseline.share))
     changed = (str(part.only_this_right), str(part.only_baseline_right))
-    return (*shares, points(part.difference), points_between(part.interval), p_of(part.p_value), *changed)
+    return (
+        *shares,
+        format_points(part.difference),
+        format_points_interval(part.interval),
+        format_p(part.p_value),
+        *changed,
+    )

@@ -27,7 +27,7 @@ AT_ONCE = 2**18
 """Blocks that are computed together, so that the float32 and index tensors stay below 200 MB."""
 
 
-def num_blocks(shape: torch.Size) -> int:
+def count_blocks(shape: torch.Size) -> int:
     """Return the number of blocks of a weight; the last one may be padded."""
     return -(-shape.numel() // BLOCK)
 
@@ -37,7 +37,7 @@ def quantize(weight: Tensor, blocks: range | None = None) -> Tensor:
 
     Memory that is never written to takes no space, so some of the blocks cost only their own memory.
     """
-    rows = torch.empty(num_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
+    rows = torch.empty(count_blocks(weight.shape), ROW_BYTES, dtype=torch.uint8, device=weight.device)
     blocks = range(len(rows)) if blocks is None else blocks
     table = torch.tensor(TABLE, device=weight.device)
     midpoints = (table[1:] + table[:-1]) / 2
@@ -57,13 +57,13 @@ def dequantize(rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     values = torch.empty(len(rows), BLOCK, dtype=dtype, device=rows.device)
     for part, part_values in zip(rows.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         scales = part[:, CODE_BYTES:].contiguous().view(torch.float32)
-        pairs = torch.nn.functional.embedding(part[:, :CODE_BYTES].int(), pairs_on(rows.device)).view(-1, BLOCK)
+        pairs = torch.nn.functional.embedding(part[:, :CODE_BYTES].int(), make_code_pairs(rows.device)).view(-1, BLOCK)
         part_values.copy_(pairs * scales)
     return values.view(-1)[: shape.numel()].view(shape)
 
 
 @cache
-def pairs_on(device: torch.device) -> Tensor:
+def make_code_pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte of codes: `[256, 2]` float32."""
     table = torch.tensor(TABLE)
     byte = torch.arange(256)

@@ -14,7 +14,7 @@ from dsreason.models.nf4.blocks import dequantize, quantize
 class NF4Linear(nn.Linear):
     """A linear layer whose frozen `weight` is the `[blocks, 36]` bytes of `quantize`; it multiplies by their matrix in `dtype`.
 
-    `quantized_linears` makes it from an `nn.Linear` by changing the class; the loading code sets its weight.
+    `convert_to_nf4` makes it from an `nn.Linear` by changing the class; the loading code sets its weight.
     """
 
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class NF4Product(torch.autograd.Function):
         return gradient @ dequantize(rows, ctx.shape, ctx.dtype), None, None, None, None
 
 
-def quantized_linears(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
+def convert_to_nf4(model: nn.Module, pattern: str, dtype: torch.dtype) -> list[NF4Linear]:
     """Make the linear layers whose names match `pattern` compute in `dtype` with 4-bit weights, and return them.
 
     Their weights stay whole or empty until `quantize_weight`.

@@ -11,9 +11,9 @@ from transformers import AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from dsreason.data.chat import Encoder
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
-from dsreason.models.load import model_config
-from dsreason.models.mrope import position_ids
+from dsreason.families import get_family
+from dsreason.models.load import read_model_config
+from dsreason.models.mrope import compute_position_ids
 from dsreason.models.processors.checks import check_chat_template, check_length, check_patches
 from dsreason.models.processors.template import check_template
 
@@ -26,8 +26,8 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> Any:
 
     A model that reads only text gets a processor that wraps its tokenizer.
     """
-    config = model_config(path, trust_remote_code=trust_remote_code)
-    if family_of(config.model_type).vision is None:
+    config = read_model_config(path, trust_remote_code=trust_remote_code)
+    if get_family(config.model_type).vision is None:
         return load_text_processor(path, trust_remote_code=trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -82,8 +82,8 @@ def open_encoder(
         dtype: type of the engine that serves the model, which rounds video times to it.
         max_length_key: key of the setting `max_length`, for messages.
     """
-    config = model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = read_model_config(model_path, dtype=dtype, trust_remote_code=trust_remote_code)
     processor = load_processor(model_path, trust_remote_code=trust_remote_code)
-    family = family_of(config.model_type)
-    positions = partial(position_ids, family.grids, config=config)
+    family = get_family(config.model_type)
+    positions = partial(compute_position_ids, family.grids, config=config)
     return Encoder(processor, family, positions, max_length, max_length_key)

@@ -30,7 +30,7 @@ def check_template(path: Path, processor: Any) -> None:
     long texts, so it is tried in a process with limits on time and memory. Refusals by `raise_exception` may depend on the
     roles, so they pass here: errors in rows name the row.
     """
-    memory_limit()
+    compute_memory_limit()
     reader, writer = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_try_template, args=(processor, writer))
     child.start()
@@ -38,20 +38,20 @@ def check_template(path: Path, processor: Any) -> None:
     try:
         problem = reader.recv()
     except EOFError:
-        problem = f"takes more than {CPU_SECONDS} s or {memory_limit() >> 20} MiB"
+        problem = f"takes more than {CPU_SECONDS} s or {compute_memory_limit() >> 20} MiB"
     child.join()
     if problem:
         raise CheckpointError(f"{path}: the chat template {problem} on a short conversation; take the original model's")
 
 
-def memory_limit() -> int:
+def compute_memory_limit() -> int:
     """Return the bytes that a template may take; fewer than the default if the limit of the shell (`ulimit -v`) leaves fewer.
 
     Raises:
         ConfigError: that limit leaves too little for any template.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - address_space())
+    memory_limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard - read_address_space())
     if memory_limit < LEAST_MEMORY_BYTES:
         raise ConfigError(
             f"ulimit -v: {hard >> 20} MiB of address space for a process leave {max(memory_limit, 0) >> 20} MiB, too little to "
@@ -60,7 +60,7 @@ def memory_limit() -> int:
     return memory_limit
 
 
-def address_space() -> int:
+def read_address_space() -> int:
     """Return the bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
@@ -71,14 +71,14 @@ def _try_template(processor: Any, writer: Connection) -> None:
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     seconds = CPU_SECONDS if hard == resource.RLIM_INFINITY else min(CPU_SECONDS, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    limit = address_space() + memory_limit()
+    limit = read_address_space() + compute_memory_limit()
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with suppress(MemoryError):
-        problems = [_problem(processor, content) for content in CONTENTS]
+        problems = [_find_problem(processor, content) for content in CONTENTS]
         writer.send(problems[0] if all(problems) else "")  # some templates support only text
 
 
-def _problem(processor: Any, content: Any) -> str:
+def _find_problem(processor: Any, content: Any) -> str:
     try:
         processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True

@@ -25,12 +25,12 @@ class TensorBoard(Sink):
     def __init__(self, folder: Path, run_config: dict[str, Any], resume_step: int | None) -> None:
         self.folder = folder
         first_step = 0 if resume_step is None else resume_step + 1
-        with self._folder_errors():
+        with self._convert_folder_errors():
             self.writer = SummaryWriter(str(folder), purge_step=first_step if folder.exists() else None)
-            self.writer.add_text("config", as_code(json.dumps(run_config, indent=2, default=str)), first_step)
+            self.writer.add_text("config", format_as_code(json.dumps(run_config, indent=2, default=str)), first_step)
 
     @contextmanager
-    def _folder_errors(self) -> Iterator[None]:
+    def _convert_folder_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:  # the writer's thread raises its errors at any later call
@@ -41,19 +41,19 @@ class TensorBoard(Sink):
             ) from error
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        with self._folder_errors():
+        with self._convert_folder_errors():
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
 
     def log_text(self, step: int, name: str, text: str) -> None:
-        with self._folder_errors():
-            self.writer.add_text(name, as_code(text), step)
+        with self._convert_folder_errors():
+            self.writer.add_text(name, format_as_code(text), step)
 
     def log_images(self, step: int, name: str, images: Sequence[Image]) -> None:
         import numpy as np
 
-        with self._folder_errors():
+        with self._convert_folder_errors():
             for i, image in enumerate(images):
                 self.writer.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
@@ -63,19 +63,19 @@ class TensorBoard(Sink):
 
         width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
         picture = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif)
-        with self._folder_errors():
+        with self._convert_folder_errors():
             self.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=picture)]), step)
             self.writer.flush()
 
     def log_histogram(self, step: int, name: str, values: Tensor | NDArray[Any]) -> None:
-        with self._folder_errors():
+        with self._convert_folder_errors():
             self.writer.add_histogram(name, values, step)
 
     def close(self) -> None:
-        with self._folder_errors():
+        with self._convert_folder_errors():
             self.writer.close()
 
 
-def as_code(text: str) -> str:
+def format_as_code(text: str) -> str:
     """Indent a text as a Markdown code block, in which TensorBoard keeps line breaks and angle brackets."""
     return "".join(f"    {line}\n" for line in text.splitlines())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dsreason.config.schema import MonitorConfig
 from dsreason.errors import ConfigError
 from dsreason.files.atomic import write_file
-from dsreason.imports import install_command
+from dsreason.imports import build_install_command
 from dsreason.monitor.sinks.sink import Sink
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check_wandb(config: MonitorConfig) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "monitor.wandb is true, but the package wandb is not installed; "
-            f"install it with `{install_command('wandb')}`, or set monitor.wandb = false"
+            f"install it with `{build_install_command('wandb')}`, or set monitor.wandb = false"
         ) from error
     # A file `wandb/settings` in the current folder could change the URL to which wandb sends the key.
     with chdir("/"):

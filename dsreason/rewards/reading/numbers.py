@@ -90,25 +90,25 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Token:
+class NumberToken:
     quantity: Quantity | None
     """The number; None for digits that do not form one, such as `1.2.3`."""
     start: int
     end: int
 
 
-def quantity(text: str, dimension: str = "") -> Quantity | None:
+def read_quantity(text: str, dimension: str = "") -> Quantity | None:
     """Return the number that a `plain` text gives as its answer; None if it has no number or several equally likely ones.
 
     Args:
         dimension: dimension of the reference; of several numbers, one with this dimension is the answer.
     """
     text = clean(text.lower())
-    tokens = [token_of(match) for match in TOKEN.finditer(text)]
+    tokens = [make_token(match) for match in TOKEN.finditer(text)]
     if not tokens:
         number_words = [word for word in re.findall(r"[a-z]+", text) if word in WORDS]
         return Quantity(float(WORDS[number_words[0]])) if len(number_words) == 1 else None
-    return chosen(text, joined(tokens, text), dimension)
+    return choose_quantity(text, join_tokens(tokens, text), dimension)
 
 
 def clean(text: str) -> str:
@@ -121,14 +121,14 @@ def clean(text: str) -> str:
     return text
 
 
-def chosen(text: str, tokens: Sequence[Token], dimension: str) -> Quantity | None:
-    """Return the quantity of the token that `pick` returns, None if that is part of a range."""
+def choose_quantity(text: str, tokens: Sequence[NumberToken], dimension: str) -> Quantity | None:
+    """Return the quantity of the token that `pick_token` returns, None if that is part of a range."""
     ranged = [end for pair in zip(tokens, tokens[1:], strict=False) if is_range(text, *pair) for end in pair]
-    token = pick(text, tokens, dimension)
+    token = pick_token(text, tokens, dimension)
     return token.quantity if token is not None and token not in ranged else None
 
 
-def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
+def pick_token(text: str, tokens: Sequence[NumberToken], dimension: str) -> NumberToken | None:
     """Pick the answer: the only distinct number (of the dimension), the last after `is` or `=`, or an explained first one."""
     tokens = [
         token for token in tokens if not re.search(r"(?:±|\+/-?)\s?\Z", text[max(0, token.start - 4) : token.start])
@@ -145,7 +145,7 @@ def pick(text: str, tokens: Sequence[Token], dimension: str) -> Token | None:
     return tokens[0] if leads and EXPLAINED.match(text[tokens[0].end : tokens[0].end + 60]) else None
 
 
-def is_range(text: str, first: Token, second: Token) -> bool:
+def is_range(text: str, first: NumberToken, second: NumberToken) -> bool:
     """Return whether two numbers form a range: `3-4`, `3 to 4`, `between 3 and 4`."""
     gap = text[first.end : second.start + 1].rstrip(
         "0123456789."
@@ -154,20 +154,22 @@ def is_range(text: str, first: Token, second: Token) -> bool:
     return RANGE.fullmatch(gap) is not None or (between and gap.strip() == "and")
 
 
-def joined(tokens: Sequence[Token], text: str) -> list[Token]:
+def join_tokens(tokens: Sequence[NumberToken], text: str) -> list[NumberToken]:
     """Join the parts of `1 m 20 cm` and `5 feet 3 inches` into one token each."""
-    merged: list[Token] = []
+    merged: list[NumberToken] = []
     for token in tokens:
         if merged and is_part(merged[-1], token, text):
             previous, last = merged[-1], merged[-1].quantity or Quantity(0.0)
             base = last.base + (token.quantity or Quantity(0.0)).base
-            merged[-1] = Token(Quantity(base / last.factor, last.dimension, last.factor), previous.start, token.end)
+            merged[-1] = NumberToken(
+                Quantity(base / last.factor, last.dimension, last.factor), previous.start, token.end
+            )
         else:
             merged.append(token)
     return merged
 
 
-def is_part(whole: Token, part: Token, text: str) -> bool:
+def is_part(whole: NumberToken, part: NumberToken, text: str) -> bool:
     """Return whether `part` follows `whole` directly, in a smaller unit of the same dimension."""
     a, b = whole.quantity, part.quantity
     if a is None or b is None or not a.dimension or a.dimension != b.dimension or a.factor <= b.factor:
@@ -175,24 +177,24 @@ def is_part(whole: Token, part: Token, text: str) -> bool:
     return a.value >= 0 <= b.value and re.fullmatch(r"\s{0,2}(?:and\s)?", text[whole.end : part.start]) is not None
 
 
-def token_of(match: re.Match[str]) -> Token:
+def make_token(match: re.Match[str]) -> NumberToken:
     start, end = match.span()
-    dimension, factor = unit_of(match["unit"] or "")
+    dimension, factor = find_unit(match["unit"] or "")
     if match["unit"] and not dimension:
         end = match.start("unit")  # an ordinary word
-    value, below = digits_value(match["digits"]), float(match["below"] or 1)
+    value, below = parse_digits(match["digits"]), float(match["below"] or 1)
     power = int(match["exponent"] or match["power"] or 0)
     of_clock = re.match(r":[0-9]", match.string[end : end + 2]) or re.match(
         r"[0-9]:", match.string[max(0, start - 2) : start]
     )
     if value is None or not below or abs(power) > MOST_POWER or of_clock:
-        return Token(None, start, end)
+        return NumberToken(None, start, end)
     value = (value / below + float(match["whole"] or 0)) * MULTIPLES.get(match["multiple"] or "", 1.0) * 10.0**power
     sign = -1.0 if (match["sign"] or "").startswith("-") else 1.0
-    return Token(Quantity(sign * value, dimension, factor), start, end)
+    return NumberToken(Quantity(sign * value, dimension, factor), start, end)
 
 
-def unit_of(text: str) -> tuple[str, float]:
+def find_unit(text: str) -> tuple[str, float]:
     """Return dimension and factor of a unit; ("", 1) if the unit is unknown."""
     unit = re.sub(r"\s?/\s?|\sper\s", "/", text).replace("metre", "meter")
     unit = re.sub(r"(?<=[a-z])\^?([23])\Z", r"^\1", unit)
@@ -200,7 +202,7 @@ def unit_of(text: str) -> tuple[str, float]:
     return FACTORS.get(unit) or FACTORS.get(unit.removesuffix("s")) or ("", 1.0)
 
 
-def digits_value(text: str) -> float | None:
+def parse_digits(text: str) -> float | None:
     """Convert `1,234.5`, `1.234,5`, `1 234`, `3,2` or `.5` to a float; return None if the separators are invalid."""
     text = re.sub(r"[ '_]", "", text)
     commas, dots = text.count(","), text.count(".")

@@ -28,12 +28,12 @@ SIGNS = str.maketrans(
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 
 
-def answer_of(completion: str) -> str:
-    """Return the final answer of a completion, see `split_response`, as `plain` text."""
-    return plain(split_response(completion).answer)
+def get_answer(completion: str) -> str:
+    """Return the final answer of a completion, see `split_response`, as `to_plain` text."""
+    return to_plain(split_response(completion).answer)
 
 
-def plain(text: str) -> str:
+def to_plain(text: str) -> str:
     """Convert digits, signs and brackets to ASCII: `１２：３０` → `12:30`, `−3½` → `-3 1/2`, `10²` → `10^2`."""
     text = text[:MOST_CHARACTERS]
     if text.isascii():
@@ -47,7 +47,7 @@ def plain(text: str) -> str:
     )
 
 
-def json_values(text: str) -> list[Any]:
+def find_json_values(text: str) -> list[Any]:
     """Return all outermost JSON objects and lists in the text, in order; skip text that is not JSON.
 
     NaN and infinity are not JSON. If the text has no JSON, a Python literal such as `{'x': 1}` is accepted.
@@ -61,10 +61,10 @@ def json_values(text: str) -> list[Any]:
             position, failures = begin.end(), failures + 1
         else:
             objects.append(value)
-    return [value for value in objects or literal_value(text) if not is_deep(value)]
+    return [value for value in objects or parse_literal(text) if not is_deep(value)]
 
 
-def literal_value(text: str) -> list[Any]:
+def parse_literal(text: str) -> list[Any]:
     """Return the dict or list between the first and the last bracket, if it is a Python literal, in a list."""
     begin = min((position for position in (text.find("["), text.find("{")) if position >= 0), default=0)
     literal = text[begin : max(text.rfind("]"), text.rfind("}")) + 1]
@@ -90,19 +90,19 @@ def is_deep(value: Any) -> bool:
     return bool(level)
 
 
-def no_constant(name: str) -> None:
+def reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=no_constant)
+DECODER = json.JSONDecoder(parse_constant=reject_constant)
 
 
-def key_name(key: Any) -> str:
+def normalize_key(key: Any) -> str:
     """Normalise a key: `Start_Time`, `start time` and `startTime` are equal."""
     return re.sub(r"[\W_]", "", str(key)[:64]).lower()
 
 
-def finite(value: Any) -> float | None:
+def to_finite_float(value: Any) -> float | None:
     """Convert a JSON number to a float; return None for other values and for numbers that a float cannot represent."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -113,6 +113,6 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def says_none(text: str) -> bool:
+def is_none_answer(text: str) -> bool:
     """Return whether the whole answer says that nothing exists: `none`, `n/a`, `empty` …"""
     return re.fullmatch(r"\W{0,9}(none|nothing|no|n/a|empty|null)\W{0,9}", text.lower()) is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from dsreason.rewards.reading.plain import finite, json_values, key_name, says_none
+from dsreason.rewards.reading.plain import find_json_values, is_none_answer, normalize_key, to_finite_float
 
 Order = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
 """Meaning of a box's four numbers: two corners; a corner (or `c`, the centre) with width and height; or Gemini's order."""
@@ -43,13 +43,13 @@ MOST_STRING = 4_096
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A point (x, y, …) or a box (x1, y1, x2, y2). Example: `Shape((10.0, 20.0, 30.0, 40.0), "cup")`."""
+class PlaneShape:
+    """A point (x, y, …) or a box (x1, y1, x2, y2). Example: `PlaneShape((10.0, 20.0, 30.0, 40.0), "cup")`."""
 
     numbers: tuple[float, ...]
     label: str = ""
 
-    def scaled(self, x: float, y: float) -> Shape:
+    def scale(self, x: float, y: float) -> PlaneShape:
         """Multiply all x and all y by one factor each."""
         return replace(self, numbers=tuple(value * (y if index % 2 else x) for index, value in enumerate(self.numbers)))
 
@@ -62,39 +62,41 @@ class PointForm:
     metres: float = 1.0
 
 
-Shapes = list[Shape] | None
+Shapes = list[PlaneShape] | None
 """Shapes of a text: [] if it says that none exist; None if it could not be parsed."""
 
 
-def boxes(text: str, order: Order = "xyxy") -> Shapes:
+def read_boxes(text: str, order: Order = "xyxy") -> Shapes:
     """Return all boxes of a `plain` text as x1, y1, x2, y2."""
-    shapes = read(text, json_boxes, text_boxes)
-    return [replace(box, numbers=corners(box.numbers, order)) for box in shapes] if shapes else shapes
+    shapes = read_shapes(text, iter_json_boxes, find_text_boxes)
+    return [replace(box, numbers=to_corners(box.numbers, order)) for box in shapes] if shapes else shapes
 
 
 PLAIN_POINT = PointForm()
 
 
-def points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
+def read_points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
     """Return all points of a `plain` text in order."""
-    return read(text, lambda value: json_points(value, form), lambda lower: text_points(lower, form))
+    return read_shapes(text, lambda value: iter_json_points(value, form), lambda lower: find_text_points(lower, form))
 
 
-def read(text: str, in_json: Callable[[Any], Iterator[Shape]], in_text: Callable[[str], list[Shape]]) -> Shapes:
-    values = json_values(text)
+def read_shapes(
+    text: str, in_json: Callable[[Any], Iterator[PlaneShape]], in_text: Callable[[str], list[PlaneShape]]
+) -> Shapes:
+    values = find_json_values(text)
     shapes = [shape for value in values for shape in in_json(value)] or in_text(text.lower())
     shapes = [shape for shape in shapes if all(abs(value) < LARGEST for value in shape.numbers)]
-    if not shapes and (says_none(text) or (values and all(value in ([], {}) for value in map(unwrapped, values)))):
+    if not shapes and (is_none_answer(text) or (values and all(value in ([], {}) for value in map(unwrap, values)))):
         return []
     return shapes or None
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
     """Return the value of an object with one key: `{"boxes": []}` → `[]`; other values unchanged."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
 
 
-def corners(numbers: tuple[float, ...], order: Order) -> tuple[float, float, float, float]:
+def to_corners(numbers: tuple[float, ...], order: Order) -> tuple[float, float, float, float]:
     a, b, c, d = numbers
     if order == "xywh":
         return a, b, a + c, b + d
@@ -106,109 +108,115 @@ def corners(numbers: tuple[float, ...], order: Order) -> tuple[float, float, flo
 # ---------------------------------------------------------------- JSON
 
 
-def json_boxes(value: Any, label: str = "") -> Iterator[Shape]:
+def iter_json_boxes(value: Any, label: str = "") -> Iterator[PlaneShape]:
     if isinstance(value, dict):
-        label = label_of(value) or label
-        keys = {key_name(key): item for key, item in value.items()}
+        label = find_label(value) or label
+        keys = {normalize_key(key): item for key, item in value.items()}
         named_numbers = {
-            CORNERS.get(key, key): number for key, item in keys.items() if (number := finite(item)) is not None
+            CORNERS.get(key, key): parse_number
+            for key, item in keys.items()
+            if (parse_number := to_finite_float(item)) is not None
         }
         if all(key in named_numbers for key in ("x1", "y1", "x2", "y2")):
-            yield Shape((named_numbers["x1"], named_numbers["y1"], named_numbers["x2"], named_numbers["y2"]), label)
+            yield PlaneShape(
+                (named_numbers["x1"], named_numbers["y1"], named_numbers["x2"], named_numbers["y2"]), label
+            )
             return
-        yield from (box for item in value.values() for box in json_boxes(item, label))
+        yield from (box for item in value.values() for box in iter_json_boxes(item, label))
     elif isinstance(value, list):
-        numbers = numbers_of([part for item in value for part in (item if isinstance(item, list) else [item])])
+        numbers = to_numbers([part for item in value for part in (item if isinstance(item, list) else [item])])
         flat = not any(isinstance(item, list) for item in value)
         if len(numbers) == 4 and (flat or [len(item) for item in value if isinstance(item, list)] == [2, 2]):
-            yield Shape(numbers, label)
+            yield PlaneShape(numbers, label)
             return
-        yield from (box for item in value for box in json_boxes(item, label))
+        yield from (box for item in value for box in iter_json_boxes(item, label))
     elif isinstance(value, str):
-        yield from (replace(box, label=label) for box in text_boxes(value[:MOST_STRING].lower()))
+        yield from (replace(box, label=label) for box in find_text_boxes(value[:MOST_STRING].lower()))
 
 
-def json_points(value: Any, form: PointForm, label: str = "") -> Iterator[Shape]:
+def iter_json_points(value: Any, form: PointForm, label: str = "") -> Iterator[PlaneShape]:
     if isinstance(value, dict):
-        label = label_of(value) or label
-        keys = {key_name(key): item for key, item in value.items()}
+        label = find_label(value) or label
+        keys = {normalize_key(key): item for key, item in value.items()}
         x, y = keys.get("x"), keys.get("y")
         if isinstance(x, list) and isinstance(y, list) and len(x) == len(y):
-            yield from (Shape(pair, label) for pair in map(numbers_of, zip(x, y, strict=True)) if pair)
+            yield from (PlaneShape(pair, label) for pair in map(to_numbers, zip(x, y, strict=True)) if pair)
             return
-        if pair := numbers_of([x, y, keys["z"]] if 3 in form.sizes and "z" in keys else [x, y]):
-            yield Shape(pair, label)
+        if pair := to_numbers([x, y, keys["z"]] if 3 in form.sizes and "z" in keys else [x, y]):
+            yield PlaneShape(pair, label)
             return
-        inside = [item for key, item in value.items() if key_name(key) not in BOX_KEYS]
-        yield from (point for item in inside for point in json_points(item, form, label))
+        inside = [item for key, item in value.items() if normalize_key(key) not in BOX_KEYS]
+        yield from (point for item in inside for point in iter_json_points(item, form, label))
     elif isinstance(value, list):
-        numbers = numbers_of(value)
+        numbers = to_numbers(value)
         if len(numbers) in form.sizes:
-            yield Shape(numbers, label)
+            yield PlaneShape(numbers, label)
             return
-        yield from (point for item in value for point in json_points(item, form, label))
+        yield from (point for item in value for point in iter_json_points(item, form, label))
     elif isinstance(value, str):
-        yield from (replace(point, label=label) for point in text_points(value[:MOST_STRING].lower(), form))
+        yield from (replace(point, label=label) for point in find_text_points(value[:MOST_STRING].lower(), form))
 
 
-def label_of(value: dict[Any, Any]) -> str:
-    keys = {key_name(key): item for key, item in value.items()}
+def find_label(value: dict[Any, Any]) -> str:
+    keys = {normalize_key(key): item for key, item in value.items()}
     return next((keys[key] for key in LABEL_KEYS if isinstance(keys.get(key), str)), "")
 
 
-def numbers_of(values: Sequence[Any]) -> tuple[float, ...]:
+def to_numbers(values: Sequence[Any]) -> tuple[float, ...]:
     """Convert all values, including numbers in quotes, to floats; return () if one is not a number."""
-    numbers = [number(value) if isinstance(value, str) else finite(value) for value in values]
+    numbers = [parse_number(value) if isinstance(value, str) else to_finite_float(value) for value in values]
     return tuple(value for value in numbers if value is not None) if None not in numbers else ()
 
 
-def number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     match = re.fullmatch(rf"\s{{0,9}}({NUMBER})\s{{0,9}}(?:[a-z]{{1,6}}|%)?", text[:64].lower())
-    return finite(float(match[1])) if match else None
+    return to_finite_float(float(match[1])) if match else None
 
 
 # ---------------------------------------------------------------- text
 
 
-def text_boxes(text: str) -> list[Shape]:
-    named_numbers = [(CORNERS.get(key_name(key), key_name(key)), float(value)) for key, value in NAMED.findall(text)]
+def find_text_boxes(text: str) -> list[PlaneShape]:
+    named_numbers = [
+        (CORNERS.get(normalize_key(key), normalize_key(key)), float(value)) for key, value in NAMED.findall(text)
+    ]
     if named_numbers and len(named_numbers) % 4 == 0:
         fours = [dict(named_numbers[first : first + 4]) for first in range(0, len(named_numbers), 4)]
         if all(four.keys() == {"x1", "y1", "x2", "y2"} for four in fours):
-            return [Shape((four["x1"], four["y1"], four["x2"], four["y2"])) for four in fours]
-    groups = groups_of(text)
-    if shapes := [Shape(group) for group in groups if len(group) == 4]:
+            return [PlaneShape((four["x1"], four["y1"], four["x2"], four["y2"])) for four in fours]
+    groups = find_groups(text)
+    if shapes := [PlaneShape(group) for group in groups if len(group) == 4]:
         return shapes
     twos = [group for group in groups if len(group) == 2]
     if twos and len(twos) % 2 == 0:
-        return [Shape(twos[first] + twos[first + 1]) for first in range(0, len(twos), 2)]
-    return rows_of(text, (4,))
+        return [PlaneShape(twos[first] + twos[first + 1]) for first in range(0, len(twos), 2)]
+    return find_rows(text, (4,))
 
 
-def text_points(text: str, form: PointForm) -> list[Shape]:
-    if shapes := [Shape(group) for group in groups_of(text, form.metres) if len(group) in form.sizes]:
+def find_text_points(text: str, form: PointForm) -> list[PlaneShape]:
+    if shapes := [PlaneShape(group) for group in find_groups(text, form.metres) if len(group) in form.sizes]:
         return shapes
     named_numbers = [(key[0], float(value)) for key, value in NAMED.findall(text) if key[0] in "xy"]
     pairs = [named_numbers[first : first + 2] for first in range(0, len(named_numbers), 2)]
     if pairs and all([axis for axis, _ in pair] == ["x", "y"] for pair in pairs):
-        return [Shape((pair[0][1], pair[1][1])) for pair in pairs]
-    return rows_of(text, form.sizes, form.metres)
+        return [PlaneShape((pair[0][1], pair[1][1])) for pair in pairs]
+    return find_rows(text, form.sizes, form.metres)
 
 
-def groups_of(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
+def find_groups(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
     """Return the numbers in each innermost pair of brackets that contains only numbers."""
-    return [values_of(match[1], metres) for match in GROUP.finditer(text)]
+    return [parse_values(match[1], metres) for match in GROUP.finditer(text)]
 
 
-def rows_of(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Shape]:
+def find_rows(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[PlaneShape]:
     """Return the shapes of a text that consists of rows, split by lines, `;`, `->` or tags, with one of `sizes` numbers each."""
     parts = [part for part in re.split(r"<[^<>]{0,200}>|[\n;]|->", text) if re.search("[0-9]", part)]
     rows = [ROW.fullmatch(part) for part in parts]
-    shapes = [Shape(values_of(row[1], metres)) for row in rows if row]
+    shapes = [PlaneShape(parse_values(row[1], metres)) for row in rows if row]
     return shapes if len(shapes) == len(parts) and all(len(shape.numbers) in sizes for shape in shapes) else []
 
 
-def values_of(text: str, metres: float) -> tuple[float, ...]:
+def parse_values(text: str, metres: float) -> tuple[float, ...]:
     """Return the numbers of a group; convert lengths with a unit to the unit of `metres` metres."""
     return tuple(
         float(value) * (METRES[unit] / metres if unit in METRES else 1.0) for value, unit in VALUE.findall(text)

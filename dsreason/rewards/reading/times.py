@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsreason.rewards.reading.plain import finite, json_values, key_name, says_none
+from dsreason.rewards.reading.plain import find_json_values, is_none_answer, normalize_key, to_finite_float
 
 Span = tuple[float, float]
 """Start and end in seconds, as written; the end may be before the start."""
@@ -65,55 +65,57 @@ END_KEYS = ("end", "to", "until", "tend", "tmax", "finish", "stop", "e", "ends",
 TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 
 
-def spans(text: str) -> list[Span] | None:
+def read_spans(text: str) -> list[Span] | None:
     """Return all spans of a `plain` text; [] if it says that none exist, None if it could not be parsed."""
-    values = json_values(text)
-    spans_read = [span for value in values for span in json_spans(value)]
-    if not spans_read and (says_none(text) or (values and not any(holds_anything(value) for value in values))):
+    values = find_json_values(text)
+    spans_read = [span for value in values for span in iter_json_spans(value)]
+    if not spans_read and (is_none_answer(text) or (values and not any(has_content(value) for value in values))):
         return []
-    return spans_read or text_spans(text.lower()) or None
+    return spans_read or find_text_spans(text.lower()) or None
 
 
-def holds_anything(value: Any) -> bool:
+def has_content(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return any(not isinstance(item, dict | list) or holds_anything(item) for item in inside)
+    return any(not isinstance(item, dict | list) or has_content(item) for item in inside)
 
 
-def json_spans(value: Any) -> Iterator[Span]:
+def iter_json_spans(value: Any) -> Iterator[Span]:
     if isinstance(value, dict):
-        keys = {bare_key(key): item for key, item in value.items()}
-        ends = [next((json_time(keys[key]) for key in names if key in keys), None) for names in (START_KEYS, END_KEYS)]
+        keys = {reduce_key(key): item for key, item in value.items()}
+        ends = [
+            next((parse_json_time(keys[key]) for key in names if key in keys), None) for names in (START_KEYS, END_KEYS)
+        ]
         inside = list(value.values())
     elif isinstance(value, list):
-        ends = [json_time(item) for item in value] if len(value) == 2 else []
+        ends = [parse_json_time(item) for item in value] if len(value) == 2 else []
         inside = value
     else:
-        yield from text_spans(value[:WINDOW].lower(), whole=True) if isinstance(value, str) else ()
+        yield from find_text_spans(value[:WINDOW].lower(), whole=True) if isinstance(value, str) else ()
         return
     match ends:
         case [float(start), float(end)]:
             yield start, end
         case _:
             for item in inside:
-                yield from json_spans(item)
+                yield from iter_json_spans(item)
 
 
-def bare_key(key: Any) -> str:
+def reduce_key(key: Any) -> str:
     """Reduce a key to its keyword: `start_time` → `start`."""
-    name = key_name(key)
+    name = normalize_key(key)
     return TIME_WORDS.sub("", name) or name
 
 
-def json_time(value: Any) -> float | None:
+def parse_json_time(value: Any) -> float | None:
     """Convert a number of seconds, or a text with only one time, to seconds; return None for other values."""
     if not isinstance(value, str):
-        return finite(value)
+        return to_finite_float(value)
     match = TIME.search(value[:WINDOW].lower())
-    alone = match is not None and not words(value[:WINDOW].lower().replace(match[0], " ", 1)) - FILLING
+    alone = match is not None and not find_words(value[:WINDOW].lower().replace(match[0], " ", 1)) - FILLING
     return Time.of(match).seconds() if match is not None and alone and not value.strip().startswith("-") else None
 
 
-def words(text: str) -> set[str]:
+def find_words(text: str) -> set[str]:
     return set(WORD.findall(text))
 
 
@@ -143,20 +145,20 @@ class Time:
         return self.value * (unit or 1.0) if self.unit is None else self.value
 
 
-def text_spans(text: str, *, whole: bool = False) -> list[Span]:
+def find_text_spans(text: str, *, whole: bool = False) -> list[Span]:
     """Return the spans of a text in lower case. Spans of two numbers without units count only if no others exist.
 
     `whole`: return spans only if the whole text is one span.
     """
     times = [Time.of(match) for match in TIME.finditer(text)]
-    if whole and (len(times) != 2 or words(text) - FILLING - TO - {"from", "between"}):
+    if whole and (len(times) != 2 or find_words(text) - FILLING - TO - {"from", "between"}):
         return []
     clear: list[Span] = []
     vague: list[Span] = []
     number = 0
     while number + 1 < len(times):
         first, second = times[number : number + 2]
-        kind = relation(text, first, second, alone=len(times) == 2)
+        kind = find_relation(text, first, second, alone=len(times) == 2)
         if kind is not None:
             span = (first.seconds(second.unit), second.seconds())
             (vague if kind == "vague" else clear).append(span)
@@ -165,38 +167,38 @@ def text_spans(text: str, *, whole: bool = False) -> list[Span]:
     return clear or vague
 
 
-def relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
+def find_relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
     """Rate how clearly two neighbouring times form a span, `clear` or `vague`; None if they do not."""
     gap = text[first.end : second.start]
     before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
         return None
-    around = spoken(before)
-    between = spoken(gap)
-    if {"frame", "frames"} & {*around[-1:], *between, *spoken(behind)[:1]}:
+    around = select_words(before)
+    between = select_words(gap)
+    if {"frame", "frames"} & {*around[-1:], *between, *select_words(behind)[:1]}:
         return None
     bare = first.unit is None and second.unit is None
     inside = re.search(r"[\[(<{]\s{0,3}\Z", before) is not None and re.match(r"\s{0,3}[\])>}]", behind) is not None
     if inside and re.fullmatch(r"\s{0,3}(?:[,;|]|[\])>}]\s{0,3}[,;]?\s{0,3}[\[(<{])\s{0,3}", gap):
         return "clear"
-    if around[-1:] and keyword(around[-1]) in START_WORDS and between and keyword(between[-1]) in END_WORDS:
+    if around[-1:] and reduce_word(around[-1]) in START_WORDS and between and reduce_word(between[-1]) in END_WORDS:
         return "clear"
     joined = len(between) == 1 and between[0] in TO
-    if joined or (not between and "and" in words(gap) and around[-1:] == ["between"]):
+    if joined or (not between and "and" in find_words(gap) and around[-1:] == ["between"]):
         if not bare or inside:
             return "clear"
         following = WORD.match(behind.lstrip())
         return "vague" if following is None or following[0] in FOLLOWING else None
-    nothing_else = alone and not around and not between and not spoken(behind)
+    nothing_else = alone and not around and not between and not select_words(behind)
     return "vague" if nothing_else and re.fullmatch(r"[\s,;|\])>}\[(<{]{1,9}", gap) else None
 
 
-def spoken(text: str) -> Sequence[str]:
+def select_words(text: str) -> Sequence[str]:
     """Return the words and signs that carry meaning."""
     return [word for word in WORD.findall(text) if word not in FILLING and word != "/"]
 
 
-def keyword(word: str) -> str:
+def reduce_word(word: str) -> str:
     """Reduce a word to its keyword: `start_time` → `start`, `t_end` → `end`."""
-    bare = TIME_WORDS.sub("", key_name(word)) or word
+    bare = TIME_WORDS.sub("", normalize_key(word)) or word
     return bare.removeprefix("t") if bare in ("tstart", "tend") else bare

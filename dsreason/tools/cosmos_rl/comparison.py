@@ -23,17 +23,23 @@ class Meaning:
     ours: str
 
 
-def meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
+def list_meanings(cosmos: Settings, draft: Draft) -> list[Meaning]:
     if draft.trainer == "world":
-        return [*world_batch(draft), *learning_rate(draft)]
+        return [*compare_world_batch(draft), *compare_learning_rate(draft)]
     rows = count_rows(draft)
-    return [*batch(cosmos, draft), *learning_rate(draft), *steps(draft, rows), *tokens(cosmos, draft), *optimizer()]
+    return [
+        *compare_batch(cosmos, draft),
+        *compare_learning_rate(draft),
+        *compare_steps(draft, rows),
+        *compare_tokens(cosmos, draft),
+        *compare_optimizer(),
+    ]
 
 
-def batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
+def compare_batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
     each = cosmos["train.train_batch_per_replica"]
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
-    gpus = Meaning("GPUs", their_gpus(cosmos, draft), f"{draft.num_gpus}, each a rank of one job")
+    gpus = Meaning("GPUs", describe_gpus(cosmos, draft), f"{draft.num_gpus}, each a rank of one job")
     if draft.trainer == "grpo":
         size, prompts = draft.get("grpo.num_generations"), draft.get("grpo.prompts_per_step")
         updates = draft.get("grpo.optimizer_steps_per_rollout") or 1
@@ -45,7 +51,7 @@ def batch(cosmos: Settings, draft: Draft) -> list[Meaning]:
     return [gpus, Meaning("global batch", theirs, f"{global_batch} samples, on any number of GPUs")]
 
 
-def their_gpus(cosmos: Settings, draft: Draft) -> str:
+def describe_gpus(cosmos: Settings, draft: Draft) -> str:
     if draft.trainer != "grpo" or cosmos["mode"] != "disaggregated":
         return str(draft.num_gpus)
     rollout = max(cosmos["rollout.parallelism.n_init_replicas"], 1)
@@ -54,7 +60,7 @@ def their_gpus(cosmos: Settings, draft: Draft) -> str:
     return f"{draft.num_gpus - rollout} for training and {rollout} for rollouts"
 
 
-def world_batch(draft: Draft) -> list[Meaning]:
+def compare_world_batch(draft: Draft) -> list[Meaning]:
     gpus = Meaning("GPUs", str(draft.num_gpus), f"{draft.num_gpus}, each a rank of one job")
     prompts, size = draft.get("world.prompts_per_step"), draft.get("world.num_generations")
     if prompts is None:
@@ -64,7 +70,7 @@ def world_batch(draft: Draft) -> list[Meaning]:
     return [gpus, Meaning("global batch", text, text)]
 
 
-def learning_rate(draft: Draft) -> list[Meaning]:
+def compare_learning_rate(draft: Draft) -> list[Meaning]:
     peak, schedule = draft.get("optim.lr"), draft.get("optim.schedule")
     warmup = draft.get("optim.warmup") or 0
     rise = f"{warmup} steps" if isinstance(warmup, int) else f"{warmup:g} of all steps"
@@ -76,7 +82,7 @@ def learning_rate(draft: Draft) -> list[Meaning]:
     return [Meaning("learning rate", text, text)]
 
 
-def steps(draft: Draft, rows: int | None) -> list[Meaning]:
+def compare_steps(draft: Draft, rows: int | None) -> list[Meaning]:
     if draft.trainer == "grpo":
         size, unit = draft.get("grpo.prompts_per_step"), "prompts"
     else:
@@ -87,7 +93,7 @@ def steps(draft: Draft, rows: int | None) -> list[Meaning]:
         theirs = f"rows / {size}, rounded down, x {epochs} epochs{capped}"
         return [Meaning("steps", theirs, f"rows x {epochs} epochs / {size}, rounded down{capped}")]
     held_out = draft.get("data.validation") or 0
-    used = rows - (held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
+    used = rows - (count_held_out_rows(rows, held_out) if not isinstance(held_out, dict) else 0)
     their_steps, own_steps = used // size * epochs, used * epochs // size
     if most:
         their_steps, own_steps = min(their_steps, most), min(own_steps, most)
@@ -95,11 +101,11 @@ def steps(draft: Draft, rows: int | None) -> list[Meaning]:
     return [Meaning("steps", f"{each}, {their_steps} in all{capped}", f"{each}, {own_steps} in all{capped}")]
 
 
-def held_out_rows(rows: int, share: float) -> int:
+def count_held_out_rows(rows: int, share: float) -> int:
     return max(1, round(share * rows)) if 0 < share < 1 else int(share)
 
 
-def tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
+def compare_tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
     """The most that a forward and a step can hold."""
     longest = draft.get("model.max_length")
     samples = draft.get("train.global_batch_size") or draft.get("grpo.prompts_per_step") * draft.get(
@@ -121,7 +127,7 @@ def tokens(cosmos: Settings, draft: Draft) -> list[Meaning]:
     ]
 
 
-def optimizer() -> list[Meaning]:
+def compare_optimizer() -> list[Meaning]:
     return [Meaning("weight decay", "all weights", "matrices, not norms and biases")]
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsreason.errors import ConfigError
-from dsreason.problems import config_error
-from dsreason.tools.cosmos_rl.comparison import Meaning, meanings
-from dsreason.tools.cosmos_rl.draft import Draft, Finding, Settings
+from dsreason.problems import build_config_error
+from dsreason.tools.cosmos_rl.comparison import Meaning, list_meanings
+from dsreason.tools.cosmos_rl.draft import Draft, KeyFinding, Settings
 from dsreason.tools.cosmos_rl.keys import grpo as keys_of_grpo
 from dsreason.tools.cosmos_rl.keys import model as keys_of_model
 from dsreason.tools.cosmos_rl.keys import predict as keys_of_predict
 from dsreason.tools.cosmos_rl.keys import train as keys_of_train
 from dsreason.tools.cosmos_rl.keys import world as keys_of_world
-from dsreason.tools.cosmos_rl.keys.dead import meant
-from dsreason.tools.cosmos_rl.keys.key import SHOWN, Key, fits
+from dsreason.tools.cosmos_rl.keys.dead import suggest
+from dsreason.tools.cosmos_rl.keys.key import SHOWN, Key, is_of_kind
 from dsreason.tools.cosmos_rl.parts import data, grpo, predict, train, world
 
 LANGUAGE_KEYS: dict[str, Key] = (
@@ -36,7 +36,7 @@ class Imported:
 
     trainer: str
     config: dict[str, Any]
-    findings: list[Finding]
+    findings: list[KeyFinding]
     meanings: list[Meaning]
     num_gpus: int
     arguments: list[str]
@@ -45,7 +45,7 @@ class Imported:
         """ConfigError that lists all keys that cannot be left out."""
         errors = [f"{name}: {finding.key}: {finding.text}" for finding in self.findings if finding.verdict == "error"]
         if errors:
-            raise config_error(errors)
+            raise build_config_error(errors)
 
 
 def is_cosmos_rl(document: dict[str, Any]) -> bool:
@@ -83,20 +83,26 @@ def convert(document: dict[str, Any], accepted: Iterable[str] = ()) -> Imported:
     """
     accepted_names = frozenset(accepted)
     if is_predict(document):
-        return converted(document, PREDICT_KEYS, Draft("world", accepted_names), [predict.world])
+        return convert_document(document, PREDICT_KEYS, Draft("world", accepted_names), [predict.convert_world])
     policy_section = document.get("policy")
     if isinstance(policy_section, dict) and policy_section.get("is_diffusers") is True:
-        return converted(document, WORLD_KEYS, Draft("world", accepted_names), [world.world])
-    draft = Draft(trainer_of(document), accepted_names)
-    parts = [train.ranks, train.optimizer, train.model, train.checkpoints, data.rows]
+        return convert_document(document, WORLD_KEYS, Draft("world", accepted_names), [world.convert_world])
+    draft = Draft(choose_trainer(document), accepted_names)
+    parts = [
+        train.convert_ranks,
+        train.convert_optimizer,
+        train.convert_model,
+        train.convert_checkpoints,
+        data.convert_rows,
+    ]
     if draft.trainer == "grpo":
-        parts += [grpo.algorithm, grpo.rollout, grpo.rewards, grpo.teacher]
+        parts += [grpo.convert_algorithm, grpo.convert_rollout, grpo.convert_rewards, grpo.convert_teacher]
     elif draft.trainer == "dpo":
-        parts += [train.preferences]
-    return converted(document, LANGUAGE_KEYS, draft, [*parts, data.validation])
+        parts += [train.convert_preferences]
+    return convert_document(document, LANGUAGE_KEYS, draft, [*parts, data.convert_validation])
 
 
-def trainer_of(document: dict[str, Any]) -> str:
+def choose_trainer(document: dict[str, Any]) -> str:
     """Return what trains it here: sft, grpo or dpo."""
     train_section = document.get("train")
     policy = train_section.get("train_policy") if isinstance(train_section, dict) else None
@@ -108,7 +114,7 @@ def trainer_of(document: dict[str, Any]) -> str:
     return "grpo" if "rollout" in document else "sft"
 
 
-def converted(document: dict[str, Any], keys: dict[str, Key], draft: Draft, parts: list[Any]) -> Imported:
+def convert_document(document: dict[str, Any], keys: dict[str, Key], draft: Draft, parts: list[Any]) -> Imported:
     cosmos = Settings.of(document, keys)
     for key in sorted(draft.accepted - cosmos.given.keys()):
         raise ConfigError(f"--accept {key}: the file has no such key; correct it")
@@ -118,15 +124,15 @@ def converted(document: dict[str, Any], keys: dict[str, Key], draft: Draft, part
         for part in parts:
             part(cosmos, draft)
     else:  # nothing was mapped
-        errors = [Finding(key, cosmos.given[key], *note) for key, note in draft.notes.items()]
+        errors = [KeyFinding(key, cosmos.given[key], *note) for key, note in draft.notes.items()]
         return Imported(draft.trainer, {}, errors, [], draft.num_gpus, [])
-    findings = [finding(key, value, cosmos, draft) for key, value in cosmos.given.items()]
+    findings = [make_finding(key, value, cosmos, draft) for key, value in cosmos.given.items()]
     findings += [
-        Finding(key, cosmos[key], verdict, f"{text} (cosmos-rl's default)")
+        KeyFinding(key, cosmos[key], verdict, f"{text} (cosmos-rl's default)")
         for key, (verdict, text) in draft.notes.items()
         if key not in cosmos.given
     ]
-    shown_meanings = [] if any(finding.verdict == "error" for finding in findings) else meanings(cosmos, draft)
+    shown_meanings = [] if any(finding.verdict == "error" for finding in findings) else list_meanings(cosmos, draft)
     return Imported(draft.trainer, draft.config, findings, shown_meanings, draft.num_gpus, draft.arguments)
 
 
@@ -137,7 +143,7 @@ def check_values(cosmos: Settings, draft: Draft) -> None:
         if known_key is None and any(name.startswith(f"{key}.") for name in cosmos.keys):
             if value != {}:
                 draft.wrong(key, f"{value!r:.60} is a value, and this is a section; correct it")
-        elif known_key is not None and not fits(value, known_key.takes):
+        elif known_key is not None and not is_of_kind(value, known_key.takes):
             draft.wrong(key, f"{value!r:.60} is not {SHOWN[known_key.takes]}; correct it")
 
 
@@ -156,25 +162,28 @@ def copy_values(cosmos: Settings, draft: Draft) -> None:
             draft.refuse(key, known_key.instead)
 
 
-def finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> Finding:
+def make_finding(key: str, value: Any, cosmos: Settings, draft: Draft) -> KeyFinding:
     """Make the finding about a key of the file."""
     if key in draft.notes:
-        return Finding(key, value, *draft.notes[key])
+        return KeyFinding(key, value, *draft.notes[key])
     known_key = cosmos.keys.get(key)
     if known_key is None:
         if value == {}:
-            return Finding(key, value, "left out", "it is empty")
-        return Finding(key, value, "not read", meant(key, cosmos))
+            return KeyFinding(key, value, "left out", "it is empty")
+        return KeyFinding(key, value, "not read", suggest(key, cosmos))
     if draft.trainer not in known_key.trainers:
-        return Finding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known_key.trainers)} only")
+        return KeyFinding(key, value, "left out", f"cosmos-rl reads it for {' and '.join(known_key.trainers)} only")
     if known_key.because:
-        return Finding(key, value, "left out", known_key.because)
-    return Finding(
-        key, value, "mapped", ", ".join(filter(None, (became(name, draft) for name in known_key.becomes))) or DEFAULT
+        return KeyFinding(key, value, "left out", known_key.because)
+    return KeyFinding(
+        key,
+        value,
+        "mapped",
+        ", ".join(filter(None, (describe_result(name, draft) for name in known_key.becomes))) or DEFAULT,
     )
 
 
-def became(name: str, draft: Draft) -> str:
+def describe_result(name: str, draft: Draft) -> str:
     """Return what stands for a key of theirs: a key of ours with its value, or another part of how a run is started."""
     if name == "GPUs":
         return f"{draft.num_gpus} GPUs in all"

@@ -12,7 +12,7 @@ Verdict = Literal["mapped", "left out", "differs", "not read", "error"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class KeyFinding:
     """The verdict on one key."""
 
     key: str
@@ -21,12 +21,12 @@ class Finding:
     text: str
 
 
-def flat(document: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_flat(document: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """`("train.epoch", 1)` of every value; `whole` are keys whose values are tables."""
     for name, value in document.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in whole and value:
-            yield from flat(value, whole, f"{key}.")
+            yield from iter_flat(value, whole, f"{key}.")
         else:
             yield key, value
 
@@ -42,7 +42,7 @@ class Settings:
     @classmethod
     def of(cls, document: dict[str, Any], keys: dict[str, Key]) -> Settings:
         """A key without a value (`null` of JSON and YAML) is one that the file does not have."""
-        return cls(document, keys, {key: value for key, value in flat(document, keys) if value is not None})
+        return cls(document, keys, {key: value for key, value in iter_flat(document, keys) if value is not None})
 
     def __getitem__(self, key: str) -> Any:
         return self.given.get(key, self.keys[key].default)
@@ -85,7 +85,7 @@ class Draft:
             here = here[name]
         return here
 
-    def differs(self, key: str, text: str) -> None:
+    def note_difference(self, key: str, text: str) -> None:
         """The run goes on, and is not quite the same."""
         self.notes[key] = ("differs", text)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dsreason.monitor.console import open_console
 from dsreason.tools.cosmos_rl.convert import Imported
-from dsreason.tools.cosmos_rl.draft import Finding, Verdict
+from dsreason.tools.cosmos_rl.draft import KeyFinding, Verdict
 
 STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
 HEADS: dict[Verdict, str] = {
@@ -28,7 +28,7 @@ def show(imported: Imported) -> None:
     for verdict in HEADS:
         findings = [finding for finding in imported.findings if finding.verdict == verdict]
         if findings:
-            console.print(keys_table(verdict, findings))
+            console.print(make_keys_table(verdict, findings))
     if imported.meanings:
         table = Table("", "cosmos-rl", "dsreason", title="What they mean", box=SIMPLE_HEAD, title_justify="left")
         for meaning in imported.meanings:
@@ -36,7 +36,7 @@ def show(imported: Imported) -> None:
         console.print(table)
 
 
-def keys_table(verdict: Verdict, found: Sequence[Finding]) -> Table:
+def make_keys_table(verdict: Verdict, found: Sequence[KeyFinding]) -> Table:
     """Keys that were left out for the same reason share a line."""
     title = f"{HEADS[verdict]} ({len(found)})"
     table = Table("key of cosmos-rl", "here", title=title, box=SIMPLE_HEAD, title_justify="left", style=STYLES[verdict])

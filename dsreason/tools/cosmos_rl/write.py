@@ -16,48 +16,48 @@ ORDER = (
 """Order of the sections, as in the recipes."""
 
 
-def toml_of(imported: Imported, source: str) -> str:
+def write_toml(imported: Imported, source: str) -> str:
     """The file: how to start it, what is not the same, then the sections."""
     document = tomlkit.document()
-    document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {gpus(imported)}."))
-    document.add(tomlkit.comment(f"  {command(imported, 'this.toml')}"))
+    document.add(tomlkit.comment(f"Imported from {source} of cosmos-rl, for {describe_gpus(imported)}."))
+    document.add(tomlkit.comment(f"  {write_command(imported, 'this.toml')}"))
     for finding in imported.findings:
         if finding.verdict == "differs":
-            document.add(tomlkit.comment(f"{finding.key}: {one_line(finding.text)}"))
+            document.add(tomlkit.comment(f"{finding.key}: {join_lines(finding.text)}"))
     plain = {key: value for key, value in imported.config.items() if not isinstance(value, dict)}
     document.add(tomlkit.nl())
     for key, value in plain.items():
-        document.add(key, item(value))
+        document.add(key, make_item(value))
     for key in sorted(imported.config.keys() - plain.keys(), key=ORDER.index):
-        document.add(key, table(imported.config[key]))
+        document.add(key, make_table(imported.config[key]))
     return tomlkit.dumps(document)
 
 
-def table(values: dict[str, Any]) -> Table:
+def make_table(values: dict[str, Any]) -> Table:
     """Plain values first: what follows a section in TOML belongs to it."""
     made = tomlkit.table()
     for key, value in values.items():
         if not isinstance(value, dict):
-            made.add(key, item(value))
+            made.add(key, make_item(value))
     for key, value in values.items():
         if isinstance(value, dict):
-            made.add(key, table(value))
+            made.add(key, make_table(value))
     return made
 
 
-def item(value: Any) -> Item:
+def make_item(value: Any) -> Item:
     made: Item = tomlkit.item(value)
     return made
 
 
-def command(imported: Imported, file: str) -> str:
+def write_command(imported: Imported, file: str) -> str:
     """Return the command that starts the run."""
     return " ".join(["dsreason", imported.trainer, "--config", file, *imported.arguments])
 
 
-def gpus(imported: Imported) -> str:
+def describe_gpus(imported: Imported) -> str:
     return f"{imported.num_gpus} GPU{'s' * (imported.num_gpus != 1)}"
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     return " ".join(text.split())

@@ -11,10 +11,10 @@ from typing import Any
 from dsreason.config.schema_data import SourceConfig
 from dsreason.data.rows import JSON_SUFFIXES, read_rows
 from dsreason.errors import DataError
-from dsreason.problems import listed
+from dsreason.problems import join_first
 from dsreason.tools.datasets.clip_rules import Cut, MissingRaw, Rule, check_name
 from dsreason.tools.datasets.cutting import cut_clip
-from dsreason.tools.datasets.processes import tracked
+from dsreason.tools.datasets.processes import run_tracked
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Clips:
     """A text for each that could not be cut."""
 
 
-def needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -> list[str]:
+def list_needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -> list[str]:
     """The names (without `.mp4`) in the `video` fields of annotation files; by default all JSON files in `folder`.
 
     Raises:
@@ -49,9 +49,9 @@ def needed_clips(folder: Path, dataset: str, annotations: Sequence[Path] = ()) -
             try:
                 names[clip_name(rows[index], dataset)] = None
             except DataError as error:
-                problems.append(f"{rows.location(index)}: {error}")
+                problems.append(f"{rows.describe_location(index)}: {error}")
     if problems:
-        shown_problems = listed(problems, 10, separator="\n  ")
+        shown_problems = join_first(problems, 10, separator="\n  ")
         raise DataError(f"{len(problems)} rows do not name a clip of {dataset}:\n  {shown_problems}")
     return list(names)
 
@@ -80,7 +80,7 @@ def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 
         except DataError as error:
             clips.failed.append(f"{name}: {error}")
     cuts.sort(key=lambda task: task[1].source)  # those of one raw video together
-    results = tracked(
+    results = run_tracked(
         partial(cut_one, folder=folder), cuts, lambda task: str(task[1].source), workers, "cutting", "clips"
     )
     for (name, _), result in zip(cuts, results, strict=True):

@@ -82,7 +82,7 @@ Rule = Callable[[str], Cut]
 neither repeats the name."""
 
 
-def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
+def choose_rule(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
     """The rule of a data set; `events` is the file of actions of holoassist.
 
     ConfigError, DataError: no raw folder, or no usable file of actions (holoassist).
@@ -94,8 +94,8 @@ def rule_for(dataset: str, raw: Path, *, events: Path | None = None) -> Rule:
         )
     if dataset == "holoassist":
         actions = read_actions(events or find_actions(raw))
-        return lambda name: holoassist_cut(check_name(name, dataset), raw, actions)
-    cut = {"agibot": agibot_cut, "bridgev2": bridge_cut}[dataset]
+        return lambda name: cut_holoassist(check_name(name, dataset), raw, actions)
+    cut = {"agibot": cut_agibot, "bridgev2": cut_bridge}[dataset]
     return lambda name: cut(check_name(name, dataset), raw)
 
 
@@ -110,7 +110,7 @@ def check_name(name: str, dataset: str) -> re.Match[str]:
     return match
 
 
-def agibot_cut(match: re.Match[str], raw: Path) -> Cut:
+def cut_agibot(match: re.Match[str], raw: Path) -> Cut:
     task, episode, view = match["task"], match["episode"], match["view"]
     episodes = [raw / "observations" / task / episode, raw / task / episode]
     places = [
@@ -119,26 +119,26 @@ def agibot_cut(match: re.Match[str], raw: Path) -> Cut:
         for folder in (episode_folder / "videos", episode_folder)
         for stem in (view, f"{view}_color")
     ]
-    return Cut(first_file(videos(places)), int(match["start"]), int(match["end"]), "frames")
+    return Cut(find_first_file(list_videos(places)), int(match["start"]), int(match["end"]), "frames")
 
 
-def bridge_cut(match: re.Match[str], raw: Path) -> Cut:
+def cut_bridge(match: re.Match[str], raw: Path) -> Cut:
     folder, episode, total, end = match["folder"], match["episode"], int(match["total"]), int(match["clip"])
     places = list(dict.fromkeys(raw / name for name in (folder.replace("-", "/"), folder, folder.replace(".", "/"))))
     names = [episode, f"traj{episode}"]
     candidates = [place / name / "images0" for place in places for name in names]
     for place in places:
         candidates += sorted(place.glob(f"raw/traj_group*/traj{episode.removeprefix('traj')}/images0"))
-    candidates += videos(place / name for place in places for name in names)
-    cut = Cut(first_file(candidates), 0, end, "frames", total)
+    candidates += list_videos(place / name for place in places for name in names)
+    cut = Cut(find_first_file(candidates), 0, end, "frames", total)
     if end > total:
         raise DataError(f"clipframe ({end}) is beyond totalframe ({total})")
     return cut
 
 
-def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
+def cut_holoassist(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
     recording, fine = match["recording"], int(match["fine"])
-    source = holoassist_video(recording, raw)
+    source = find_holoassist_video(recording, raw)
     if recording not in actions:
         raise DataError(f"the recording {recording} has no annotated actions")
     if fine not in actions[recording]:
@@ -146,17 +146,17 @@ def holoassist_cut(match: re.Match[str], raw: Path, actions: Actions) -> Cut:
     return Cut(source, *actions[recording][fine], "seconds")
 
 
-def holoassist_video(recording: str, raw: Path) -> Path:
+def find_holoassist_video(recording: str, raw: Path) -> Path:
     """Find the video of a recording. MissingRaw if it is missing."""
     places = [home / recording / file for home in (raw / "videos", raw) for file in HOLOASSIST_VIDEOS]
-    return first_file([*places, *videos([raw / "videos" / recording, raw / recording])])
+    return find_first_file([*places, *list_videos([raw / "videos" / recording, raw / recording])])
 
 
-def videos(places: Iterable[Path]) -> list[Path]:
+def list_videos(places: Iterable[Path]) -> list[Path]:
     return [place.with_name(f"{place.name}{suffix}") for place in places for suffix in VIDEOS]
 
 
-def first_file(candidates: Sequence[Path]) -> Path:
+def find_first_file(candidates: Sequence[Path]) -> Path:
     existing_path = next((path for path in candidates if path.exists()), None)
     if existing_path is None:
         raise MissingRaw(f"no raw video, such as {candidates[0]}")
@@ -176,7 +176,7 @@ def find_actions(raw: Path) -> Path:
 def read_actions(file: Path) -> Actions:
     try:
         recordings = json.loads(file.read_text(encoding="utf-8"))
-        return {entry["video_name"]: fine_actions(entry.get("events") or []) for entry in recordings}
+        return {entry["video_name"]: collect_fine_actions(entry.get("events") or []) for entry in recordings}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{file}: is not an annotation of HoloAssist ({type(error).__name__}: {error}); expected a list of "
@@ -184,7 +184,7 @@ def read_actions(file: Path) -> Actions:
         ) from error
 
 
-def fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+def collect_fine_actions(events: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
     """Collect the fine actions of one recording by id; of events with the same id the first."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:

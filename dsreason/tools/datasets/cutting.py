@@ -15,10 +15,16 @@ import av
 from av.video.frame import PictureType, VideoFrame
 
 from dsreason.errors import ConfigError, DataError
-from dsreason.files.atomic import draft_of
+from dsreason.files.atomic import open_draft
 from dsreason.media.images import load_image
 from dsreason.media.time_limit import time_limit
-from dsreason.media.videos import UnusableTimes, frames_by_count, frames_by_time, opened_video, packet_times
+from dsreason.media.videos import (
+    UnusableTimes,
+    iter_frames_by_count,
+    iter_frames_by_time,
+    open_video,
+    read_packet_times,
+)
 from dsreason.tools.datasets.clip_rules import Cut
 
 ENCODER: Final = "libx264"
@@ -45,17 +51,17 @@ def cut_clip(cut: Cut, target: Path) -> None:
     if ENCODER not in av.codecs_available:
         raise ConfigError(f"PyAV was built without {ENCODER}; install the wheel from the package index")
     try:
-        with draft_of(target) as draft:
+        with open_draft(target) as draft:
             if cut.source.is_dir():
-                encode(image_frames(cut), IMAGE_FPS, draft)
+                encode(iter_image_frames(cut), IMAGE_FPS, draft)
                 return
-            video = timing(cut.source)
-            wanted_frames = frames_of_cut(cut, video)
+            video = read_timing(cut.source)
+            wanted_frames = list_frames_of_cut(cut, video)
             with time_limit(cut.source, factor=ENCODING):
                 try:
-                    encode(frames_by_time(cut.source, wanted_frames, video.times), video.fps, draft)
+                    encode(iter_frames_by_time(cut.source, wanted_frames, video.times), video.fps, draft)
                 except UnusableTimes:
-                    encode(counted_frames(cut.source, wanted_frames, video), video.fps, draft)
+                    encode(iter_counted_frames(cut.source, wanted_frames, video), video.fps, draft)
     except av.FFmpegError as error:
         raise DataError(f"{target.name}: cannot be cut from {cut.source}: {error.strerror}") from error
 
@@ -73,27 +79,27 @@ class Timing:
     fps: Fraction
 
 
-def timing(source: Path) -> Timing:
+def read_timing(source: Path) -> Timing:
     status = source.stat()
-    return _timing(source.absolute(), status.st_mtime_ns, status.st_size)
+    return _read_timing(source.absolute(), status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=8)  # many clips come from one recording, and finding the times reads all of it
-def _timing(source: Path, modified: int, size: int) -> Timing:
-    with time_limit(source), opened_video(source) as (container, stream):
-        count, times = packet_times(container, stream)
+def _read_timing(source: Path, modified: int, size: int) -> Timing:
+    with time_limit(source), open_video(source) as (container, stream):
+        count, times = read_packet_times(container, stream)
         fps = stream.average_rate or stream.guessed_rate
         if not fps:
             raise DataError(f"{source}: the frame rate cannot be determined from the header")
         return Timing(count, times, stream.time_base, fps)
 
 
-def frames_of_cut(cut: Cut, video: Timing) -> range:
+def list_frames_of_cut(cut: Cut, video: Timing) -> range:
     check_total(cut, video.count)
     if cut.unit == "frames":
         start, end = int(cut.start), int(cut.end)
     elif video.times and video.time_base:
-        start, end = frames_between(video.times, video.time_base, cut.start, cut.end)
+        start, end = find_frames_between(video.times, video.time_base, cut.start, cut.end)
     else:
         raise DataError(f"{cut.source}: its frames have no times, so that seconds cannot be cut out of it")
     if end > video.count or start == end:
@@ -103,7 +109,7 @@ def frames_of_cut(cut: Cut, video: Timing) -> range:
     return range(start, end)
 
 
-def frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
+def find_frames_between(times: list[int], time_base: Fraction, start: float, end: float) -> tuple[int, int]:
     """First frame shown at or after `start` seconds, and the first one at or after `end`; `times` are ascending.
 
     An end up to a frame behind the last one is the video's own end. Example: times 0, 100, 200 of 1/1000 s, 0.1 s to
@@ -127,17 +133,17 @@ def check_total(cut: Cut, count: int) -> None:
 # ---------------------------------------------------------------- their pixels
 
 
-def counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
+def iter_counted_frames(source: Path, wanted: range, video: Timing) -> Iterator[VideoFrame]:
     """Yield the frames, with regular times if the file has no usable ones."""
-    for number, frame in enumerate(frames_by_count(source, wanted)):
+    for number, frame in enumerate(iter_frames_by_count(source, wanted)):
         if not video.times:
             frame.pts, frame.time_base = number, 1 / video.fps
         yield frame
 
 
-def image_frames(cut: Cut) -> Iterator[VideoFrame]:
+def iter_image_frames(cut: Cut) -> Iterator[VideoFrame]:
     """Yield the images of a folder with im_0.jpg, im_1.jpg, …, in the order of their numbers."""
-    files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=image_number)
+    files = sorted((f for f in cut.source.iterdir() if f.suffix.lower() in IMAGES), key=parse_image_number)
     check_total(cut, len(files))
     if cut.end > len(files):
         raise DataError(f"{cut.source}: has {len(files)} images; the clip needs {cut.end:g}")
@@ -147,7 +153,7 @@ def image_frames(cut: Cut) -> Iterator[VideoFrame]:
         yield frame
 
 
-def image_number(file: Path) -> tuple[int, str]:
+def parse_image_number(file: Path) -> tuple[int, str]:
     digits = re.findall(r"\d+", file.stem)
     return (int(digits[-1]) if digits else -1), file.name
 

@@ -23,11 +23,11 @@ from threading import Event
 from dsreason.errors import DataError
 from dsreason.files.archives import extract
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part, json_object
-from dsreason.files.hub import dataset_errors
+from dsreason.files.disk import find_existing, read_json_object
+from dsreason.files.hub import convert_dataset_errors
 from dsreason.monitor.progress import track
-from dsreason.problems import nearest
-from dsreason.tools.datasets.hub import RemoteFile, download, list_files, size_of
+from dsreason.problems import find_nearest
+from dsreason.tools.datasets.hub import RemoteFile, download, get_size, list_files
 
 REPOSITORIES = {
     "benchmark": "nvidia/Cosmos-Reason1-Benchmark",
@@ -44,7 +44,7 @@ SPARE_BYTES = 100 * 1024**2
 
 
 @dataclass(frozen=True)
-class Plan:
+class FetchPlan:
     """A planned fetch."""
 
     repo: str
@@ -60,7 +60,7 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Left to download, without what earlier calls began."""
-        begun = (min(size_of(partial_path(self.folder, file)), file.size) for file in self.missing)
+        begun = (min(get_size(locate_partial(self.folder, file)), file.size) for file in self.missing)
         return sum(file.size for file in self.missing) - sum(begun)
 
     @property
@@ -77,7 +77,7 @@ def plan_fetch(
     revision: str | None = None,
     datasets: Sequence[str] = (),
     patterns: Sequence[str] = (),
-) -> Plan:
+) -> FetchPlan:
     """Return which files of the repository are asked for, and which of them are missing. Nothing is written.
 
     Args:
@@ -92,27 +92,28 @@ def plan_fetch(
     commit, listed = list_files(repo, revision)
     files = choose(listed, repo, datasets, patterns)
     folder = data_dir / task
-    record = json_object(folder / RECORD)
-    return Plan(
+    record = read_json_object(folder / RECORD)
+    return FetchPlan(
         repo=repo,
         revision=commit,
         folder=folder,
         files=files,
         missing=[file for file in files if not is_fetched(folder, file, record)],
-        without_clips=without_clips(files, listed),
+        without_clips=list_without_clips(files, listed),
     )
 
 
-def fetch(plan: Plan) -> None:
+def fetch(plan: FetchPlan) -> None:
     """Download what is missing, and unpack archives of clips.
 
     Raises:
         DataError: no access, no connection, damaged content, or too little room on the disk, which is checked first.
     """
-    free = shutil.disk_usage(existing_part(plan.folder)).free
+    free = shutil.disk_usage(find_existing(plan.folder)).free
     if plan.disk_bytes + SPARE_BYTES > free:
         raise DataError(
-            f"{plan.folder}: {plan.repo} needs {gigabytes(plan.disk_bytes)} of disk here, {gigabytes(free)} are free; "
+            f"{plan.folder}: {plan.repo} needs {format_gigabytes(plan.disk_bytes)} of disk here, "
+            f"{format_gigabytes(free)} are free; "
             "choose another --data-dir, or fewer files with --dataset and --file"
         )
     with (
@@ -127,12 +128,12 @@ def fetch(plan: Plan) -> None:
             advance(count)
 
         downloads = {
-            threads.submit(download, plan.repo, plan.revision, file, partial_path(plan.folder, file), received): file
+            threads.submit(download, plan.repo, plan.revision, file, locate_partial(plan.folder, file), received): file
             for file in plan.missing
         }
         try:
             for done in as_completed(downloads):
-                with dataset_errors(plan.repo, plan.revision):
+                with convert_dataset_errors(plan.repo, plan.revision):
                     done.result()
                     put_in_place(plan.folder, downloads[done])
         finally:
@@ -158,7 +159,7 @@ def choose(
         files = [file for file in files if file.path.split("/")[0] in datasets]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(file.path, pattern) for file in files):
-            suggestion = nearest(pattern, [file.path for file in files])
+            suggestion = find_nearest(pattern, [file.path for file in files])
             raise DataError(
                 f"--file {pattern}: matches none of the {len(files)} files of {repo}"
                 + (f"; did you mean {suggestion}?" if suggestion else "; list them with --dry-run and without --file")
@@ -170,7 +171,7 @@ def choose(
     return files
 
 
-def without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> list[str]:
+def list_without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> list[str]:
     folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
     having = {file.path.split("/")[0] for file in listed if file.is_archive or "/clips/" in file.path}
     return [name for name in folders if name in DATASETS and name not in having]
@@ -179,13 +180,13 @@ def without_clips(files: Sequence[RemoteFile], listed: Sequence[RemoteFile]) -> 
 # ---------------------------------------------------------------- one file
 
 
-def partial_path(folder: Path, file: RemoteFile) -> Path:
+def locate_partial(folder: Path, file: RemoteFile) -> Path:
     """Named by path and content: what another version left is never continued."""
     return folder / PARTIALS / hashlib.sha256(f"{file.path} {file.content}".encode()).hexdigest()
 
 
 def put_in_place(folder: Path, file: RemoteFile) -> None:
-    partial = partial_path(folder, file)
+    partial = locate_partial(folder, file)
     if file.is_archive:
         unpack_clips(partial, folder / file.clips, file.path)
         partial.unlink()
@@ -193,7 +194,7 @@ def put_in_place(folder: Path, file: RemoteFile) -> None:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(partial, target)
-    write_file(folder / RECORD, json.dumps({**json_object(folder / RECORD), file.path: file.content}, indent=2))
+    write_file(folder / RECORD, json.dumps({**read_json_object(folder / RECORD), file.path: file.content}, indent=2))
 
 
 def unpack_clips(archive: Path, clips: Path, name: str) -> None:
@@ -230,5 +231,5 @@ def is_fetched(folder: Path, file: RemoteFile, record: dict[str, str]) -> bool:
     return target.is_file() and target.stat().st_size == file.size
 
 
-def gigabytes(count: int) -> str:
+def format_gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 5e7 else f"{count / 1e6:.2f} MB"

@@ -16,9 +16,9 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from dsreason.errors import DataError
 from dsreason.files.archives import SUFFIXES
-from dsreason.files.deadline import Pace, within
-from dsreason.files.disk import sha256_of
-from dsreason.files.hub import dataset_errors, hub, hub_error
+from dsreason.files.deadline import Pace, run_with_limit
+from dsreason.files.disk import compute_sha256
+from dsreason.files.hub import convert_dataset_errors, convert_hub_error, get_hub_url
 from dsreason.monitor.progress import Advance
 
 ATTEMPTS = 5
@@ -57,16 +57,16 @@ def list_files(repo: str, revision: str | None) -> tuple[str, list[RemoteFile]]:
     """The commit of a revision, and its files."""
 
     def ask() -> tuple[str, list[RemoteFile]]:
-        api = HfApi(endpoint=hub())
+        api = HfApi(endpoint=get_hub_url())
         commit = str(api.dataset_info(repo, revision=revision).sha)
         tree = api.list_repo_tree(repo, recursive=True, revision=commit, repo_type="dataset")
-        return commit, [remote_file(entry) for entry in tree if isinstance(entry, RepoFile)]
+        return commit, [make_remote_file(entry) for entry in tree if isinstance(entry, RepoFile)]
 
-    with dataset_errors(repo, revision):
-        return within(LIST_LIMIT, ask)
+    with convert_dataset_errors(repo, revision):
+        return run_with_limit(LIST_LIMIT, ask)
 
 
-def remote_file(entry: RepoFile) -> RemoteFile:
+def make_remote_file(entry: RepoFile) -> RemoteFile:
     path = PurePosixPath(entry.path)
     if path.is_absolute() or ".." in path.parts:
         raise DataError(f"the Hub lists a file {entry.path!r}, which leads out of its folder; nothing was fetched")
@@ -81,19 +81,19 @@ def download(repo: str, commit: str, file: RemoteFile, partial: Path, advance: A
 
     Raises:
         DataError: content that differs from the Hub's list; it is removed.
-        HTTPError, OSError: see `dataset_errors`; what was received stays, to be continued.
+        HTTPError, OSError: see `convert_dataset_errors`; what was received stays, to be continued.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
-    url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=hub())
+    url = hf_hub_url(repo, file.path, repo_type="dataset", revision=commit, endpoint=get_hub_url())
     failures = 0
     while not partial.is_file() or partial.stat().st_size < file.size:
-        before = size_of(partial)
+        before = get_size(partial)
         try:
             stream(url, partial, before, file.size, advance)
             break
         except HTTPError as error:
-            failures = 0 if size_of(partial) > before else failures + 1
-            if failures == ATTEMPTS or not hub_error(error, repo).transient:
+            failures = 0 if get_size(partial) > before else failures + 1
+            if failures == ATTEMPTS or not convert_hub_error(error, repo).transient:
                 raise
             time.sleep(1)
     check_content(repo, file, partial)
@@ -103,7 +103,7 @@ def check_content(repo: str, file: RemoteFile, partial: Path) -> None:
     """DataError, and nothing left of it, where it is not what the Hub's list says."""
     size = partial.stat().st_size
     problem = f"received {size} bytes, the Hub lists {file.size}" if size != file.size else None
-    if problem is None and file.sha256 and (digest := sha256_of(partial)) != file.sha256:
+    if problem is None and file.sha256 and (digest := compute_sha256(partial)) != file.sha256:
         problem = f"the content's SHA-256 is {digest}, the Hub lists {file.sha256}"
     if problem is not None:
         partial.unlink()
@@ -115,19 +115,19 @@ def stream(url: str, partial: Path, start: int, most: int, advance: Advance) -> 
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # a packed stream cannot be continued
     if start:
         headers["Range"] = f"bytes={start}-"
-    with opened(url, headers) as response:
+    with open_response(url, headers) as response:
         if start and response.status_code != 206:  # a server that sends everything again
             advance(-start)
             start = 0
         with partial.open("r+b" if start else "wb") as file:
             file.seek(start)
-            for chunk in pieces(response, most - start):
+            for chunk in iter_pieces(response, most - start):
                 advance(len(chunk))
                 file.write(chunk)
 
 
 @contextmanager
-def opened(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
+def open_response(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
     """A response whose content is yet to be read. huggingface_hub's session takes tokens off where a redirect leads elsewhere.
 
     Raises:
@@ -143,10 +143,10 @@ def opened(url: str, headers: Mapping[str, str]) -> Iterator[Any]:
         return response
 
     with ExitStack() as stack:
-        yield within(OPEN_LIMIT, request)
+        yield run_with_limit(OPEN_LIMIT, request)
 
 
-def pieces(response: Any, most: int) -> Iterator[bytes]:
+def iter_pieces(response: Any, most: int) -> Iterator[bytes]:
     """The content as it was sent, not unpacked: nothing packed was asked for.
 
     Raises:
@@ -162,5 +162,5 @@ def pieces(response: Any, most: int) -> Iterator[bytes]:
         yield piece
 
 
-def size_of(path: Path) -> int:
+def get_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0

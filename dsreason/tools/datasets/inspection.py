@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import Label, label_key
-from dsreason.data.order import evenly
+from dsreason.data.labels import Label, normalise_label
+from dsreason.data.order import pick_evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.errors import DataError
-from dsreason.files.disk import sha256_of
-from dsreason.media.files import local_path
-from dsreason.tools.datasets.processes import tracked
+from dsreason.files.disk import compute_sha256
+from dsreason.media.files import find_local_file
+from dsreason.tools.datasets.processes import run_tracked
 from dsreason.tools.datasets.row_facts import (
     MediumFacts,
     MediumUse,
     RowFacts,
     UnusableRow,
-    medium_facts,
+    collect_medium_facts,
     read_facts,
 )
 
@@ -164,51 +164,55 @@ def inspect_data(
     """
     facts_of_part: dict[str, list[RowFacts | UnusableRow]] = {}
     for name, dataset in datasets.items():
-        rows = evenly(len(dataset), limit)
+        rows = pick_evenly(len(dataset), limit)
         work = partial(read_facts, dataset, encoder)
-        read = tracked(work, rows, dataset.location, workers, f"reading {name}", "rows")
+        read = run_tracked(work, rows, dataset.describe_location, workers, f"reading {name}", "rows")
         facts_of_part[name] = [
-            UnusableRow(dataset.location(row), str(result)) if isinstance(result, DataError) else result
+            UnusableRow(dataset.describe_location(row), str(result)) if isinstance(result, DataError) else result
             for row, result in zip(rows, read, strict=True)
         ]
-    uses = list(dict.fromkeys(use for facts in facts_of_part.values() for row in usable(facts) for use in row.media))
-    results = tracked(medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
+    uses = list(
+        dict.fromkeys(use for facts in facts_of_part.values() for row in select_usable(facts) for use in row.media)
+    )
+    results = run_tracked(collect_medium_facts, uses, lambda use: use.path, workers, "reading media headers", "files")
     media = dict(zip(uses, results, strict=True))
-    keys = content_keys(media, workers)
+    keys = compute_content_keys(media, workers)
     return Inspection(
         parts={name: report(len(datasets[name]), facts, media, keys, encoder) for name, facts in facts_of_part.items()},
-        overlaps=overlaps({name: usable(facts) for name, facts in facts_of_part.items()}, keys),
+        overlaps=find_overlaps({name: select_usable(facts) for name, facts in facts_of_part.items()}, keys),
         max_length=encoder.max_length if encoder else None,
-        problems=problems(facts_of_part, media),
-        duplicates=repeated(facts_of_part, keys),
+        problems=list_problems(facts_of_part, media),
+        duplicates=find_repeated(facts_of_part, keys),
     )
 
 
-def usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
+def select_usable(facts: Iterable[RowFacts | UnusableRow]) -> list[RowFacts]:
     return [row for row in facts if isinstance(row, RowFacts)]
 
 
 # ---------------------------------------------------------------- media
 
 
-def content_keys(media: Media, workers: int) -> dict[str, str]:
+def compute_content_keys(media: Media, workers: int) -> dict[str, str]:
     """Path → what the file's content is called. Only files that share their size are read whole."""
     sizes = {use.path: facts.size for use, facts in media.items() if isinstance(facts, MediumFacts)}
     counts = Counter(sizes.values())
     alike = [path for path, size in sizes.items() if counts[size] > 1]
-    hashes = tracked(lambda path: sha256_of(local_path(path)), alike, str, workers, "comparing media", "files")
+    hashes = run_tracked(
+        lambda path: compute_sha256(find_local_file(path)), alike, str, workers, "comparing media", "files"
+    )
     by_path = dict(zip(alike, hashes, strict=True))
     return {path: str(by_path.get(path, size)) for path, size in sizes.items()}
 
 
-def media_report(files: Sequence[MediumFacts]) -> MediaReport:
+def report_media(files: Sequence[MediumFacts]) -> MediaReport:
     return MediaReport(
         files=len(files),
         bytes=sum(file.size for file in files),
-        height=spread(file.height for file in files),
-        width=spread(file.width for file in files),
-        seconds=spread(file.seconds for file in files),
-        fps=spread(file.fps for file in files),
+        height=compute_spread(file.height for file in files),
+        width=compute_spread(file.width for file in files),
+        seconds=compute_spread(file.seconds for file in files),
+        fps=compute_spread(file.fps for file in files),
     )
 
 
@@ -222,7 +226,7 @@ def report(
     keys: Mapping[str, str],
     encoder: Encoder | None,
 ) -> PartReport:
-    rows = usable(facts)
+    rows = select_usable(facts)
     bad = [row for row in facts if isinstance(row, UnusableRow)]
     files = {use: media[use] for row in rows for use in row.media}
     readable = [(use.kind, file) for use, file in files.items() if isinstance(file, MediumFacts)]
@@ -232,49 +236,49 @@ def report(
         inspected=len(facts),
         unusable=dict(Counter("missing media" if row.is_missing_media else "other" for row in bad)),
         unreadable_media=len(files) - len(readable),
-        modalities=dict(Counter(modality(row) for row in rows)),
-        question_characters=spread(row.question_length for row in rows),
-        answer_characters=spread(row.answer_length for row in rows),
-        tokens=spread(row.tokens for row in rows),
+        modalities=dict(Counter(get_modality(row) for row in rows)),
+        question_characters=compute_spread(row.question_length for row in rows),
+        answer_characters=compute_spread(row.answer_length for row in rows),
+        tokens=compute_spread(row.tokens for row in rows),
         too_long=sum((row.tokens or 0) > encoder.max_length for row in rows) if encoder else None,
         media={
-            kind: media_report([file for of_kind, file in readable if of_kind == kind])
+            kind: report_media([file for of_kind, file in readable if of_kind == kind])
             for kind in ("image", "video")
             if any(use.kind == kind for use in files)
         },
-        letters=letters_of(rows),
+        letters=count_letters(rows),
         unlisted_answers=sum(row.is_unlisted for row in rows),
         answers=dict(short.most_common(COMMON)),
-        best_constant=best_constant(rows),
+        best_constant=compute_best_constant(rows),
         system_prompts=dict(Counter(row.system_prompt for row in rows if row.system_prompt).most_common(COMMON)),
         with_think=sum(row.has_think for row in rows),
         with_answer_tag=sum(row.has_answer_tag for row in rows),
         several_turns=sum(row.turns > 1 for row in rows),
-        duplicates=len(rows) - len({row_key(row, keys) for row in rows}),
-        pixels=pixel_report(rows) if encoder else None,
-        preferences=preference_report(rows),
+        duplicates=len(rows) - len({make_row_key(row, keys) for row in rows}),
+        pixels=report_pixels(rows) if encoder else None,
+        preferences=report_preferences(rows),
     )
 
 
-def preference_report(rows: Sequence[RowFacts]) -> PreferenceReport | None:
+def report_preferences(rows: Sequence[RowFacts]) -> PreferenceReport | None:
     lengths = [(row.answer_length, row.rejected_length) for row in rows if row.rejected_length is not None]
     if not lengths:
         return None
     return PreferenceReport(
         rows=len(lengths),
-        rejected_characters=spread(rejected for _, rejected in lengths),
+        rejected_characters=compute_spread(rejected for _, rejected in lengths),
         longer_chosen=sum(chosen_length > rejected for chosen_length, rejected in lengths),
         undecided=sum(row.is_undecided for row in rows),
     )
 
 
-def pixel_report(rows: Sequence[RowFacts]) -> PixelReport:
+def report_pixels(rows: Sequence[RowFacts]) -> PixelReport:
     differences = [text for row in rows for text in row.pixel_differences]
     compared = sum(len(row.media) for row in rows if row.tokens is not None)
     return PixelReport(compared, len(differences), list(dict.fromkeys(differences))[:COMMON])
 
 
-def spread(numbers: Iterable[float | None]) -> Spread | None:
+def compute_spread(numbers: Iterable[float | None]) -> Spread | None:
     known_numbers = [number for number in numbers if number is not None]
     if not known_numbers:
         return None
@@ -282,12 +286,12 @@ def spread(numbers: Iterable[float | None]) -> Spread | None:
     return Spread(low, middle, high, top)
 
 
-def modality(row: RowFacts) -> str:
+def get_modality(row: RowFacts) -> str:
     kinds = {use.kind for use in row.media}
     return " and ".join(sorted(kinds)) if kinds else "text"
 
 
-def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
+def count_letters(rows: Iterable[RowFacts]) -> dict[str, Letter]:
     """Count right answers by letter. Example: A and B right once each, of options A to D both times → A: 1 (expected 0.5)."""
     rows_with_letters = [row for row in rows if row.letters]
     right = Counter(row.answer for row in rows_with_letters)
@@ -301,10 +305,10 @@ def letters_of(rows: Iterable[RowFacts]) -> dict[str, Letter]:
 def count_answers(answers: Iterable[str | None]) -> Counter[str]:
     """Those that differ in case or a last full stop only are one, written as the first of them."""
     known_answers, first = [answer for answer in answers if answer is not None], dict[str, str]()
-    return Counter(first.setdefault(label_key(answer), answer) for answer in known_answers)
+    return Counter(first.setdefault(normalise_label(answer), answer) for answer in known_answers)
 
 
-def best_constant(rows: Iterable[RowFacts]) -> float | None:
+def compute_best_constant(rows: Iterable[RowFacts]) -> float | None:
     answers = count_answers(row.answer for row in rows)
     return max(answers.values()) / answers.total() if answers else None
 
@@ -314,45 +318,47 @@ def best_constant(rows: Iterable[RowFacts]) -> float | None:
 Key = tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
-def media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
+def make_media_key(row: RowFacts, keys: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(keys.get(use.path, use.path) for use in row.media)
 
 
-def row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
-    return row.question, media_key(row, keys), row.seconds
+def make_row_key(row: RowFacts, keys: Mapping[str, str]) -> Key:
+    return row.question, make_media_key(row, keys), row.seconds
 
 
-def overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
+def find_overlaps(parts: Mapping[str, Sequence[RowFacts]], keys: Mapping[str, str]) -> list[Overlap]:
     """Find the overlaps of each part with each earlier one."""
     names = list(parts)
     overlaps = []
     for i, name in enumerate(names):
         for other in names[:i]:
-            rows = {row_key(row, keys) for row in parts[other]}
-            media = {key for row in parts[other] for key in media_key(row, keys)}
+            rows = {make_row_key(row, keys) for row in parts[other]}
+            media = {key for row in parts[other] for key in make_media_key(row, keys)}
             overlaps.append(
                 Overlap(
                     part=name,
                     other=other,
-                    same_rows=sum(row_key(row, keys) in rows for row in parts[name]),
-                    same_media=sum(not media.isdisjoint(media_key(row, keys)) for row in parts[name]),
+                    same_rows=sum(make_row_key(row, keys) in rows for row in parts[name]),
+                    same_media=sum(not media.isdisjoint(make_media_key(row, keys)) for row in parts[name]),
                 )
             )
     return overlaps
 
 
-def repeated(found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]) -> list[dict[str, Any]]:
+def find_repeated(
+    found: Mapping[str, Sequence[RowFacts | UnusableRow]], keys: Mapping[str, str]
+) -> list[dict[str, Any]]:
     first: dict[Key, tuple[str, RowFacts]] = {}
     listed = []
     for name, facts in found.items():
-        for row in usable(facts):
-            other, same = first.setdefault(row_key(row, keys), (name, row))
+        for row in select_usable(facts):
+            other, same = first.setdefault(make_row_key(row, keys), (name, row))
             if same is not row:
                 listed.append({"part": name, "where": row.where, "of_part": other, "of": same.where})
     return listed
 
 
-def problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
+def list_problems(found: Mapping[str, Sequence[RowFacts | UnusableRow]], media: Media) -> list[dict[str, Any]]:
     listed = []
     for name, facts in found.items():
         for row in facts:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dsreason.data.chat import Encoder
 from dsreason.data.media_plan import PlannedMedium
-from dsreason.data.messages import media_parts
+from dsreason.data.messages import list_media_parts
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media import qwen_vl_utils
@@ -16,40 +16,40 @@ from dsreason.media.qwen_vl_utils import Shown
 from dsreason.media.videos import probe_video
 
 
-def pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
+def list_pixel_differences(encoder: Encoder, sample: Sample) -> list[str]:
     """A text for each of the sample's media that qwen-vl-utils would show otherwise.
 
     Raises:
         DataError: a medium that cannot be used.
     """
-    parts, planned = media_parts(sample.messages), encoder.plan_media(sample)
-    texts = (difference(encoder, part, medium) for part, medium in zip(parts, planned, strict=True))
+    parts, planned = list_media_parts(sample.messages), encoder.plan_media(sample)
+    texts = (describe_difference(encoder, part, medium) for part, medium in zip(parts, planned, strict=True))
     return [text for text in texts if text]
 
 
-def difference(encoder: Encoder, part: Mapping[str, Any], planned: PlannedMedium) -> str | None:
+def describe_difference(encoder: Encoder, part: Mapping[str, Any], planned: PlannedMedium) -> str | None:
     processor = encoder.processor.image_processor
     factor = processor.patch_size * processor.merge_size
     frames, height, width = planned.grid
     own_plan = Shown(*planned.size, frames * height * width // processor.merge_size**2, planned.indices)
     try:
         if planned.kind == "image":
-            their_plan = qwen_vl_utils.image(*probe_image(planned.path), part, factor)
+            their_plan = qwen_vl_utils.fit_image(*probe_image(planned.path), part, factor)
         else:
-            their_plan = qwen_vl_utils.video(probe_video(planned.path), part, factor)
+            their_plan = qwen_vl_utils.fit_video(probe_video(planned.path), part, factor)
     except DataError as error:
-        return f"{planned.path}: {described(own_plan)}; qwen-vl-utils {error}"
+        return f"{planned.path}: {describe(own_plan)}; qwen-vl-utils {error}"
     if own_plan == their_plan:
         return None
-    return f"{planned.path}: {described(own_plan)}; qwen-vl-utils: {described(their_plan)}{other_frame(own_plan, their_plan)}"
+    return f"{planned.path}: {describe(own_plan)}; qwen-vl-utils: {describe(their_plan)}{find_other_frame(own_plan, their_plan)}"
 
 
-def described(shown: Shown) -> str:
+def describe(shown: Shown) -> str:
     frames = f"{len(shown.indices)} frames of " if shown.indices else ""
     return f"{frames}{shown.width}x{shown.height} pixels, {shown.tokens} tokens"
 
 
-def other_frame(ours: Shown, theirs: Shown) -> str:
+def find_other_frame(ours: Shown, theirs: Shown) -> str:
     """Find the first frame that differs if the numbers of frames are equal."""
     if len(ours.indices) != len(theirs.indices) or ours.indices == theirs.indices:
         return ""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from dsreason.errors import DataError
-from dsreason.media.time_limit import last_words
+from dsreason.media.time_limit import read_last_words
 from dsreason.monitor.progress import track
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ def run_tasks(
             yield number, attempt(work, task, place)
         return
     numbers = iter(range(len(tasks)))
-    running: dict[Connection, Worker[T, R]] = {}
+    running: dict[Connection, TaskWorker[T, R]] = {}
     try:
         for number in itertools.islice(numbers, workers):
-            worker = Worker(work, place)
+            worker = TaskWorker(work, place)
             running[worker.give(number, tasks[number])] = worker
         while running:
             for connection in cast(list[Connection], wait(list(running))):
@@ -48,7 +48,7 @@ def run_tasks(
                 if number < 0:
                     worker.end()
                 else:
-                    worker = worker if worker.process.is_alive() else Worker(work, place)
+                    worker = worker if worker.process.is_alive() else TaskWorker(work, place)
                     running[worker.give(number, tasks[number])] = worker
                 yield done, result
     finally:
@@ -56,7 +56,7 @@ def run_tasks(
             worker.end()
 
 
-def tracked(
+def run_tracked(
     work: Callable[[T], R], tasks: Sequence[T], place: Callable[[T], str], workers: int, name: str, unit: str
 ) -> list[R | DataError]:
     """The results of `run_tasks` in the order of the tasks."""
@@ -77,7 +77,7 @@ def attempt(work: Callable[[T], R], task: T, place: Callable[[T], str]) -> R | D
         return DataError(f"{place(task)}: {type(error).__name__}: {error}")
 
 
-class Worker(Generic[T, R]):
+class TaskWorker(Generic[T, R]):
     """One process, which works on one task at a time."""
 
     number: int
@@ -101,7 +101,7 @@ class Worker(Generic[T, R]):
             result: R | DataError = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            words = last_words(str(self.process.pid))
+            words = read_last_words(str(self.process.pid))
             reason = words or f"the process that worked on it {exit_reason(self.process.exitcode or 0)}"
             return DataError(f"{self.place(self.task)}: {reason}")
         return result

@@ -15,9 +15,9 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import build_hf_headers
 
 from dsreason.errors import DataError
-from dsreason.files.hub import first_line
+from dsreason.files.hub import get_first_line
 from dsreason.monitor.progress import Advance
-from dsreason.tools.datasets.hub import ATTEMPTS, opened, pieces, size_of
+from dsreason.tools.datasets.hub import ATTEMPTS, get_size, iter_pieces, open_response
 
 SMALL = 64 * 2**20
 """Bytes of a file that is read as a whole."""
@@ -36,7 +36,7 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class ServedFile:
     """A file on a server; the token in HF_TOKEN goes to the Hub only."""
 
     url: str
@@ -53,7 +53,7 @@ class Source:
         """
         headers = {**(build_hf_headers() if self.on_hub else {}), "Accept-Encoding": "identity"}
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
-        with opened(self.url, headers) as response:
+        with open_response(self.url, headers) as response:
             if response.status_code != 206 and (start or stop is not None):
                 raise DataError(f"{self.url}: the server does not answer requests for a part of a file (HTTP ranges)")
             yield response
@@ -61,7 +61,7 @@ class Source:
     def read(self) -> bytes:
         """The whole content, of a small file."""
         with self.open() as response:
-            return b"".join(pieces(response, SMALL))
+            return b"".join(iter_pieces(response, SMALL))
 
     @cached_property
     def version(self) -> Version:
@@ -88,7 +88,7 @@ class Patience:
     def __init__(self) -> None:
         self.failures = 0
 
-    def progressed(self) -> None:
+    def note_progress(self) -> None:
         self.failures = 0
 
     def wait(self, error: HTTPError) -> None:
@@ -99,7 +99,7 @@ class Patience:
         time.sleep(PAUSE_S)
 
 
-def fetch_part(source: Source, start: int, size: int, partial: Path, advance: Advance) -> None:
+def fetch_part(source: ServedFile, start: int, size: int, partial: Path, advance: Advance) -> None:
     """`size` bytes from `start` on into the file `partial`; what an earlier call left there is not fetched again.
 
     Raises:
@@ -108,19 +108,19 @@ def fetch_part(source: Source, start: int, size: int, partial: Path, advance: Ad
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     patience = Patience()
-    while (done := size_of(partial)) < size:
+    while (done := get_size(partial)) < size:
         try:
             with source.open(start + done, start + size) as response, partial.open("ab") as file:
-                for piece in pieces(response, size - done):
+                for piece in iter_pieces(response, size - done):
                     advance(len(piece))
                     file.write(piece)
-                    patience.progressed()
+                    patience.note_progress()
         except HTTPError as error:
             patience.wait(error)
         else:
-            if size_of(partial) < size:
+            if get_size(partial) < size:
                 raise DataError(
-                    f"{source.url}: ends after {start + size_of(partial)} bytes, {start + size} are expected"
+                    f"{source.url}: ends after {start + get_size(partial)} bytes, {start + size} are expected"
                 )
 
 
@@ -131,7 +131,7 @@ class RangedFile(io.RawIOBase):
     servers have other errors, no second attempts, and read on in silence behind an end that came too early.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ServedFile) -> None:
         self.source = source
         self.length = source.version.size
         self.position = 0
@@ -164,7 +164,7 @@ class RangedFile(io.RawIOBase):
         patience = Patience()
         while True:
             try:
-                piece = self._next(len(buffer))
+                piece = self._read_next(len(buffer))
                 break
             except HTTPError as error:
                 self._drop()
@@ -173,14 +173,14 @@ class RangedFile(io.RawIOBase):
         self.position += len(piece)
         return len(piece)
 
-    def _next(self, most: int) -> bytes:
+    def _read_next(self, most: int) -> bytes:
         """Read at most `most` bytes at the position."""
         gap = self.position - self.arrived
         if self.pieces is None or not 0 <= gap <= SKIPPED:
             self._drop()
             response = self.stack.enter_context(self.source.open(self.position, self.length))
             self.pieces, self.arrived, self.left, gap = (
-                pieces(response, self.length - self.position),
+                iter_pieces(response, self.length - self.position),
                 self.position,
                 b"",
                 0,
@@ -200,8 +200,8 @@ class RangedFile(io.RawIOBase):
         self.pieces = None
 
 
-def failure(source: Source, error: HTTPError) -> str:
+def describe_failure(source: ServedFile, error: HTTPError) -> str:
     """Describe the failure, without the URL that a server may have redirected to."""
     if isinstance(error, HfHubHTTPError):
         return f"{source.url}: the server answers {error.response.status_code}"
-    return f"{source.url}: {first_line(str(error)) or type(error).__name__}"
+    return f"{source.url}: {get_first_line(str(error)) or type(error).__name__}"

@@ -28,20 +28,20 @@ from huggingface_hub.errors import HTTPError
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import existing_part, json_object
-from dsreason.files.hub import dataset_errors, hub
+from dsreason.files.disk import find_existing, read_json_object
+from dsreason.files.hub import convert_dataset_errors, get_hub_url
 from dsreason.monitor.progress import track
 from dsreason.secrets import hide_secrets
 from dsreason.tools.datasets.clip_rules import (
     HOLOASSIST_VIDEOS,
     MissingRaw,
-    agibot_cut,
-    bridge_cut,
     check_name,
-    holoassist_video,
+    cut_agibot,
+    cut_bridge,
+    find_holoassist_video,
 )
-from dsreason.tools.datasets.hub import list_files, size_of
-from dsreason.tools.datasets.ranges import Source, failure, fetch_part, is_transient
+from dsreason.tools.datasets.hub import get_size, list_files
+from dsreason.tools.datasets.ranges import ServedFile, describe_failure, fetch_part, is_transient
 from dsreason.tools.datasets.remote_tar import find_members
 from dsreason.tools.datasets.tfrecord import read_examples
 
@@ -89,7 +89,7 @@ class RawPlan:
 
     @property
     def by_hand(self) -> str:
-        return BY_HAND[self.dataset].format(hub=hub(), origin=self.place, folder=self.folder)
+        return BY_HAND[self.dataset].format(hub=get_hub_url(), origin=self.place, folder=self.folder)
 
 
 def check_origin(dataset: str, origin: str) -> None:
@@ -117,11 +117,11 @@ def plan_raw(dataset: str, names: Sequence[str], clips: Path, folder: Path, orig
     videos: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if not (clips / f"{name}.mp4").is_file() and not has_raw(dataset, name, folder):
-            videos[raw_of(dataset, name)].append(name)
+            videos[name_raw(dataset, name)].append(name)
     return RawPlan(dataset, (origin or ORIGINS[dataset]).rstrip("/"), folder, len(names), dict(videos))
 
 
-def raw_of(dataset: str, name: str) -> str:
+def name_raw(dataset: str, name: str) -> str:
     match = check_name(name, dataset)
     if dataset == "agibot":
         return f"{match['task']}/{match['episode']}/{match['view']}"
@@ -131,9 +131,9 @@ def raw_of(dataset: str, name: str) -> str:
 def has_raw(dataset: str, name: str, folder: Path) -> bool:
     match = check_name(name, dataset)
     find: dict[str, Callable[[], object]] = {
-        "agibot": lambda: agibot_cut(match, folder),
-        "bridgev2": lambda: bridge_cut(match, folder),
-        "holoassist": lambda: holoassist_video(match["recording"], folder),
+        "agibot": lambda: cut_agibot(match, folder),
+        "bridgev2": lambda: cut_bridge(match, folder),
+        "holoassist": lambda: find_holoassist_video(match["recording"], folder),
     }
     try:
         find[dataset]()
@@ -153,7 +153,7 @@ def fetch_raw(plan: RawPlan) -> list[str]:
     """
     if not plan.videos:
         return []
-    with raw_errors(plan):
+    with convert_raw_errors(plan):
         plan.folder.mkdir(parents=True, exist_ok=True)
         fetched = {"agibot": fetch_agibot, "holoassist": fetch_holoassist, "bridgev2": fetch_bridge}[plan.dataset](plan)
     shutil.rmtree(plan.folder / PARTIALS, ignore_errors=True)
@@ -166,7 +166,7 @@ def fetch_raw(plan: RawPlan) -> list[str]:
 
 
 @contextmanager
-def raw_errors(plan: RawPlan) -> Iterator[None]:
+def convert_raw_errors(plan: RawPlan) -> Iterator[None]:
     try:
         yield
     except DataError as error:
@@ -179,12 +179,12 @@ def raw_errors(plan: RawPlan) -> Iterator[None]:
 
 
 @contextmanager
-def server_errors(source: Source) -> Iterator[None]:
+def convert_server_errors(source: ServedFile) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
         advice = "; run the same command again: it continues" if is_transient(error) else ""
-        raise DataError(f"{failure(source, error)}{advice}") from error
+        raise DataError(f"{describe_failure(source, error)}{advice}") from error
     except TimeoutError as error:
         raise DataError(f"{source.url}: {error}; run the same command again: it continues") from None
 
@@ -199,7 +199,7 @@ def fetch_agibot(plan: RawPlan) -> set[str]:
     for video in plan.videos:
         task, episode, _ = video.split("/")
         tars = [file.path for file in files if re.fullmatch(rf"observations/{task}/[^/]*\.tar", file.path)]
-        for tar in tars_of_episode(tars, int(episode)):
+        for tar in select_tars(tars, int(episode)):
             by_tar[tar].append(video)
     fetched: set[str] = set()
     for tar, videos in sorted(by_tar.items()):
@@ -208,19 +208,19 @@ def fetch_agibot(plan: RawPlan) -> set[str]:
             f"{video.split('/')[1]}/{inside}": video
             for video in videos
             if video not in fetched
-            for inside in agibot_members(video.split("/")[2])
+            for inside in list_agibot_members(video.split("/")[2])
         }
-        url = hf_hub_url(plan.origin, tar, repo_type="dataset", revision=commit, endpoint=hub())
-        with dataset_errors(plan.origin, commit):
-            fetched |= take(plan, Source(url, on_hub=True), wanted_members, plan.folder / "observations" / task)
+        url = hf_hub_url(plan.origin, tar, repo_type="dataset", revision=commit, endpoint=get_hub_url())
+        with convert_dataset_errors(plan.origin, commit):
+            fetched |= take(plan, ServedFile(url, on_hub=True), wanted_members, plan.folder / "observations" / task)
     return fetched
 
 
-def agibot_members(view: str) -> list[str]:
+def list_agibot_members(view: str) -> list[str]:
     return [f"{folder}{stem}.mp4" for folder in ("videos/", "") for stem in (view, f"{view}_color")]
 
 
-def tars_of_episode(tars: Sequence[str], episode: int) -> list[str]:
+def select_tars(tars: Sequence[str], episode: int) -> list[str]:
     """Those whose name is a range with the episode in it, `648642-685032.tar`; else all whose name says nothing."""
     ranges = {tar: re.fullmatch(r"(\d+)-(\d+)\.tar", tar.rpartition("/")[2]) for tar in tars}
     inside = [tar for tar, match in ranges.items() if match and int(match[1]) <= episode <= int(match[2])]
@@ -228,20 +228,20 @@ def tars_of_episode(tars: Sequence[str], episode: int) -> list[str]:
 
 
 def fetch_holoassist(plan: RawPlan) -> set[str]:
-    fetch_file(plan, Source(f"{plan.origin}/{HOLOASSIST_ACTIONS}"), plan.folder / HOLOASSIST_ACTIONS)
+    fetch_file(plan, ServedFile(f"{plan.origin}/{HOLOASSIST_ACTIONS}"), plan.folder / HOLOASSIST_ACTIONS)
     wanted_members = {f"{recording}/{file}": recording for recording in plan.videos for file in HOLOASSIST_VIDEOS}
-    source = Source(f"{plan.origin}/{HOLOASSIST_TAR}")
-    with server_errors(source):
+    source = ServedFile(f"{plan.origin}/{HOLOASSIST_TAR}")
+    with convert_server_errors(source):
         return take(plan, source, wanted_members, plan.folder / "videos")
 
 
-def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) -> set[str]:
+def take(plan: RawPlan, source: ServedFile, wanted: dict[str, str], folder: Path) -> set[str]:
     """Fetch the members of a tar that are wanted into `folder`, under the endings by which they are; the keys found."""
     if not wanted:
         return set()
     members = find_members(source, wanted, plan.folder / INDICES)
-    partials = {part: partial_of(plan, source, *part) for part in members.values()}
-    remaining = sum(size - size_of(partial) for (_, _, size), partial in partials.items())
+    partials = {part: locate_partial(plan, source, *part) for part in members.values()}
+    remaining = sum(size - get_size(partial) for (_, _, size), partial in partials.items())
     check_room(plan.folder, remaining)
     with track(f"fetching raw videos of {plan.dataset}", remaining, "bytes") as advance:
         for (member, start, size), partial in partials.items():
@@ -252,27 +252,27 @@ def take(plan: RawPlan, source: Source, wanted: dict[str, str], folder: Path) ->
     return set(members)
 
 
-def fetch_file(plan: RawPlan, source: Source, file: Path) -> None:
+def fetch_file(plan: RawPlan, source: ServedFile, file: Path) -> None:
     """Fetch a whole file unless it exists."""
     if file.is_file():
         return
-    with server_errors(source):
-        size, partial = source.version.size, partial_of(plan, source)
-        remaining = size - size_of(partial)
+    with convert_server_errors(source):
+        size, partial = source.version.size, locate_partial(plan, source)
+        remaining = size - get_size(partial)
         check_room(plan.folder, remaining)
         with track(f"fetching {file.name}", remaining, "bytes") as advance:
             fetch_part(source, 0, size, partial, advance)
     os.replace(partial, file)
 
 
-def partial_of(plan: RawPlan, source: Source, *part: str | int) -> Path:
+def locate_partial(plan: RawPlan, source: ServedFile, *part: str | int) -> Path:
     """The file that a part of this version of a file is fetched into."""
     key = " ".join(map(str, (source.url, *source.version, *part)))
     return plan.folder / PARTIALS / hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
 def check_room(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(existing_part(folder)).free
+    free = shutil.disk_usage(find_existing(folder)).free
     if size + SPARE_BYTES > free:
         raise DataError(
             f"{folder}: {size / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free; choose another --data-dir"
@@ -284,7 +284,9 @@ def check_room(folder: Path, size: int) -> None:
 
 def fetch_bridge(plan: RawPlan) -> set[str]:
     """Shard after shard until all episodes are found, first those that are known to have some."""
-    episodes: dict[str, list[str]] = json_object(plan.folder / EPISODES)  # of the shards that earlier calls looked into
+    episodes: dict[str, list[str]] = read_json_object(
+        plan.folder / EPISODES
+    )  # of the shards that earlier calls looked into
     fetched: set[str] = set()
     for split in ("train", "val"):
         missing = {video for video in plan.videos if split_of(video) in (split, None)} - fetched
@@ -310,8 +312,8 @@ def split_of(video: str) -> str | None:
 
 
 def shard_names(plan: RawPlan, split: str) -> list[str]:
-    source = Source(f"{plan.origin}/dataset_info.json")
-    with server_errors(source):
+    source = ServedFile(f"{plan.origin}/dataset_info.json")
+    with convert_server_errors(source):
         content = source.read()
     try:
         (count,) = [
@@ -326,13 +328,13 @@ def shard_names(plan: RawPlan, split: str) -> list[str]:
 
 def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], set[str]]:
     """The episodes in a shard, and those of them whose frames are now on the disk. The shard itself is not kept."""
-    source, file = Source(f"{plan.origin}/{shard}"), plan.folder / shard
+    source, file = ServedFile(f"{plan.origin}/{shard}"), plan.folder / shard
     fetch_file(plan, source, file)
     inside: list[str] = []
     fetched: set[str] = set()
     try:
         for example in read_examples(file, (BRIDGE_PATH, BRIDGE_ID, BRIDGE_IMAGES)):
-            video = bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
+            video = name_bridge_video(example[BRIDGE_PATH][0], example[BRIDGE_ID][0])
             inside.append(video)
             if video in wanted:
                 write_frames(example[BRIDGE_IMAGES], plan.folder / Path(*video.rsplit(".", 1)) / "images0")
@@ -344,7 +346,7 @@ def take_shard(plan: RawPlan, shard: str, wanted: set[str]) -> tuple[list[str], 
     return inside, fetched
 
 
-def bridge_video(path: bytes | int, episode: bytes | int) -> str:
+def name_bridge_video(path: bytes | int, episode: bytes | int) -> str:
     """`/…/bridge_data_all/a/b/train/out.npy` and 12 → `a-b-train.12`, as in the names of clips."""
     text, number = (
         str(value, "utf-8", "replace") if isinstance(value, bytes) else str(value) for value in (path, episode)

@@ -17,9 +17,9 @@ from pathlib import Path
 from dsreason.errors import DataError
 from dsreason.files.archives import TarMember
 from dsreason.files.atomic import write_file
-from dsreason.files.disk import json_object
+from dsreason.files.disk import read_json_object
 from dsreason.monitor.progress import track
-from dsreason.tools.datasets.ranges import RangedFile, Source, Version
+from dsreason.tools.datasets.ranges import RangedFile, ServedFile, Version
 
 SUFFIX = ".mp4"
 
@@ -36,7 +36,7 @@ class Index:
     """Name of a video → where its content begins, and its size."""
 
 
-def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
+def find_members(source: ServedFile, wanted: Mapping[str, str], indices: Path) -> dict[str, tuple[str, int, int]]:
     """Find for each key the member, the offset of its content and its size; keys that the tar does not have are left out.
 
     Args:
@@ -49,7 +49,7 @@ def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> di
     with RangedFile(source) as file:
         index_file = indices / f"{hashlib.sha256(source.url.encode()).hexdigest()[:24]}.json"
         index = read_index(index_file, source.version)
-        missing = set(wanted.values()) - chosen(index, wanted).keys()
+        missing = set(wanted.values()) - select_members(index, wanted).keys()
         if missing and not index.is_complete:
             indices.mkdir(parents=True, exist_ok=True)
             try:
@@ -58,7 +58,7 @@ def find_members(source: Source, wanted: Mapping[str, str], indices: Path) -> di
                 raise DataError(f"{source.url} is not a tar, or is damaged ({error})") from error
             finally:
                 write_file(index_file, json.dumps(asdict(index)))
-    return chosen(index, wanted)
+    return select_members(index, wanted)
 
 
 def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: set[str]) -> None:
@@ -75,22 +75,22 @@ def look_on(file: RangedFile, index: Index, wanted: Mapping[str, str], missing: 
                     return
                 if member.isfile() and member.size and member.name.endswith(SUFFIX):
                     index.members[member.name] = (member.offset_data, member.size)
-                    missing.discard(key_of(member.name, wanted) or "")
+                    missing.discard(find_key(member.name, wanted) or "")
                 advance(tar.offset - index.offset)
                 index.offset = tar.offset
 
 
-def key_of(member: str, wanted: Mapping[str, str]) -> str | None:
+def find_key(member: str, wanted: Mapping[str, str]) -> str | None:
     """Return the key of `c.mp4`, `b/c.mp4` or `a/b/c.mp4` for the member `a/b/c.mp4`, whichever is requested."""
     parts = member.split("/")
     endings = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((wanted[ending] for ending in endings if ending in wanted), None)
 
 
-def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int, int]]:
+def select_members(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int, int]]:
     members: dict[str, tuple[str, int, int]] = {}
     for member, (start, size) in index.members.items():
-        if (key := key_of(member, wanted)) is not None:
+        if (key := find_key(member, wanted)) is not None:
             members.setdefault(key, (member, start, size))
     return members
 
@@ -98,7 +98,7 @@ def chosen(index: Index, wanted: Mapping[str, str]) -> dict[str, tuple[str, int,
 def read_index(file: Path, version: Version) -> Index:
     """Read the index; return a new one if it is missing, or the tar was replaced by another."""
     try:
-        index = Index(**json_object(file))
+        index = Index(**read_json_object(file))
         return index if tuple(index.version) == version else Index(version)
     except TypeError:
         return Index(version)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from dsreason.data.loader import read_row
-from dsreason.data.order import evenly
+from dsreason.data.order import pick_evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.tools.datasets.processes import tracked
+from dsreason.tools.datasets.processes import run_tracked
 
 Encode = Callable[[Sample], object]
 """Raises DataError for a sample that cannot be used."""
@@ -23,9 +23,9 @@ def render_rows(
 
     A text names file, row and field. A row whose media crash a decoder is one of them: it costs its process only.
     """
-    rows = evenly(len(dataset), limit)
+    rows = pick_evenly(len(dataset), limit)
     render = partial(render_row, dataset, encode)
-    results = tracked(render, rows, dataset.location, workers, f"rendering {name}", "rows")
+    results = run_tracked(render, rows, dataset.describe_location, workers, f"rendering {name}", "rows")
     return len(rows), [str(result) for result in results if isinstance(result, DataError)]
 
 

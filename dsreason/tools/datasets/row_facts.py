@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import answer_label
-from dsreason.data.messages import media_parts, shown_seconds, text_of
-from dsreason.data.options import options_in_question
+from dsreason.data.labels import get_answer_label
+from dsreason.data.messages import format_shown_seconds, get_text, list_media_parts
+from dsreason.data.options import find_options_in_question
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Message, Sample
 from dsreason.errors import DataError
-from dsreason.media.files import local_path
+from dsreason.media.files import find_local_file
 from dsreason.media.images import probe_image
 from dsreason.media.videos import probe_video
 from dsreason.text import split_response
-from dsreason.tools.datasets.pixels import pixel_differences
+from dsreason.tools.datasets.pixels import list_pixel_differences
 
 MISSING_FILE = re.compile(r"\bno (such )?(file|clip|image|video)\b")
 """Matches the DataErrors about a missing file, whichever adapter looked for it."""
@@ -39,13 +39,13 @@ class RowFacts:
     where: str
     """File and row."""
     question: str
-    """Hash of the user's words, see `normalised`."""
+    """Hash of the user's words, see `normalise`."""
     question_length: int
     answer_length: int
     tokens: int | None
     media: tuple[MediumUse, ...]
     seconds: tuple[str, ...]
-    """Shown seconds of each media item, see `shown_seconds`."""
+    """Shown seconds of each media item, see `format_shown_seconds`."""
     answer: str | None
     """A letter if the question has options, else a short answer."""
     letters: tuple[str, ...]
@@ -90,49 +90,49 @@ def read_facts(dataset: SampleDataset, encoder: Encoder | None, row: int) -> Row
     sample, tokens, differences = dataset[row], None, list[str]()
     if encoder is not None:
         with suppress(DataError):  # its media are read one by one, and reported there
-            tokens, differences = encoder.measure(sample), pixel_differences(encoder, sample)
-    return row_facts(dataset.location(row), sample, tokens, differences)
+            tokens, differences = encoder.measure(sample), list_pixel_differences(encoder, sample)
+    return collect_row_facts(dataset.describe_location(row), sample, tokens, differences)
 
 
-def row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
-    questions = [text_of(message) for message in sample.messages if message["role"] == "user"]
-    replies = replies_of(sample.messages)
+def collect_row_facts(where: str, sample: Sample, tokens: int | None, differences: Iterable[str] = ()) -> RowFacts:
+    questions = [get_text(message) for message in sample.messages if message["role"] == "user"]
+    replies = list_replies(sample.messages)
     parts = list(map(split_response, replies))
-    system = [text_of(message) for message in sample.messages if message["role"] == "system"]
-    media, answer = media_parts(sample.messages), answer_label(sample)
+    system = [get_text(message) for message in sample.messages if message["role"] == "system"]
+    media, answer = list_media_parts(sample.messages), get_answer_label(sample)
     return RowFacts(
         where=where,
-        question=hashlib.sha256(normalised(" ".join(questions)).encode()).hexdigest(),
+        question=hashlib.sha256(normalise(" ".join(questions)).encode()).hexdigest(),
         question_length=sum(map(len, questions)),
         answer_length=sum(map(len, replies)),
         tokens=tokens,
         media=tuple(MediumUse(part["type"], part[part["type"]]) for part in media),
-        seconds=tuple(map(shown_seconds, media)),
+        seconds=tuple(map(format_shown_seconds, media)),
         answer=answer,
         letters=tuple(sample.options or ()),
-        is_unlisted=not sample.options and answer is not None and options_in_question(sample) is not None,
+        is_unlisted=not sample.options and answer is not None and find_options_in_question(sample) is not None,
         system_prompt=system[0] if system else "",
         turns=len(replies),
         has_think=any(part.thoughts for part in parts),
         has_answer_tag=any(part.tagged for part in parts),
         pixel_differences=tuple(differences),
-        rejected_length=None if sample.rejected is None else sum(map(len, replies_of(sample.rejected))),
+        rejected_length=None if sample.rejected is None else sum(map(len, list_replies(sample.rejected))),
         is_undecided=sample.rejected == sample.messages,
     )
 
 
-def replies_of(messages: Iterable[Message]) -> list[str]:
-    return [text_of(message) for message in messages if message["role"] == "assistant"]
+def list_replies(messages: Iterable[Message]) -> list[str]:
+    return [get_text(message) for message in messages if message["role"] == "assistant"]
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Lower case, words and numbers only, one space between them: `Which way?\\n` and `which WAY` are the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def medium_facts(use: MediumUse) -> MediumFacts:
+def collect_medium_facts(use: MediumUse) -> MediumFacts:
     """Collect facts from the file's header; only a video's first frame is decoded."""
-    size = local_path(use.path).stat().st_size
+    size = find_local_file(use.path).stat().st_size
     if use.kind == "image":
         height, width = probe_image(use.path)
         return MediumFacts(size, height, width)

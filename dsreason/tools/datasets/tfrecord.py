@@ -38,56 +38,56 @@ def read_examples(file: Path, names: Sequence[str]) -> Iterator[dict[str, Featur
                 content = records.read(length)
                 if len(content) < length or len(records.read(4)) < 4:
                     raise ValueError("the file ends inside it")
-                yield {name_of_key[name]: values for name, values in features(content) if name in name_of_key}
+                yield {name_of_key[name]: values for name, values in iter_features(content) if name in name_of_key}
             except (ValueError, IndexError, struct.error) as error:
                 raise DataError(f"{file}, record {number}: is no TFRecord of examples ({error})") from error
 
 
-def features(example: bytes) -> Iterator[tuple[bytes, Feature]]:
-    for number, content in fields(example):
-        for inner, entry in fields(content) if number == 1 and isinstance(content, bytes) else ():
+def iter_features(example: bytes) -> Iterator[tuple[bytes, Feature]]:
+    for number, content in iter_fields(example):
+        for inner, entry in iter_fields(content) if number == 1 and isinstance(content, bytes) else ():
             if inner == 1 and isinstance(entry, bytes):
-                pair = dict(fields(entry))
+                pair = dict(iter_fields(entry))
                 name, feature = pair.get(1), pair.get(2, b"")
                 if isinstance(name, bytes) and isinstance(feature, bytes):
-                    yield name, values_of(feature)
+                    yield name, read_values(feature)
 
 
-def values_of(feature: bytes) -> Feature:
-    for kind, values in fields(feature):
+def read_values(feature: bytes) -> Feature:
+    for kind, values in iter_fields(feature):
         if kind == 1 and isinstance(values, bytes):
-            return [value for _, value in fields(values) if isinstance(value, bytes)]
+            return [value for _, value in iter_fields(values) if isinstance(value, bytes)]
         if kind == 3 and isinstance(values, bytes):
-            return integers(values)
+            return read_integers(values)
     return []
 
 
-def integers(values: bytes) -> list[int]:
+def read_integers(values: bytes) -> list[int]:
     found: list[int] = []
-    for _, value in fields(values):
+    for _, value in iter_fields(values):
         packed = value if isinstance(value, bytes) else None
         if packed is None:
             found.append(int(value))
             continue
         place = 0
         while place < len(packed):
-            number, place = varint(packed, place)
+            number, place = read_varint(packed, place)
             found.append(number)
     return found
 
 
-def fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+def iter_fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
     """Number and content of each field; fixed ones as their bytes."""
     place = 0
     while place < len(message):
-        key, place = varint(message, place)
+        key, place = read_varint(message, place)
         kind = key & 7
         if kind == VARINT:
-            value, place = varint(message, place)
+            value, place = read_varint(message, place)
             yield key >> 3, value
             continue
         if kind == BYTES:
-            size, place = varint(message, place)
+            size, place = read_varint(message, place)
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
         else:
@@ -98,7 +98,7 @@ def fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
         place += size
 
 
-def varint(message: bytes, place: int) -> tuple[int, int]:
+def read_varint(message: bytes, place: int) -> tuple[int, int]:
     """The number that begins at `place`, and where it ends."""
     number = shift = 0
     while True:

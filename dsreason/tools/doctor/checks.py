@@ -9,7 +9,7 @@ from typing import Any
 
 from dsreason.errors import DsReasonError
 from dsreason.tools.doctor import environment, gpus, machine, network, trial, versions
-from dsreason.tools.doctor.finding import Finding, failed, passed
+from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_pass
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Check:
     """A check: its name while it runs, and its function."""
 
     name: str
-    look: Callable[[], Iterator[Finding]]
+    look: Callable[[], Iterator[DoctorFinding]]
 
 
 CHECKS = (
@@ -41,25 +41,25 @@ TRIALS = (
 )
 
 
-def findings_of(check: Check) -> Iterator[Finding]:
+def iter_findings(check: Check) -> Iterator[DoctorFinding]:
     """Yield the findings of a check; one that fails itself is a finding."""
     try:
         yield from check.look()
     except Exception as error:  # noqa: BLE001 (whatever is wrong with the machine)
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        yield failed(check.name, f"could not be looked at: {text}", "please report this line")
+        yield report_failure(check.name, f"could not be looked at: {text}", "please report this line")
 
 
-def of_config(config: Any) -> Iterator[Finding]:
+def check_config(config: Any) -> Iterator[DoctorFinding]:
     """Check that the files a loaded configuration names exist; URLs and names on the hub are not queried."""
     from dsreason.config.deepspeed import read_deepspeed
 
     try:
         read_deepspeed(config.deepspeed)
-        yield passed("deepspeed", config.deepspeed)
+        yield report_pass("deepspeed", config.deepspeed)
     except DsReasonError as error:
-        yield failed("deepspeed", str(error), "name another --ds-config")
-    sources = config.data.all_sources() if hasattr(config.data, "all_sources") else (config.data,)
+        yield report_failure("deepspeed", str(error), "name another --ds-config")
+    sources = config.data.list_sources() if hasattr(config.data, "all_sources") else (config.data,)
     paths = {"model.path": config.model.path} | {
         f"data.path ({number})": source.path for number, source in enumerate(sources, 1)
     }
@@ -67,8 +67,8 @@ def of_config(config: Any) -> Iterator[Finding]:
         if not value or "://" in value or value.startswith("tiny:"):
             continue
         if Path(value).expanduser().exists():
-            yield passed(key, f"{value} exists")
+            yield report_pass(key, f"{value} exists")
         elif value.startswith(("/", ".", "~")) or value.count("/") != 1:
-            yield failed(key, f"{value}: no such file or folder", "correct it")
+            yield report_failure(key, f"{value}: no such file or folder", "correct it")
         else:
-            yield passed(key, f"{value}: a name on the hub, which was not asked")
+            yield report_pass(key, f"{value}: a name on the hub, which was not asked")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from dsreason.job import launch
-from dsreason.screen import say
+from dsreason.screen import print_message
 
 RANKS = 2
 VALUES = 8 * 1024**2
@@ -37,14 +37,14 @@ def rank() -> None:
         )
     if world.is_main:
         speed = VALUES * 4 / seconds / 1e9
-        say(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s")
+        print_message(f"collective: {dist.get_backend()}, {world.size} ranks, sums are right, {speed:.1f} GB/s")
     shutdown()
 
 
 def main() -> None:
     """Run one rank per GPU; without a GPU two ranks share the CPU."""
     launch.prepare_environment()
-    gpus = launch.gpu_count()
+    gpus = launch.count_gpus()
     ranks = min(RANKS, gpus) or RANKS
     with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
         launch.start_ranks(

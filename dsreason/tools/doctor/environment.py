@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dsreason.tools.doctor.finding import Finding, failed, passed, warned
+from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_pass, report_warning
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -38,33 +38,37 @@ NEEDED_FOR = {
 }
 
 
-def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    problems = list(suspicious(given))
-    yield from problems or [passed("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
+def check_variables(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
+    problems = list(find_suspicious(given))
+    yield from problems or [report_pass("environment", "was looked at: allocator, ranks, hub, NCCL, vLLM, proxies")]
 
 
-def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
+def find_suspicious(given: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for name in ALLOCATOR:
         if "expandable_segments:true" in given.get(name, "").lower().replace(" ", ""):
             cure = f"unset {name}: vLLM's sleep mode cannot give such memory back"
-            yield failed("allocator", f"{name} has expandable_segments:True", cure)
+            yield report_failure("allocator", f"{name} has expandable_segments:True", cure)
     if ranks := [name for name in RANK_VARIABLES if name in given]:
-        yield failed("environment", f"{', '.join(ranks)} are set: commands take this shell for a rank", "unset them")
+        yield report_failure(
+            "environment", f"{', '.join(ranks)} are set: commands take this shell for a rank", "unset them"
+        )
     if offline := [name for name in OFFLINE if given.get(name, "0").lower() not in ("", "0", "false", "no")]:
-        yield warned(
+        yield report_warning(
             "environment", f"{' and '.join(offline)} set: nothing is downloaded", "unset where models are to be fetched"
         )
     for name, value in SLOW.items():
         if given.get(name) == value:
-            yield warned("environment", f"{name}={value} makes training slow", "unset it, unless you look for a fault")
+            yield report_warning(
+                "environment", f"{name}={value} makes training slow", "unset it, unless you look for a fault"
+            )
     if vllm_variables := sorted(name for name in given if name.startswith("VLLM_")):
-        yield warned(
+        yield report_warning(
             "environment",
             f"{', '.join(vllm_variables)} set: vLLM may run otherwise than it was tested",
             "unset what is not needed",
         )
     if given.get("PYTHONPATH"):
-        yield warned(
+        yield report_warning(
             "environment",
             "PYTHONPATH is set: its packages may hide the installed ones",
             "unset it where it is not needed",
@@ -72,18 +76,18 @@ def suspicious(given: Mapping[str, str]) -> Iterator[Finding]:
     proxies = sorted(name for name in given if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     if proxies and not any(name in given for name in ("NO_PROXY", "no_proxy")):
         cure = "set NO_PROXY=localhost,127.0.0.1, and your reward and teacher servers"
-        yield warned("environment", f"{', '.join(proxies)} set without NO_PROXY", cure)
+        yield report_warning("environment", f"{', '.join(proxies)} set without NO_PROXY", cure)
 
 
-def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_tokens(given: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
     """Present or not, by variable or by a stored login; not whether they are right."""
     for name, variables in TOKENS.items():
         credentials = [variable for variable in variables if given.get(variable)]
         credentials += [path for path in STORED.get(name, ()) if is_there(Path(path))]
         if credentials:
-            yield passed(f"token: {name}", f"present ({', '.join(credentials)})")
+            yield report_pass(f"token: {name}", f"present ({', '.join(credentials)})")
         else:
-            yield passed(f"token: {name}", f"absent; {NEEDED_FOR[name]}: {' or '.join(variables)}")
+            yield report_pass(f"token: {name}", f"absent; {NEEDED_FOR[name]}: {' or '.join(variables)}")
 
 
 def is_there(path: Path) -> bool:

@@ -13,8 +13,8 @@ Verdict = Literal["pass", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line. Example: `Finding("compiler", "fail", "no c++ was found", "install g++")`."""
+class DoctorFinding:
+    """One line. Example: `DoctorFinding("compiler", "fail", "no c++ was found", "install g++")`."""
 
     name: str
     verdict: Verdict
@@ -23,19 +23,19 @@ class Finding:
     """Advice; empty if nothing has to be done."""
 
 
-def passed(name: str, what: str) -> Finding:
-    return Finding(name, "pass", what)
+def report_pass(name: str, what: str) -> DoctorFinding:
+    return DoctorFinding(name, "pass", what)
 
 
-def warned(name: str, what: str, cure: str) -> Finding:
-    return Finding(name, "warn", what, cure)
+def report_warning(name: str, what: str, cure: str) -> DoctorFinding:
+    return DoctorFinding(name, "warn", what, cure)
 
 
-def failed(name: str, what: str, cure: str) -> Finding:
-    return Finding(name, "fail", what, cure)
+def report_failure(name: str, what: str, cure: str) -> DoctorFinding:
+    return DoctorFinding(name, "fail", what, cure)
 
 
-def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
+def run_program(command: Sequence[str], seconds: float) -> tuple[int, str]:
     """Return the exit code of a program and everything it prints; 124 if it takes longer, 127 if it is missing."""
     try:
         ended = subprocess.run(
@@ -53,7 +53,7 @@ def output_of(command: Sequence[str], seconds: float) -> tuple[int, str]:
     return ended.returncode, ended.stdout.decode(errors="replace")
 
 
-def last_line(text: str) -> str:
+def find_last_line(text: str) -> str:
     """The line that mostly says why, without secrets and control characters: the last `error:` line, else the last one."""
     printable = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in hide_secrets(text))
     lines = [" ".join(line.split()) for line in printable.splitlines() if line.strip()]

@@ -6,7 +6,14 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
+from dsreason.tools.doctor.finding import (
+    DoctorFinding,
+    find_last_line,
+    report_failure,
+    report_pass,
+    report_warning,
+    run_program,
+)
 
 QUERY = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 SECONDS = 20
@@ -16,28 +23,30 @@ BUSY = 1024
 """MiB that somebody else may use without being spoken of."""
 
 
-def check_gpus() -> Iterator[Finding]:
-    from dsreason.imports import quick_imports
-    from dsreason.job.gpu import cuda_fault
+def check_gpus() -> Iterator[DoctorFinding]:
+    from dsreason.imports import make_imports_fast
+    from dsreason.job.gpu import find_cuda_fault
 
-    with quick_imports():
+    with make_imports_fast():
         import torch
     if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         cure = "unset DS_ACCELERATOR where GPUs are to be used"
-        yield warned("GPUs", f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: all runs on the CPU", cure)
-    if fault := cuda_fault():
+        yield report_warning("GPUs", f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: all runs on the CPU", cure)
+    if fault := find_cuda_fault():
         cure = "update the driver (CUDA 13 needs 580 or newer), or install a torch for the driver's CUDA"
-        yield failed("GPUs", f"torch {torch.__version__} cannot use them: {fault}", cure)
+        yield report_failure("GPUs", f"torch {torch.__version__} cannot use them: {fault}", cure)
         return
     count = torch.cuda.device_count()
-    cards = listed()
+    cards = list_cards()
     if count == 0:
-        yield from without(torch.version.cuda, len(cards))
+        yield from check_without_gpus(torch.version.cuda, len(cards))
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    yield passed("GPUs", f"torch sees {count}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""))
+    yield report_pass(
+        "GPUs", f"torch sees {count}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else "")
+    )
     if visible is None and len(cards) not in (0, count):
-        yield warned(
+        yield report_warning(
             "GPUs", f"the driver has {len(cards)}, torch sees {count}", "look at nvidia-smi for one that has failed"
         )
     for card in cards:
@@ -45,67 +54,69 @@ def check_gpus() -> Iterator[Finding]:
     capability = min(torch.cuda.get_device_capability(number) for number in range(count))
     if capability < FLASH:
         capability_text = ".".join(map(str, capability))
-        yield warned(
+        yield report_warning(
             "GPUs",
             f"compute capability {capability_text}: no flash attention",
             'use train.precision = "fp32", or newer GPUs',
         )
 
 
-def without(built_for: str | None, cards: int) -> Iterator[Finding]:
+def check_without_gpus(built_for: str | None, cards: int) -> Iterator[DoctorFinding]:
     if cards and built_for is None:
-        yield failed(
+        yield report_failure(
             "GPUs", f"the driver has {cards}, and this torch is built without CUDA", "run `make setup` on this machine"
         )
     elif cards:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        yield failed(
+        yield report_failure(
             "GPUs", f"the driver has {cards}, torch sees none", f"CUDA_VISIBLE_DEVICES is {visible!r}; correct it"
         )
     else:
-        yield warned("GPUs", "none found: everything runs on the CPU", "enough for tiny models and tests")
+        yield report_warning("GPUs", "none found: everything runs on the CPU", "enough for tiny models and tests")
 
 
-def listed() -> list[list[str]]:
+def list_cards() -> list[list[str]]:
     """Return the fields of `QUERY` of each card; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    code, text = output_of(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
+    code, text = run_program(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"], SECONDS)
     lines = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return [line for line in lines if len(line) == len(QUERY.split(","))] if code == 0 else []
 
 
-def check_card(card: list[str]) -> Iterator[Finding]:
+def check_card(card: list[str]) -> Iterator[DoctorFinding]:
     number, name, driver, total, used, _, mig, errors = card
-    description = f"{name}, {mib(total) / 1024:.0f} GiB, driver {driver}"
-    if mib(used) > BUSY:
+    description = f"{name}, {parse_mib(total) / 1024:.0f} GiB, driver {driver}"
+    if parse_mib(used) > BUSY:
         cure = "`nvidia-smi` shows who: end that, or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        yield warned(f"GPU {number}", f"{description}: {mib(used) / 1024:.1f} GiB are in use", cure)
+        yield report_warning(f"GPU {number}", f"{description}: {parse_mib(used) / 1024:.1f} GiB are in use", cure)
     else:
-        yield passed(f"GPU {number}", description)
+        yield report_pass(f"GPU {number}", description)
     if mig == "Enabled":
-        yield warned(
+        yield report_warning(
             f"GPU {number}", "is cut into parts (MIG)", "a rank sees one part; NCCL does not join parts of a card"
         )
     if errors.isdecimal() and int(errors) > 0:
-        yield failed(
+        yield report_failure(
             f"GPU {number}",
             f"{errors} memory errors that were not corrected",
             "restart the host, or have the card replaced",
         )
 
 
-def mib(text: str) -> int:
+def parse_mib(text: str) -> int:
     """0 if the driver does not say."""
     return int(text) if text.isdecimal() else 0
 
 
-def check_driver_answers() -> Iterator[Finding]:
+def check_driver_answers() -> Iterator[DoctorFinding]:
     """Report a driver that hangs or fails as such, and not as a machine without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return
-    code, text = output_of(["nvidia-smi", "-L"], SECONDS)
+    code, text = run_program(["nvidia-smi", "-L"], SECONDS)
     if code == 124:
-        yield failed("driver", f"nvidia-smi does not answer within {SECONDS} s", "restart the host")
+        yield report_failure("driver", f"nvidia-smi does not answer within {SECONDS} s", "restart the host")
     elif code:
-        yield failed("driver", f"nvidia-smi: {last_line(text)}", "install the NVIDIA driver again, or restart the host")
+        yield report_failure(
+            "driver", f"nvidia-smi: {find_last_line(text)}", "install the NVIDIA driver again, or restart the host"
+        )

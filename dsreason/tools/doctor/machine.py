@@ -9,9 +9,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dsreason.files.cache import cache_dir
-from dsreason.files.disk import existing_part
-from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
+from dsreason.files.cache import get_cache_dir
+from dsreason.files.disk import find_existing
+from dsreason.tools.doctor.finding import (
+    DoctorFinding,
+    find_last_line,
+    report_failure,
+    report_pass,
+    report_warning,
+    run_program,
+)
 
 GIB = 1024**3
 LEAST_MEMORY, USUAL_MEMORY = 8, 64
@@ -23,59 +30,59 @@ COMPILERS = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 60
 
 
-def check_compiler() -> Iterator[Finding]:
+def check_compiler() -> Iterator[DoctorFinding]:
     """DeepSpeed and vLLM compile parts of themselves at the first start."""
     compiler_name = os.environ.get("CXX")
     compiler = shutil.which(compiler_name) if compiler_name else next(filter(None, map(shutil.which, COMPILERS)), None)
     cure = "install g++ (Debian: build-essential), or set CXX to a C++ compiler"
     if compiler is None:
-        yield failed("C++ compiler", f"{compiler_name or ', '.join(COMPILERS)}: not found", cure)
+        yield report_failure("C++ compiler", f"{compiler_name or ', '.join(COMPILERS)}: not found", cure)
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <vector>\nint main() { return static_cast<int>(std::vector<int>{0}[0]); }\n")
-        code, text = output_of([compiler, "-std=c++17", "-o", f"{folder}/probe", str(source)], COMPILE_SECONDS)
+        code, text = run_program([compiler, "-std=c++17", "-o", f"{folder}/probe", str(source)], COMPILE_SECONDS)
     if code:
-        yield failed("C++ compiler", f"{compiler} cannot compile: {last_line(text)}", cure)
+        yield report_failure("C++ compiler", f"{compiler} cannot compile: {find_last_line(text)}", cure)
     else:
-        yield passed("C++ compiler", compiler)
+        yield report_pass("C++ compiler", compiler)
 
 
-def check_memory() -> Iterator[Finding]:
-    from dsreason.monitor.memory import available_bytes
+def check_memory() -> Iterator[DoctorFinding]:
+    from dsreason.monitor.memory import count_available_bytes
 
-    free = available_bytes() / GIB
+    free = count_available_bytes() / GIB
     description = f"{free:.0f} GiB are free for this job ({os.cpu_count()} cores)"
     if free < LEAST_MEMORY:
-        yield failed(
+        yield report_failure(
             "memory",
             description,
             f"{LEAST_MEMORY} GiB is the least; end other programs, or raise the container's limit",
         )
     elif free < USUAL_MEMORY:
         cure = "enough for tiny models; `dsreason plan` says what yours needs"
-        yield warned("memory", description, cure)
+        yield report_warning("memory", description, cure)
     else:
-        yield passed("memory", description)
+        yield report_pass("memory", description)
     yield from check_shared_memory(Path("/dev/shm"))
 
 
-def check_shared_memory(folder: Path) -> Iterator[Finding]:
+def check_shared_memory(folder: Path) -> Iterator[DoctorFinding]:
     """Data workers and NCCL hand over through it."""
     try:
         size = shutil.disk_usage(folder).total / GIB
     except OSError as error:
-        yield failed("shared memory", f"{folder}: {error.strerror}", "mount a tmpfs there")
+        yield report_failure("shared memory", f"{folder}: {error.strerror}", "mount a tmpfs there")
         return
     if size < LEAST_SHARED:
         cure = "start the container with --shm-size=16g (Kubernetes: an emptyDir of medium Memory)"
-        yield failed("shared memory", f"{folder} has {size * 1024:.0f} MiB", cure)
+        yield report_failure("shared memory", f"{folder} has {size * 1024:.0f} MiB", cure)
     else:
-        yield passed("shared memory", f"{folder} has {size:.0f} GiB")
+        yield report_pass("shared memory", f"{folder} has {size:.0f} GiB")
 
 
-def check_disks() -> Iterator[Finding]:
-    folders = {"outputs": Path("outputs"), "cache": cache_dir(), "temporary files": Path(tempfile.gettempdir())}
+def check_disks() -> Iterator[DoctorFinding]:
+    folders = {"outputs": Path("outputs"), "cache": get_cache_dir(), "temporary files": Path(tempfile.gettempdir())}
     hub = os.environ.get("HF_HOME")
     folders["models of the hub"] = Path(hub).expanduser() if hub else Path.home() / ".cache" / "huggingface"
     variables = {"cache": "DSREASON_CACHE", "temporary files": "TMPDIR", "models of the hub": "HF_HOME"}
@@ -84,47 +91,49 @@ def check_disks() -> Iterator[Finding]:
         yield check_disk(name, folder, f"set {option}" if option else "give another --output-dir")
 
 
-def check_disk(name: str, folder: Path, elsewhere: str) -> Finding:
+def check_disk(name: str, folder: Path, elsewhere: str) -> DoctorFinding:
     name = f"disk: {name}"
     try:
-        existing_folder = existing_part(folder.absolute())
+        existing_folder = find_existing(folder.absolute())
         free = shutil.disk_usage(existing_folder).free / GIB
         with tempfile.TemporaryFile(dir=existing_folder) as probe:
             probe.write(b"0" * 4096)
             probe.flush()
     except OSError as error:
-        return failed(name, f"{folder}: cannot be written ({error.strerror})", f"{elsewhere} to a folder that can")
+        return report_failure(
+            name, f"{folder}: cannot be written ({error.strerror})", f"{elsewhere} to a folder that can"
+        )
     description = f"{folder}: {free:.0f} GiB are free"
     if free < LEAST_DISK:
-        return failed(name, description, f"make room, or {elsewhere}")
+        return report_failure(name, description, f"make room, or {elsewhere}")
     if free < USUAL_DISK and name != "disk: temporary files":
-        return warned(
+        return report_warning(
             name, description, f"checkpoints of 7 billion parameters take 110 GB each: make room, or {elsewhere}"
         )
-    return passed(name, description)
+    return report_pass(name, description)
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits() -> Iterator[DoctorFinding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < LEAST_FILES:
         cure = f"`ulimit -n {min(65536, most)}` in the shell that starts the job"
-        yield warned("open files", f"at most {files}", cure)
+        yield report_warning("open files", f"at most {files}", cure)
     else:
-        yield passed("open files", f"at most {files}")
+        yield report_pass("open files", f"at most {files}")
     for limit, name in (
         (resource.RLIMIT_AS, "-v (memory of a process)"),
         (resource.RLIMIT_FSIZE, "-f (size of a file)"),
     ):
         value, _ = resource.getrlimit(limit)
         if value != resource.RLIM_INFINITY:
-            yield failed(
+            yield report_failure(
                 "limits",
                 f"ulimit {name} is {value / GIB:.1f} GiB",
                 "set it to unlimited in the shell that starts the job",
             )
 
 
-def check_videos() -> Iterator[Finding]:
+def check_videos() -> Iterator[DoctorFinding]:
     """Write a clip of a few frames, and read it again."""
     import av
     import numpy as np
@@ -142,6 +151,6 @@ def check_videos() -> Iterator[Finding]:
             found = [int(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
     rising = len(found) == 8 and found == sorted(found) and found[-1] > 150
     if rising:
-        yield passed("videos", f"PyAV {av.__version__} writes and reads them")
+        yield report_pass("videos", f"PyAV {av.__version__} writes and reads them")
     else:
-        yield failed("videos", f"a clip of 8 frames came back as {found}", "install PyAV again (`make setup`)")
+        yield report_failure("videos", f"a clip of 8 frames came back as {found}", "install PyAV again (`make setup`)")

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import dsreason
 from dsreason.errors import ConfigError
-from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed, warned
+from dsreason.tools.doctor.finding import (
+    DoctorFinding,
+    find_last_line,
+    report_failure,
+    report_pass,
+    report_warning,
+    run_program,
+)
 
 MASTER_PORT = 29500
 """Port at which torchrun and `deepspeed` meet by default."""
@@ -21,25 +28,25 @@ SSH_SECONDS = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=accept-new")
 
 
-def check_ports() -> Iterator[Finding]:
+def check_ports() -> Iterator[DoctorFinding]:
     port = os.environ.get("MASTER_PORT", str(MASTER_PORT))
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        yield failed("ports", f"MASTER_PORT is {port!r}", "set it to a number from 1024 to 65535, or unset it")
+        yield report_failure("ports", f"MASTER_PORT is {port!r}", "set it to a number from 1024 to 65535, or unset it")
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
-            yield passed("ports", f"{port} is free for ranks to meet")
+            yield report_pass("ports", f"{port} is free for ranks to meet")
         except OSError as error:
             cure = "end the job that holds it, or start with another one (--master_port, MASTER_PORT)"
-            yield warned("ports", f"{port} cannot be used: {error.strerror}", cure)
+            yield report_warning("ports", f"{port} cannot be used: {error.strerror}", cure)
     try:
         socket.getaddrinfo(socket.gethostname(), None)
-        yield passed("name", f"{socket.gethostname()} can be looked up")
+        yield report_pass("name", f"{socket.gethostname()} can be looked up")
     except OSError as error:
         cure = f"add {socket.gethostname()} to /etc/hosts where several machines train together"
-        yield warned("name", f"{socket.gethostname()}: {error.strerror}", cure)
+        yield report_warning("name", f"{socket.gethostname()}: {error.strerror}", cure)
 
 
 def read_hostfile(file: Path) -> list[tuple[str, int]]:
@@ -66,10 +73,10 @@ def read_hostfile(file: Path) -> list[tuple[str, int]]:
     return hosts
 
 
-def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[Finding]:
+def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[DoctorFinding]:
     """Each by ssh, all at the same time: reachable without a password, and with the same version at the same place."""
     if shutil.which("ssh") is None:
-        yield failed(
+        yield report_failure(
             "hosts",
             "ssh is missing, with which `deepspeed` reaches them",
             "install an ssh client, or use torchrun on each",
@@ -79,28 +86,30 @@ def check_hosts(hosts: list[tuple[str, int]]) -> Iterator[Finding]:
         yield from pool.map(lambda host: check_host(*host), hosts)
 
 
-def check_host(host: str, slots: int) -> Finding:
+def check_host(host: str, slots: int) -> DoctorFinding:
     here = Path(sys.executable).parent / "dsreason"
     script = f"{shlex.quote(str(here))} --version; nvidia-smi -L 2>/dev/null | wc -l"
-    code, text = output_of([*SSH, host, script], SSH_SECONDS)
+    code, text = run_program([*SSH, host, script], SSH_SECONDS)
     name = f"host {host}"
     if code == 124:
-        return failed(
+        return report_failure(
             name, f"ssh does not answer within {SSH_SECONDS} s", "look whether the host is up and its port 22 open"
         )
     if code == 255:
-        return failed(
-            name, f"ssh: {last_line(text)}", "make an ssh key that needs no password, and put it on that host"
+        return report_failure(
+            name, f"ssh: {find_last_line(text)}", "make an ssh key that needs no password, and put it on that host"
         )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     version = next((line.split()[-1] for line in lines if line.startswith("dsreason ")), None)
     if version is None:
-        return failed(name, f"no dsreason at the same place: {last_line(text)}", "install it there in the same folder")
+        return report_failure(
+            name, f"no dsreason at the same place: {find_last_line(text)}", "install it there in the same folder"
+        )
     if version != dsreason.__version__:
-        return failed(
+        return report_failure(
             name, f"has dsreason {version}, this host {dsreason.__version__}", "install the same version on both"
         )
     gpus = int(lines[-1]) if lines[-1].isdecimal() else 0
     if 0 < gpus < slots:
-        return failed(name, f"slots={slots}, and it has {gpus} GPUs", f"write slots={gpus}")
-    return passed(name, f"reachable, dsreason {version}" + (f", {gpus} GPUs" if gpus else ", no GPU seen"))
+        return report_failure(name, f"slots={slots}, and it has {gpus} GPUs", f"write slots={gpus}")
+    return report_pass(name, f"reachable, dsreason {version}" + (f", {gpus} GPUs" if gpus else ", no GPU seen"))

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 
-from dsreason.tools.doctor.finding import Finding, failed, last_line, output_of, passed
+from dsreason.tools.doctor.finding import DoctorFinding, find_last_line, report_failure, report_pass, run_program
 
 COLLECTIVE_SECONDS, ENGINE_SECONDS = 180, 600
 COLLECTIVE = [sys.executable, "-P", "-m", "dsreason.tools.doctor.collective"]
@@ -28,21 +28,21 @@ TINY = {
 """Try the engine on the built-in task and model: it starts, sleeps, wakes, gets weights, and its answers are checked."""
 
 
-def check_collective() -> Iterator[Finding]:
+def check_collective() -> Iterator[DoctorFinding]:
     started = time.monotonic()
-    code, text = output_of(COLLECTIVE, COLLECTIVE_SECONDS)
+    code, text = run_program(COLLECTIVE, COLLECTIVE_SECONDS)
     seconds = time.monotonic() - started
     lines = [line for line in text.splitlines() if line.startswith("collective: ")]
     if code == 0 and lines:
-        yield passed("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s with the start)")
+        yield report_pass("2 ranks", f"{lines[-1].removeprefix('collective: ')} ({seconds:.0f} s with the start)")
     elif code == 124:
         cure = "NCCL_DEBUG=INFO shows where it waits; a firewall on this host may close its own ports"
-        yield failed("2 ranks", f"did not meet within {COLLECTIVE_SECONDS} s", cure)
+        yield report_failure("2 ranks", f"did not meet within {COLLECTIVE_SECONDS} s", cure)
     else:
-        yield failed("2 ranks", last_line(text), "the message says what to do; NCCL_DEBUG=INFO shows more")
+        yield report_failure("2 ranks", find_last_line(text), "the message says what to do; NCCL_DEBUG=INFO shows more")
 
 
-def check_engine() -> Iterator[Finding]:
+def check_engine() -> Iterator[DoctorFinding]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dsreason-doctor-") as folder:
         options = [f"--set={key}={value}" for key, value in TINY.items()]
@@ -58,20 +58,20 @@ def check_engine() -> Iterator[Finding]:
             f"{folder}/run",
             *options,
         ]
-        code, text = output_of(command, ENGINE_SECONDS)
+        code, text = run_program(command, ENGINE_SECONDS)
     seconds = time.monotonic() - started
     if code == 0:
-        yield passed("engine", f"vLLM sampled, slept and woke, and a tiny model was trained ({seconds:.0f} s)")
+        yield report_pass("engine", f"vLLM sampled, slept and woke, and a tiny model was trained ({seconds:.0f} s)")
     elif code == 124:
-        yield failed(
+        yield report_failure(
             "engine", f"did not end within {ENGINE_SECONDS} s", "start `dsreason grpo --nproc 1` and see where it waits"
         )
     else:
-        yield failed(
-            "engine", last_line(text), "the message says what to do; `dsreason grpo --nproc 1` shows all of it"
+        yield report_failure(
+            "engine", find_last_line(text), "the message says what to do; `dsreason grpo --nproc 1` shows all of it"
         )
 
 
-def without_ranks(environment: Mapping[str, str] = os.environ) -> bool:
+def is_outside_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this shell is none that a launcher made: else the runs above would join its job."""
     return not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & environment.keys()

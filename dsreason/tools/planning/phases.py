@@ -8,26 +8,26 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     name: str
     nbytes: int
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Example: `Phase("optimizer step", (Item("weights", 2**34),))`."""
+class PlannedPhase:
+    """Example: `PlannedPhase("optimizer step", (Item("weights", 2**34),))`."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
     def total(self) -> int:
         return sum(item.nbytes for item in self.items)
 
-    def without_empty(self) -> Phase:
-        return Phase(self.name, tuple(item for item in self.items if item.nbytes))
+    def drop_empty(self) -> PlannedPhase:
+        return PlannedPhase(self.name, tuple(item for item in self.items if item.nbytes))
 
 
-def largest(phases: list[Phase]) -> Phase:
+def find_largest(phases: list[PlannedPhase]) -> PlannedPhase:
     return max(phases, key=lambda phase: phase.total)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from dsreason.config.schema import RunConfig
-from dsreason.families import family_of
-from dsreason.models.logprobs import token_logprobs
-from dsreason.models.lora import adapted_layers, add_adapters
-from dsreason.models.nf4.blocks import ROW_BYTES, num_blocks
-from dsreason.models.nf4.layers import quantized_linears
+from dsreason.families import get_family
+from dsreason.models.logprobs import compute_token_logprobs
+from dsreason.models.lora import add_adapters, find_adapted_layers
+from dsreason.models.nf4.blocks import ROW_BYTES, count_blocks
+from dsreason.models.nf4.layers import convert_to_nf4
 from dsreason.tools.planning.architecture import Architecture
-from dsreason.tools.planning.parameters import Parameters, meta_model
-from dsreason.tools.planning.shape import Shape, shape_of
+from dsreason.tools.planning.parameters import Parameters, build_meta_model
+from dsreason.tools.planning.shape import ModelShape, read_shape
 from dsreason.tools.planning.tracing import ATTENTION, Traced, give_gradients_away, trace
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ class Pieces:
     """One of each piece, on the meta device, frozen or with adapters as in the run."""
 
     model: PreTrainedModel
-    shape: Shape
+    shape: ModelShape
     dtype: torch.dtype
 
     @cache  # noqa: B019 (one per plan)
-    def text_layer(self, tokens: int, *, training: bool = True) -> Traced:
+    def trace_text_layer(self, tokens: int, *, training: bool = True) -> Traced:
         decoder: Any = self.model.get_decoder()
         axes = (1,) if self.shape.vision_depth == 0 else (3, 1)
 
@@ -46,25 +46,25 @@ class Pieces:
             outputs = decoder.layers[0](
                 hidden, position_embeddings=decoder.rotary_emb(hidden, positions), attention_mask=None
             )
-            return tensor_of(outputs)
+            return get_tensor(outputs)
 
         return trace(run, (1, tokens, self.shape.hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
-    def vision_block(self, patches: int, *, training: bool = True) -> Traced:
+    def trace_vision_block(self, patches: int, *, training: bool = True) -> Traced:
         tower, head = self._tower, self.shape.vision_hidden // self._tower.config.num_heads
 
         def run(hidden: Tensor) -> Tensor:
             angles = torch.empty(patches, head, device="meta")
             starts = torch.tensor([0, patches], dtype=torch.int32)
-            return tensor_of(tower.blocks[0](hidden, cu_seqlens=starts, position_embeddings=(angles, angles)))
+            return get_tensor(tower.blocks[0](hidden, cu_seqlens=starts, position_embeddings=(angles, angles)))
 
         return trace(run, (patches, self.shape.vision_hidden), self.dtype, training=training)
 
     @cache  # noqa: B019
     def merger(self, patches: int, *, training: bool = True) -> Traced:
         return trace(
-            lambda hidden: tensor_of(self._tower.merger(hidden)),
+            lambda hidden: get_tensor(self._tower.merger(hidden)),
             (patches, self.shape.vision_hidden),
             self.dtype,
             training=training,
@@ -80,7 +80,9 @@ class Pieces:
         targets = torch.empty(traced, dtype=torch.long, device="meta")
 
         def run(hidden: Tensor) -> Tensor:
-            logprobs, entropy = token_logprobs(hidden, weight, targets, chunk_size=chunk, with_entropy=with_entropy)
+            logprobs, entropy = compute_token_logprobs(
+                hidden, weight, targets, chunk_size=chunk, with_entropy=with_entropy
+            )
             return torch.cat([logprobs, entropy]) if with_entropy else logprobs
 
         traced_run = trace(run, (traced, self.shape.hidden), self.dtype)
@@ -88,40 +90,42 @@ class Pieces:
         return Traced(traced_run.kept, traced_run.peak + gradient_bytes)
 
     @cache  # noqa: B019
-    def final_norm(self, tokens: int) -> Traced:
+    def trace_final_norm(self, tokens: int) -> Traced:
         decoder: Any = self.model.get_decoder()
         return trace(decoder.norm, (1, tokens, self.shape.hidden), self.dtype)
 
     @property
     def _tower(self) -> Any:
-        tower = family_of(self.model.config.model_type).modules.vision_tower
+        tower = get_family(self.model.config.model_type).modules.vision_tower
         assert tower is not None
         return self.model.get_submodule(tower)
 
 
-def tensor_of(output: Any) -> Tensor:
+def get_tensor(output: Any) -> Tensor:
     hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden_states
 
 
-def pieces_of(architecture: Architecture, config: RunConfig, parameters: Parameters) -> Pieces:
-    model = meta_model(architecture, config)
-    shape = shape_of(architecture.config)
+def build_pieces(architecture: Architecture, config: RunConfig, parameters: Parameters) -> Pieces:
+    model = build_meta_model(architecture, config)
+    shape = read_shape(architecture.config)
     dtype = next(model.parameters()).dtype
-    targets = {generic(name) for name in adapted_layers(model, config.lora)} if config.lora.rank else set()
+    targets = (
+        {drop_layer_number(name) for name in find_adapted_layers(model, config.lora)} if config.lora.rank else set()
+    )
     decoder: Any = model.get_decoder()
     decoder.layers = decoder.layers[:1]
     attending = [decoder.config]
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     if family.modules.vision_tower is not None:
         tower: Any = model.get_submodule(family.modules.vision_tower)
         tower.blocks = tower.blocks[:1]
         attending.append(tower.config)
     for one in attending:
         one._attn_implementation = ATTENTION
-    trained = {generic(parameter.name) for parameter in parameters.trained}
+    trained = {drop_layer_number(parameter.name) for parameter in parameters.trained}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(generic(name) in trained)
+        parameter.requires_grad_(drop_layer_number(name) in trained)
     if config.model.quantize:
         quantize_empty(model, family.modules.text_layers, dtype)
     if targets:
@@ -130,20 +134,20 @@ def pieces_of(architecture: Architecture, config: RunConfig, parameters: Paramet
     return Pieces(model, shape, dtype)
 
 
-def generic(name: str) -> str:
+def drop_layer_number(name: str) -> str:
     """Without the number of the layer: `model.layers.7.mlp.up_proj` → `model.layers..mlp.up_proj`."""
     return NUMBER.sub("..", name)
 
 
 def quantize_empty(model: nn.Module, pattern: str, dtype: torch.dtype) -> None:
-    for layer in quantized_linears(model, pattern, dtype):
-        rows = torch.empty(num_blocks(layer.shape), ROW_BYTES, dtype=torch.uint8, device="meta")
+    for layer in convert_to_nf4(model, pattern, dtype):
+        rows = torch.empty(count_blocks(layer.shape), ROW_BYTES, dtype=torch.uint8, device="meta")
         layer.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def put_adapters(model: PreTrainedModel, config: RunConfig, targets: set[str], dtype: torch.dtype) -> None:
     """Adapters on the remaining layers, of those that get one in the whole model."""
-    names = [name for name, _ in model.named_modules() if generic(name) in targets]
+    names = [name for name, _ in model.named_modules() if drop_layer_number(name) in targets]
     exact = tuple(f"^{re.escape(name)}$" for name in names)
     model.requires_grad_(False)
     lora = config.lora.model_copy(update={"targets": exact, "vision": False, "rank_pattern": {}, "alpha_pattern": {}})

@@ -9,33 +9,33 @@ from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.rollout_memory import CONTEXT, FRAGMENTS, NCCL
 from dsreason.tools.planning.architecture import find_architecture
-from dsreason.tools.planning.host import checkpoint_copy, disk_phase, host_phase
-from dsreason.tools.planning.parameters import count_parameters, meta_model
-from dsreason.tools.planning.phases import GIB, Item, Phase, largest
-from dsreason.tools.planning.request import Request
-from dsreason.tools.planning.sampling import VLLM, answering_phase, plan_offload, vllm_phases
-from dsreason.tools.planning.states import states_of
-from dsreason.tools.planning.training import activations_of, held_items, training_phases
-from dsreason.tools.planning.validation import held_out_phase
+from dsreason.tools.planning.host import compute_checkpoint_copy, plan_disk, plan_host
+from dsreason.tools.planning.parameters import build_meta_model, count_parameters
+from dsreason.tools.planning.phases import GIB, MemoryItem, PlannedPhase, find_largest
+from dsreason.tools.planning.request import PlanRequest
+from dsreason.tools.planning.sampling import VLLM, plan_answering, plan_offload, plan_vllm_phases
+from dsreason.tools.planning.states import compute_states
+from dsreason.tools.planning.training import compute_activations, list_held_items, plan_training
+from dsreason.tools.planning.validation import plan_held_out
 
 
 @dataclass
 class Plan:
     """Example: `plan_run(request).fits`."""
 
-    request: Request
-    phases: list[Phase]
+    request: PlanRequest
+    phases: list[PlannedPhase]
     """Bytes of one GPU."""
-    host: Phase
-    disk: Phase
+    host: PlannedPhase
+    disk: PlannedPhase
     vllm: VLLM | None = None
     notes: list[str] = field(default_factory=list)
     offloaded: int = 0
     """Bytes of one rank that move to the host for each rollout."""
 
     @property
-    def fullest(self) -> Phase:
-        return largest(self.phases)
+    def fullest(self) -> PlannedPhase:
+        return find_largest(self.phases)
 
     @property
     def limit(self) -> int:
@@ -66,53 +66,53 @@ class Plan:
         return not self.problems
 
 
-def plan_run(request: Request) -> Plan:
+def plan_run(request: PlanRequest) -> Plan:
     """ConfigError if the run would refuse to start on that machine."""
     config = request.config
-    states = states_of(request)
-    outside = [Item("CUDA context and libraries", CONTEXT, "allowance")]
+    states = compute_states(request)
+    outside = [MemoryItem("CUDA context and libraries", CONTEXT, "allowance")]
     if request.machine.gpus > 1:
-        outside.append(Item("NCCL", NCCL, "allowance"))
-    on_gpu, on_host, fetched = teacher_bytes(request)
-    extra = (*outside, Item("teacher's weights", on_gpu))
+        outside.append(MemoryItem("NCCL", NCCL, "allowance"))
+    on_gpu, on_host, fetched = compute_teacher_bytes(request)
+    extra = (*outside, MemoryItem("teacher's weights", on_gpu))
     vllm = VLLM(request, config) if isinstance(config, GRPOConfig) and config.rollout.engine == "vllm" else None
     offload = plan_offload(request, states, vllm, extra)
     during_rollout = (*extra, *offload.staying)
-    sampling: list[Phase] = []
+    sampling: list[PlannedPhase] = []
     if vllm:
-        sampling = vllm_phases(vllm, states, during_rollout)
+        sampling = plan_vllm_phases(vllm, states, during_rollout)
     elif isinstance(config, GRPOConfig):
         sampling = [
-            answering_phase(
+            plan_answering(
                 request, states, config.rollout.batch_size, config.rollout.max_completion_length, during_rollout
             )
         ]
     elif config.validation.generate and config.data.validation != 0:
         batch, completion = config.validation.micro_batch_size, config.validation.max_completion_length
-        sampling = [answering_phase(request, states, batch, completion, extra)]
-    beside = (*extra, *([vllm.asleep] if vllm else []), Item("teacher: whole weights", fetched))
-    held = held_items(states, beside)
-    training = training_phases(request, held)
+        sampling = [plan_answering(request, states, batch, completion, extra)]
+    beside = (*extra, *([vllm.asleep] if vllm else []), MemoryItem("teacher: whole weights", fetched))
+    held = list_held_items(states, beside)
+    training = plan_training(request, held)
     if config.data.validation != 0 and not isinstance(
         config, DPOConfig
     ):  # whose held-out pairs are cut as trained ones
-        training.append(held_out_phase(request, held))
+        training.append(plan_held_out(request, held))
     # vLLM fills its share to the last byte, so that phase has no fragments.
-    phases = [phase if vllm and phase is sampling[-1] else with_fragments(phase) for phase in [*sampling, *training]]
-    waiting = activations_of(request).on_host
-    host = host_phase(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
-    notes = [*notes_of(request), *([offload.note] if offload.note else [])]
-    return Plan(
-        request, [phase.without_empty() for phase in phases], host, disk_phase(request), vllm, notes, offload.moved
+    phases = [phase if vllm and phase is sampling[-1] else add_fragments(phase) for phase in [*sampling, *training]]
+    waiting = compute_activations(request).on_host
+    host = plan_host(request, states, waiting, moved=offload.moved, vllm=vllm.host if vllm else 0, teacher=on_host)
+    notes = [*list_notes(request), *([offload.note] if offload.note else [])]
+    return Plan(request, [phase.drop_empty() for phase in phases], host, plan_disk(request), vllm, notes, offload.moved)
+
+
+def add_fragments(phase: PlannedPhase) -> PlannedPhase:
+    held = sum(item.nbytes for item in phase.items if item.note != "allowance")
+    return PlannedPhase(
+        phase.name, (*phase.items, MemoryItem("what the allocator cannot use", int(FRAGMENTS * held), "allowance"))
     )
 
 
-def with_fragments(phase: Phase) -> Phase:
-    held = sum(item.nbytes for item in phase.items if item.note != "allowance")
-    return Phase(phase.name, (*phase.items, Item("what the allocator cannot use", int(FRAGMENTS * held), "allowance")))
-
-
-def teacher_bytes(request: Request) -> tuple[int, int, int]:
+def compute_teacher_bytes(request: PlanRequest) -> tuple[int, int, int]:
     """Return the bytes of one rank: on the GPU, on the host, and of the whole model while it reads."""
     config = request.config
     if not isinstance(config, GRPOConfig) or config.distill.teacher is None or config.distill.by_server:
@@ -124,13 +124,13 @@ def teacher_bytes(request: Request) -> tuple[int, int, int]:
             "lora": config.lora.model_copy(update={"rank": 0}),
         }
     )
-    parameters = count_parameters(meta_model(architecture, bare), bare)
+    parameters = count_parameters(build_meta_model(architecture, bare), bare)
     share = sum(parameter.share(request.machine.gpus) for parameter in parameters.all)
     whole_bytes = parameters.whole_bytes
     return (0, share, whole_bytes) if config.distill.offload else (share, 0, whole_bytes)
 
 
-def notes_of(request: Request) -> list[str]:
+def list_notes(request: PlanRequest) -> list[str]:
     config, shape = request.config, request.shape
     notes = []
     if shape.vision_depth:
@@ -139,7 +139,7 @@ def notes_of(request: Request) -> list[str]:
         notes.append('model.attention = "eager": its scores, of every pair of tokens, are not counted')
     if request.zero.stage < 3:
         notes.append(f"ZeRO stage {request.zero.stage}: reckoned by rule, never compared with a measurement")
-    if copy := checkpoint_copy(request):
+    if copy := compute_checkpoint_copy(request):
         notes.append(
             f"checkpoints are written while training goes on where a host has {copy / GIB:.0f} GiB more for a copy "
             "(checkpoint.background); else training waits"

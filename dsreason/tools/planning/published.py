@@ -28,7 +28,7 @@ QWEN3_HEAD = 128
 """Channels of a head in all of Qwen3."""
 
 
-def text_config(sizes: Sizes) -> dict[str, Any]:
+def make_text_config(sizes: Sizes) -> dict[str, Any]:
     hidden, layers, heads, kv_heads, intermediate, vocabulary, _ = sizes
     return {
         "hidden_size": hidden,
@@ -40,7 +40,7 @@ def text_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def qwen2_5_vl(size: str) -> dict[str, Any]:
+def make_qwen2_5_vl(size: str) -> dict[str, Any]:
     text = QWEN2[size]
     hidden = text[0]
     vision = {
@@ -57,7 +57,7 @@ def qwen2_5_vl(size: str) -> dict[str, Any]:
         "tokens_per_second": 2,
     }
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    text_part = text_config(text) | {"rope_parameters": rope}
+    text_part = make_text_config(text) | {"rope_parameters": rope}
     return {
         "model_type": "qwen2_5_vl",
         "text_config": text_part,
@@ -66,7 +66,7 @@ def qwen2_5_vl(size: str) -> dict[str, Any]:
     }
 
 
-def qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
+def make_qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
     depth, width, inner, deep = (27, 1152, 4304, [8, 16, 24]) if large_tower else (24, 1024, 4096, [5, 11, 17])
     vision = {
         "depth": depth,
@@ -81,7 +81,7 @@ def qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
         "deepstack_visual_indexes": deep,
     }
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    text_part = text_config(text) | {"rope_parameters": rope, "head_dim": QWEN3_HEAD}
+    text_part = make_text_config(text) | {"rope_parameters": rope, "head_dim": QWEN3_HEAD}
     return {
         "model_type": "qwen3_vl",
         "text_config": text_part,
@@ -90,27 +90,32 @@ def qwen3_vl(text: Sizes, *, large_tower: bool) -> dict[str, Any]:
     }
 
 
-def text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
+def make_text_only(model_type: str, sizes: Sizes) -> dict[str, Any]:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     head = {"head_dim": QWEN3_HEAD} if model_type == "qwen3" else {}
-    return {"model_type": model_type, "tie_word_embeddings": sizes[-1], **text_config(sizes), **rope, **head}
+    return {"model_type": model_type, "tie_word_embeddings": sizes[-1], **make_text_config(sizes), **rope, **head}
 
 
-def architectures() -> dict[str, dict[str, Any]]:
+def list_architectures() -> dict[str, dict[str, Any]]:
     """Return the values of config.json by name on the Hub, in lower case."""
-    qwen3_vl_2b, qwen3_vl_8b = qwen3_vl(QWEN3["1.7B"], large_tower=False), qwen3_vl(QWEN3["8B"], large_tower=True)
-    published_models = {f"Qwen/Qwen2.5-VL-{size}-Instruct": qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")}
-    published_models |= {"nvidia/Cosmos-Reason1-7B": qwen2_5_vl("7B")}
+    qwen3_vl_2b, qwen3_vl_8b = (
+        make_qwen3_vl(QWEN3["1.7B"], large_tower=False),
+        make_qwen3_vl(QWEN3["8B"], large_tower=True),
+    )
+    published_models = {
+        f"Qwen/Qwen2.5-VL-{size}-Instruct": make_qwen2_5_vl(size) for size in ("3B", "7B", "32B", "72B")
+    }
+    published_models |= {"nvidia/Cosmos-Reason1-7B": make_qwen2_5_vl("7B")}
     for kind in ("Instruct", "Thinking"):
         published_models |= {
             f"Qwen/Qwen3-VL-2B-{kind}": qwen3_vl_2b,
-            f"Qwen/Qwen3-VL-4B-{kind}": qwen3_vl(QWEN3["4B"], large_tower=False),
+            f"Qwen/Qwen3-VL-4B-{kind}": make_qwen3_vl(QWEN3["4B"], large_tower=False),
             f"Qwen/Qwen3-VL-8B-{kind}": qwen3_vl_8b,
-            f"Qwen/Qwen3-VL-32B-{kind}": qwen3_vl(QWEN3["32B"], large_tower=True),
+            f"Qwen/Qwen3-VL-32B-{kind}": make_qwen3_vl(QWEN3["32B"], large_tower=True),
         }
     published_models |= {"nvidia/Cosmos-Reason2-2B": qwen3_vl_2b, "nvidia/Cosmos-Reason2-8B": qwen3_vl_8b}
     for size, sizes in QWEN2.items():
-        published_models |= {f"Qwen/Qwen2.5-{size}{kind}": text_only("qwen2", sizes) for kind in ("", "-Instruct")}
+        published_models |= {f"Qwen/Qwen2.5-{size}{kind}": make_text_only("qwen2", sizes) for kind in ("", "-Instruct")}
     for size, sizes in QWEN3.items():
-        published_models[f"Qwen/Qwen3-{size}"] = text_only("qwen3", sizes)
+        published_models[f"Qwen/Qwen3-{size}"] = make_text_only("qwen3", sizes)
     return {name.lower(): config for name, config in published_models.items()}

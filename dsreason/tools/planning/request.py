@@ -12,10 +12,10 @@ from dsreason.config.deepspeed import resolve_deepspeed
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.tools.planning.architecture import Architecture, find_architecture
-from dsreason.tools.planning.parameters import Parameters, count_parameters, meta_model
+from dsreason.tools.planning.parameters import Parameters, build_meta_model, count_parameters
 from dsreason.tools.planning.phases import GIB
-from dsreason.tools.planning.pieces import Pieces, pieces_of
-from dsreason.tools.planning.shape import Shape, shape_of
+from dsreason.tools.planning.pieces import Pieces, build_pieces
+from dsreason.tools.planning.shape import ModelShape, read_shape
 
 USABLE = 0.985
 """Memory in GiB of a GPU by the GB that it is sold with: an H100 of 80 GB has 79.2, an H200 of 141 GB 139.8."""
@@ -77,7 +77,7 @@ class Zero:
 
 
 @dataclass
-class Request:
+class PlanRequest:
     """One trainer's configuration on one machine. ConfigError if the run would refuse to start so."""
 
     trainer: str
@@ -108,15 +108,15 @@ class Request:
 
     @cached_property
     def parameters(self) -> Parameters:
-        return count_parameters(meta_model(self.architecture, self.config), self.config)
+        return count_parameters(build_meta_model(self.architecture, self.config), self.config)
 
     @cached_property
     def pieces(self) -> Pieces:
-        return pieces_of(self.architecture, self.config, self.parameters)
+        return build_pieces(self.architecture, self.config, self.parameters)
 
     @cached_property
-    def shape(self) -> Shape:
-        return shape_of(self.architecture.config)
+    def shape(self) -> ModelShape:
+        return read_shape(self.architecture.config)
 
     @property
     def width(self) -> int:

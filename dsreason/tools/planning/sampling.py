@@ -10,8 +10,8 @@ from dsreason.config.schema_grpo import GRPOConfig, OffloadMode
 from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, RolloutMemory, choose_amount
 from dsreason.errors import ConfigError
 from dsreason.rollout.vllm_arguments import BATCHED_TOKENS, MAX_SEQUENCES, MEDIA_BYTES_PER_TOKEN, MIN_SEQUENCES
-from dsreason.tools.planning.phases import GIB, Item, Phase
-from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.phases import GIB, MemoryItem, PlannedPhase
+from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.states import States
 
 BLOCK = 16
@@ -30,7 +30,7 @@ FINGERPRINT = 2 * 2**24 * 8
 class VLLM:
     """vLLM's engine on one GPU."""
 
-    request: Request
+    request: PlanRequest
     config: GRPOConfig
 
     @property
@@ -69,9 +69,11 @@ class VLLM:
         """Largest memory of its forward, by which it measures what remains for the KV cache."""
         shape, pieces = self.request.shape, self.request.pieces
         batched = int(self.config.rollout.engine_options.get("max_num_batched_tokens", BATCHED_TOKENS))
-        layer = pieces.text_layer(batched, training=False).peak // self.parallel
+        layer = pieces.trace_text_layer(batched, training=False).peak // self.parallel
         logits = SAMPLER_COPIES * self.sequences * shape.vocabulary * 4
-        block = pieces.vision_block(shape.patches(batched), training=False).peak if shape.vision_depth else 0
+        block = (
+            pieces.trace_vision_block(shape.count_patches(batched), training=False).peak if shape.vision_depth else 0
+        )
         features = batched * shape.hidden * shape.mergers * self.request.width
         return max(layer, logits, block) + features
 
@@ -97,8 +99,8 @@ class VLLM:
         return self.cache_tokens / self.longest
 
     @property
-    def asleep(self) -> Item:
-        return Item("vLLM asleep: graphs and buffers", self.overhead, "allowance")
+    def asleep(self) -> MemoryItem:
+        return MemoryItem("vLLM asleep: graphs and buffers", self.overhead, "allowance")
 
     @property
     def host(self) -> int:
@@ -129,11 +131,13 @@ def sync_bucket(vllm: VLLM) -> int:
 class RolloutOffload:
     moved: int
     """Bytes of one rank that move to the host and back for each rollout."""
-    staying: tuple[Item, ...]
+    staying: tuple[MemoryItem, ...]
     note: str = ""
 
 
-def plan_offload(request: Request, states: States, vllm: VLLM | None, extra: tuple[Item, ...]) -> RolloutOffload:
+def plan_offload(
+    request: PlanRequest, states: States, vllm: VLLM | None, extra: tuple[MemoryItem, ...]
+) -> RolloutOffload:
     """Plan what moves. Only GRPO has a choice: other trainers move everything for a validation by answers.
 
     Args:
@@ -150,13 +154,13 @@ def plan_offload(request: Request, states: States, vllm: VLLM | None, extra: tup
         amount, note = choose_amount(mode, memory), describe_modes(mode, memory)
     moved = min(amount.move_bytes, states.optimizer)
     staying = (
-        Item("optimizer that stays", states.optimizer - moved),
-        Item("gradient buffers that stay", 0 if amount.drop_gradients else states.gradients + states.bucket),
+        MemoryItem("optimizer that stays", states.optimizer - moved),
+        MemoryItem("gradient buffers that stay", 0 if amount.drop_gradients else states.gradients + states.bucket),
     )
     return RolloutOffload(moved, staying, note)
 
 
-def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> RolloutMemory:
+def build_rollout_memory(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) -> RolloutMemory:
     outside = sum(item.nbytes for item in extra if item.note == "allowance")
     return RolloutMemory(
         total=vllm.request.machine.gpu_bytes,
@@ -184,51 +188,53 @@ def describe_amount(mode: OffloadMode, memory: RolloutMemory) -> str:
     return f"{amount.move_bytes / GIB:.1f} GiB"
 
 
-def vllm_phases(vllm: VLLM, states: States, extra: tuple[Item, ...]) -> list[Phase]:
+def plan_vllm_phases(vllm: VLLM, states: States, extra: tuple[MemoryItem, ...]) -> list[PlannedPhase]:
     request = vllm.request
-    held = (Item("policy's weights", states.weights + states.persistent), *extra)
+    held = (MemoryItem("policy's weights", states.weights + states.persistent), *extra)
     largest = max(parameter.numel for parameter in request.parameters.all) * request.width
     bucket = sync_bucket(vllm)
-    sync = Phase(
+    sync = PlannedPhase(
         "weight sync",
         (
             *held,
-            Item("vLLM's weights", vllm.weights),
+            MemoryItem("vLLM's weights", vllm.weights),
             vllm.asleep,
-            Item(
+            MemoryItem(
                 "bucket of whole weights",
                 2 * bucket,
                 f"rollout.sync_bucket_mb = {vllm.config.rollout.sync_bucket_mb:g}",
             ),
-            Item("tensors on their way, and fingerprints", largest + FINGERPRINT),
+            MemoryItem("tensors on their way, and fingerprints", largest + FINGERPRINT),
         ),
     )
     cache = f"{vllm.cache_tokens:,} tokens, {vllm.whole_sequences:.1f} sequences of {vllm.longest:,}"
-    awake = Phase(
+    awake = PlannedPhase(
         "rollout: vLLM awake",
         (
             *held,
-            Item("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
-            Item("vLLM at work: activations, logits, graphs", vllm.working + vllm.overhead),
-            Item("KV cache", max(0, vllm.cache), cache),
+            MemoryItem("vLLM's weights", vllm.weights, f"tensor parallel {vllm.parallel}"),
+            MemoryItem("vLLM at work: activations, logits, graphs", vllm.working + vllm.overhead),
+            MemoryItem("KV cache", max(0, vllm.cache), cache),
         ),
     )
     return [sync, awake]
 
 
-def answering_phase(request: Request, states: States, batch: int, completion: int, extra: tuple[Item, ...]) -> Phase:
+def plan_answering(
+    request: PlanRequest, states: States, batch: int, completion: int, extra: tuple[MemoryItem, ...]
+) -> PlannedPhase:
     """Plain transformers: a whole copy of the model on every GPU, which answers `batch` prompts together."""
     shape, width = request.shape, request.width
     longest = request.config.model.max_length + completion
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * width
-    prefill = request.pieces.text_layer(request.config.model.max_length, training=False).peak * batch
-    return Phase(
+    prefill = request.pieces.trace_text_layer(request.config.model.max_length, training=False).peak * batch
+    return PlannedPhase(
         "answers by transformers",
         (
-            Item("policy's weights", states.weights + states.persistent),
+            MemoryItem("policy's weights", states.weights + states.persistent),
             *extra,
-            Item("a whole copy of the model", request.parameters.numel * width),
-            Item("keys and values", batch * longest * token, f"{batch} prompts of {longest:,} tokens"),
-            Item("a layer at work, logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
+            MemoryItem("a whole copy of the model", request.parameters.numel * width),
+            MemoryItem("keys and values", batch * longest * token, f"{batch} prompts of {longest:,} tokens"),
+            MemoryItem("a layer at work, logits", prefill + batch * shape.vocabulary * 4 * SAMPLER_COPIES),
         ),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsreason.families import family_of
-from dsreason.monitor.flops import head_size
+from dsreason.families import get_family
+from dsreason.monitor.flops import get_head_size
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Example: `shape_of(config)` of a transformers configuration."""
+class ModelShape:
+    """Example: `read_shape(config)` of a transformers configuration."""
 
     hidden: int
     layers: int
@@ -31,21 +31,21 @@ class Shape:
     token_pixels: int = 0
     """Pixels behind one token, in one frame."""
 
-    def patches(self, tokens: int) -> int:
+    def count_patches(self, tokens: int) -> int:
         return tokens * self.merge**2
 
 
-def shape_of(config: Any) -> Shape:
+def read_shape(config: Any) -> ModelShape:
     text = config.get_text_config()
-    shape = Shape(
+    shape = ModelShape(
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocabulary=text.vocab_size,
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
-        head_size=head_size(text),
+        head_size=get_head_size(text),
     )
-    if family_of(config.model_type).vision is None:
+    if get_family(config.model_type).vision is None:
         return shape
     vision = config.vision_config
     return replace(

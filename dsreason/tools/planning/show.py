@@ -7,18 +7,18 @@ from typing import Any
 from rich.table import Table
 
 from dsreason.tools.planning.advice import Suggestion
-from dsreason.tools.planning.phases import GIB, Phase
+from dsreason.tools.planning.phases import GIB, PlannedPhase
 from dsreason.tools.planning.plan import Plan
 
 KINDS = {"trained": "trained", "frozen": "frozen", "adapter": "in adapters", "nf4": "in 4 bits"}
 
 
-def headline(plan: Plan) -> list[str]:
+def write_headline(plan: Plan) -> list[str]:
     """Return what was planned, and from what."""
     request = plan.request
     machine, parameters = request.machine, request.parameters
     several = "s" if machine.gpus > 1 else ""
-    kinds = [f"{parameters.of_kind(kind):,} {text}" for kind, text in KINDS.items() if parameters.of_kind(kind)]  # type: ignore[arg-type]
+    kinds = [f"{parameters.count_kind(kind):,} {text}" for kind, text in KINDS.items() if parameters.count_kind(kind)]  # type: ignore[arg-type]
     return [
         f"{request.trainer} of {request.config.model.path} on {machine.gpus} GPU{several} of {machine.gpu_memory:g} GB "
         f"({plan.limit / GIB:.1f} GiB usable), {request.ds_config}",
@@ -27,7 +27,7 @@ def headline(plan: Plan) -> list[str]:
     ]
 
 
-def phase_table(plan: Plan) -> Table:
+def make_phase_table(plan: Plan) -> Table:
     """GiB of one GPU, by phase."""
     table = Table(title="GiB on each GPU", title_justify="left")
     for name in ("phase", "what", "note"):
@@ -38,24 +38,24 @@ def phase_table(plan: Plan) -> Table:
     return table
 
 
-def outside_table(plan: Plan) -> Table:
+def make_outside_table(plan: Plan) -> Table:
     table = Table(title="GiB beside the GPUs", title_justify="left")
     for name in ("where", "what", "note"):
         table.add_column(name, overflow="fold")
     table.add_column("GiB", justify="right")
     host = f"memory of {'each host' if plan.request.machine.hosts > 1 else 'the host'}"
-    for phase in (Phase(host, plan.host.items), plan.disk):
+    for phase in (PlannedPhase(host, plan.host.items), plan.disk):
         add_phase(table, phase, f"{phase.total / GIB:.0f}")
     return table
 
 
-def add_phase(table: Table, phase: Phase, total: str) -> None:
+def add_phase(table: Table, phase: PlannedPhase, total: str) -> None:
     for number, item in enumerate(phase.items):
         table.add_row(phase.name if number == 0 else "", item.name, item.note, f"{item.nbytes / GIB:.2f}")
     table.add_row("", "[bold]together[/bold]", "", f"[bold]{total}[/bold]", end_section=True)
 
 
-def verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
+def write_verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
     if plan.fits:
         fullest = plan.fullest
         room = f"{fullest.total / GIB:.1f} of {plan.limit / GIB:.1f} GiB in its fullest phase, {fullest.name}"
@@ -67,7 +67,7 @@ def verdict(plan: Plan, found: list[Suggestion]) -> list[str]:
     return [*lines, "no single or double change that was tried makes it fit; take larger GPUs, or a smaller model"]
 
 
-def as_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
+def to_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
     """Bytes; `phases` are of one GPU, `host_memory` of one host."""
     request = plan.request
     return {
@@ -80,17 +80,17 @@ def as_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
         "ds_config": request.ds_config,
         "parameters": {
             "all": request.parameters.numel,
-            **{kind: request.parameters.of_kind(kind) for kind in KINDS},  # type: ignore[arg-type]
+            **{kind: request.parameters.count_kind(kind) for kind in KINDS},  # type: ignore[arg-type]
         },
         "fits": plan.fits,
         "problems": plan.problems,
         "fullest_phase": plan.fullest.name,
         "room_bytes": plan.room,
-        "phases": [phase_json(phase) for phase in plan.phases],
+        "phases": [phase_to_json(phase) for phase in plan.phases],
         "vllm": plan.vllm.facts() if plan.vllm else None,
         "rollout_offload_bytes": plan.offloaded,
-        "host_memory": phase_json(plan.host),
-        "disk": phase_json(plan.disk),
+        "host_memory": phase_to_json(plan.host),
+        "disk": phase_to_json(plan.disk),
         "suggestions": [
             {
                 "change": one.change.text,
@@ -106,6 +106,6 @@ def as_json(plan: Plan, found: list[Suggestion]) -> dict[str, Any]:
     }
 
 
-def phase_json(phase: Phase) -> dict[str, Any]:
+def phase_to_json(phase: PlannedPhase) -> dict[str, Any]:
     items = [{"name": item.name, "bytes": item.nbytes, "note": item.note} for item in phase.items]
     return {"name": phase.name, "bytes": phase.total, "items": items}

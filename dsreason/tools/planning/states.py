@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.request import PlanRequest
 
 FP32 = 4
 MOMENTS = 2
@@ -36,15 +36,15 @@ class States:
         return self.host_weights + self.host_gradients + self.host_masters + self.host_moments
 
 
-def states_of(request: Request) -> States:
-    return sharded(request) if request.zero.stage == 3 else replicated(request)
+def compute_states(request: PlanRequest) -> States:
+    return compute_sharded(request) if request.zero.stage == 3 else compute_replicated(request)
 
 
-def sharded(request: Request) -> States:
+def compute_sharded(request: PlanRequest) -> States:
     """ZeRO-3: everything is cut over the ranks."""
     zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
     weights = sum(parameter.share(ranks) for parameter in parameters.all)
-    trained = parameters.trained_shares(ranks)
+    trained = parameters.count_trained_share(ranks)
     off, params_off = zero.offloads("optimizer"), zero.offloads("param")
     persistent = 0
     if ranks > 1 or params_off:
@@ -53,7 +53,7 @@ def sharded(request: Request) -> States:
     gradients, masters, moments = FP32 * trained, FP32 * trained, MOMENTS * FP32 * trained
     contiguous = bool(zero.section.get("contiguous_gradients", True))
     bucket = FP32 * zero.number("reduce_bucket_size") if contiguous else 0
-    pinned = pinned_size if zero.pins("optimizer") else int
+    pinned = round_pinned_size if zero.pins("optimizer") else int
     return States(
         weights=0 if params_off else weights,
         persistent=persistent,
@@ -69,7 +69,7 @@ def sharded(request: Request) -> States:
     )
 
 
-def replicated(request: Request) -> States:
+def compute_replicated(request: PlanRequest) -> States:
     """Stages 1 and 2: every rank has all weights; the optimizer is cut, and at stage 2 gradients are as well."""
     zero, ranks, parameters = request.zero, request.machine.gpus, request.parameters
     trained = parameters.num_trained
@@ -89,12 +89,12 @@ def replicated(request: Request) -> States:
     )
 
 
-def pinned_size(nbytes: int) -> int:
+def round_pinned_size(nbytes: int) -> int:
     """torch rounds a block of pinned memory up to a power of two."""
     return 1 << max(0, nbytes - 1).bit_length() if nbytes else 0
 
 
-def gathered(request: Request) -> tuple[int, int]:
+def compute_gathered(request: PlanRequest) -> tuple[int, int]:
     """Bytes that are whole at a time under ZeRO-3: of weights at work, and of those that are fetched ahead.
 
     Whole at a time is one block, such as a decoder layer, or one parameter outside of blocks; on the way from forward to

@@ -33,14 +33,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given_storages = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given_storages = {get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and storage_id(leaf) not in self.known | given_storages:
+            if isinstance(leaf, Tensor) and get_storage_id(leaf) not in self.known | given_storages:
                 self._add(leaf)
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        storage, number = tensor.untyped_storage(), storage_id(tensor)
+        storage, number = tensor.untyped_storage(), get_storage_id(tensor)
         size = storage.nbytes()
         self.known.add(number)
         self.now += size
@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def storage_id(tensor: Tensor) -> int:
+def get_storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -71,14 +71,14 @@ class FlashAttention(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in (query, key, value))
 
 
-def planned_attention(
+def trace_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, None]:
     attended: Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return attended, None
 
 
-AttentionInterface.register(ATTENTION, planned_attention)
+AttentionInterface.register(ATTENTION, trace_attention)
 
 
 class Traced(NamedTuple):

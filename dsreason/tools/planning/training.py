@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.models.logprobs import MAX_LOGITS, MAX_LOGITS_ON_GPU
-from dsreason.tools.planning.phases import Item, Phase, largest
-from dsreason.tools.planning.request import Request
-from dsreason.tools.planning.states import FP32, States, gathered
+from dsreason.tools.planning.phases import MemoryItem, PlannedPhase, find_largest
+from dsreason.tools.planning.request import PlanRequest
+from dsreason.tools.planning.states import FP32, States, compute_gathered
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,27 @@ class Activations:
     """Bytes that wait on the host instead."""
 
 
-def activations_of(request: Request) -> Activations:
+def compute_activations(request: PlanRequest) -> Activations:
     config, shape, pieces = request.config, request.shape, request.pieces
     tokens, width = request.tokens, request.width
     hidden = tokens * shape.hidden * width
-    layer = pieces.text_layer(tokens)
+    layer = pieces.trace_text_layer(tokens)
     recomputing = config.model.gradient_checkpointing
     inputs = shape.layers * (hidden if recomputing else layer.kept)
     moved = inputs if config.train.activation_offload else 0
-    tower, pixels, features, deeper, block = vision_bytes(request)
-    chunk = logits_chunk(request)
+    tower, pixels, features, deeper, block = compute_vision_bytes(request)
+    chunk = compute_logits_chunk(request)
     trained = tokens if request.trained_tokens is None else request.trained_tokens
-    head = pieces.head(trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=head_is_trained(request))
+    head = pieces.head(trained, chunk, with_entropy=isinstance(config, GRPOConfig), trained=is_head_trained(request))
     return Activations(
         inputs=hidden if moved else inputs,
         # Embeddings with and without media, the last layer's output, and the hidden states of trained tokens.
-        around=4 * hidden + pieces.final_norm(tokens).kept,
+        around=4 * hidden + pieces.trace_final_norm(tokens).kept,
         tower=tower,
         pixels=pixels,
         features=features,
         deeper=deeper,
-        layer=(layer.peak if recomputing else layer.peak - layer.kept) + exchanged(request),
+        layer=(layer.peak if recomputing else layer.peak - layer.kept) + compute_exchanged(request),
         block=block,
         head=head.peak,
         logits=min(chunk, trained),
@@ -64,21 +64,21 @@ def activations_of(request: Request) -> Activations:
     )
 
 
-def logits_chunk(request: Request) -> int:
+def compute_logits_chunk(request: PlanRequest) -> int:
     """Return the tokens whose logits exist at a time."""
     most = MAX_LOGITS_ON_GPU if request.machine.device == "cuda" else MAX_LOGITS
     return max(1, most // request.shape.vocabulary)
 
 
-def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
+def compute_vision_bytes(request: PlanRequest) -> tuple[int, int, int, int, int]:
     """Return the fields of `Activations`: tower, pixels, features, deeper and block."""
     shape, width, pieces = request.shape, request.width, request.pieces
     if not shape.vision_depth:
         return 0, 0, 0, 0, 0
-    trained = tower_is_trained(request)
-    tokens = media_tokens(request)
-    patches = shape.patches(tokens)
-    block = pieces.vision_block(patches, training=trained)
+    trained = is_tower_trained(request)
+    tokens = count_media_tokens(request)
+    patches = shape.count_patches(tokens)
+    block = pieces.trace_vision_block(patches, training=trained)
     tower = 0
     if trained:
         recomputing = request.config.model.gradient_checkpointing
@@ -92,21 +92,21 @@ def vision_bytes(request: Request) -> tuple[int, int, int, int, int]:
     return tower, pixels, features, deeper, max(block.peak, merger.peak)
 
 
-def media_tokens(request: Request) -> int:
+def count_media_tokens(request: PlanRequest) -> int:
     """Return the most media tokens of a row on one rank."""
     if request.media_tokens is not None:
         return request.media_tokens
     budget, _ = request.config.token_budget
     if budget is not None:
         return request.tokens
-    return min(request.tokens, shown_by(request, request.row_tokens // request.config.model.max_length))
+    return min(request.tokens, count_shown_tokens(request, request.row_tokens // request.config.model.max_length))
 
 
-def shown_by(request: Request, samples: int) -> int:
+def count_shown_tokens(request: PlanRequest, samples: int) -> int:
     """Return the most media tokens of a number of samples: all of them, or what `[data.vision]` allows."""
     cell = request.shape.token_pixels
     limits = []
-    for vision in (source.vision for source in request.config.data.all_sources()):
+    for vision in (source.vision for source in request.config.data.list_sources()):
         of_video = [request.config.model.max_length]
         if vision.total_pixels:
             of_video.append(-(-vision.total_pixels // cell))
@@ -116,7 +116,7 @@ def shown_by(request: Request, samples: int) -> int:
     return samples * max(limits)
 
 
-def exchanged(request: Request) -> int:
+def compute_exchanged(request: PlanRequest) -> int:
     """Return what the ranks of a row send each other for attention, and get: queries, keys and values."""
     shape, ranks = request.shape, request.config.ranks_per_row
     if ranks == 1:
@@ -125,27 +125,27 @@ def exchanged(request: Request) -> int:
     return 2 * request.tokens * heads * shape.head_size * request.width
 
 
-def tower_is_trained(request: Request) -> bool:
-    tower = family_of(request.architecture.config.model_type).modules.vision_tower
+def is_tower_trained(request: PlanRequest) -> bool:
+    tower = get_family(request.architecture.config.model_type).modules.vision_tower
     return tower is not None and any(parameter.name.startswith(f"{tower}.") for parameter in request.parameters.trained)
 
 
-def head_name(request: Request) -> str:
+def find_head_name(request: PlanRequest) -> str:
     """Return the name of the parameter that the output layer multiplies with."""
     names = {parameter.name for parameter in request.parameters.all}
-    head_weight = f"{family_of(request.architecture.config.model_type).modules.head}.weight"
+    head_weight = f"{get_family(request.architecture.config.model_type).modules.head}.weight"
     return head_weight if head_weight in names else next(name for name in names if name.endswith("embed_tokens.weight"))
 
 
-def head_is_trained(request: Request) -> bool:
-    return head_name(request) in {parameter.name for parameter in request.parameters.trained}
+def is_head_trained(request: PlanRequest) -> bool:
+    return find_head_name(request) in {parameter.name for parameter in request.parameters.trained}
 
 
-def is_tied(request: Request) -> bool:
-    return head_name(request).endswith("embed_tokens.weight")
+def is_tied(request: PlanRequest) -> bool:
+    return find_head_name(request).endswith("embed_tokens.weight")
 
 
-def reduction(request: Request) -> tuple[int, int]:
+def compute_reduction(request: PlanRequest) -> tuple[int, int]:
     """Copies that a rank makes of gradients on their way to the ranks that keep them: of a bucket, and of the largest.
 
     Those that share the bucket are put in order in a copy of it. One that is larger than the bucket goes by itself: as it
@@ -158,72 +158,77 @@ def reduction(request: Request) -> tuple[int, int]:
     return FP32 * min(bucket, small), copies * large
 
 
-def held_items(states: States, extra: tuple[Item, ...]) -> tuple[Item, ...]:
+def list_held_items(states: States, extra: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
     """Return what lies on a GPU while the policy is trained or measured. `extra`: beside DeepSpeed's."""
     return (
-        Item("weights", states.weights + states.persistent),
-        Item("gradients, fp32", states.gradients),
-        Item("optimizer: master weights and moments, fp32", states.optimizer),
-        Item("bucket of gradients on their way", states.bucket),
+        MemoryItem("weights", states.weights + states.persistent),
+        MemoryItem("gradients, fp32", states.gradients),
+        MemoryItem("optimizer: master weights and moments, fp32", states.optimizer),
+        MemoryItem("bucket of gradients on their way", states.bucket),
         *extra,
     )
 
 
-def training_phases(request: Request, held: tuple[Item, ...]) -> list[Phase]:
+def plan_training(request: PlanRequest, held: tuple[MemoryItem, ...]) -> list[PlannedPhase]:
     """Plan the phases of one GPU, on which `held` lies throughout."""
-    return [forward_backward(request, held), optimizer_step(request, held)]
+    return [forward_backward(request, held), plan_optimizer_step(request, held)]
 
 
-def optimizer_step(request: Request, held: tuple[Item, ...]) -> Phase:
+def plan_optimizer_step(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
     copied = 0
     if not request.zero.offloads("optimizer"):
-        own_shares = request.parameters.trained_shares(request.machine.gpus)
+        own_shares = request.parameters.count_trained_share(request.machine.gpus)
         copied = FP32 * min(own_shares, request.zero.number("sub_group_size"))
-    return Phase("optimizer step", (*held, Item("gradients of a group, put together", copied)))
+    return PlannedPhase("optimizer step", (*held, MemoryItem("gradients of a group, put together", copied)))
 
 
-def block_gradients(request: Request) -> Item:
+def compute_block_gradients(request: PlanRequest) -> MemoryItem:
     """Gradients of the largest block: ZeRO-3 reduces those of a block it gathers as a whole together, at its end."""
     trained = request.parameters.trained_blocks if request.zero.stage == 3 else {}
-    return Item("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
+    return MemoryItem("gradients of a block until they are reduced", request.width * max(trained.values(), default=0))
 
 
-def forward_backward(request: Request, held: tuple[Item, ...]) -> Phase:
+def forward_backward(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
     """At the fullest of its moments."""
-    activations = activations_of(request)
-    at_work, ahead = gathered(request)
-    small_buckets, one_large = reduction(request)
-    held = (*held, Item("whole weights at work", at_work), Item("whole weights fetched ahead", ahead))
-    media = (Item("vision tower, kept for its backward", activations.tower), Item("pixels", activations.pixels))
+    activations = compute_activations(request)
+    at_work, ahead = compute_gathered(request)
+    small_buckets, one_large = compute_reduction(request)
+    held = (*held, MemoryItem("whole weights at work", at_work), MemoryItem("whole weights fetched ahead", ahead))
+    media = (
+        MemoryItem("vision tower, kept for its backward", activations.tower),
+        MemoryItem("pixels", activations.pixels),
+    )
     layers = "inputs of the text layers" if request.config.model.gradient_checkpointing else "text layers"
     waiting = (
-        Item(layers, activations.inputs, f"{request.tokens:,} tokens"),
-        Item("hidden states beside the layers", activations.around),
+        MemoryItem(layers, activations.inputs, f"{request.tokens:,} tokens"),
+        MemoryItem("hidden states beside the layers", activations.around),
         *media,
-        Item("features of media", activations.features),
+        MemoryItem("features of media", activations.features),
     )
     tied = 0  # its gradient by the output layer waits for that by the inputs
-    if is_tied(request) and head_is_trained(request):
+    if is_tied(request) and is_head_trained(request):
         tied = request.width * request.shape.vocabulary * request.shape.hidden
-    embedding = Item("gradient of the tied embedding", tied)
+    embedding = MemoryItem("gradient of the tied embedding", tied)
     logits = f"logits of {activations.logits:,} tokens at a time"
     moving = "copies of gradients on their way"
     moments = {
-        "output layer": (*waiting, Item("output layer and loss", activations.head, logits)),
+        "output layer": (*waiting, MemoryItem("output layer and loss", activations.head, logits)),
         "a text layer": (
             *waiting,
             embedding,
-            Item(moving, max(small_buckets, 0 if tied else one_large)),
-            Item("one text layer at work", activations.layer),
-            block_gradients(request),
+            MemoryItem(moving, max(small_buckets, 0 if tied else one_large)),
+            MemoryItem("one text layer at work", activations.layer),
+            compute_block_gradients(request),
         ),
         "vision tower": (
             *media,
-            Item("features of media", activations.deeper),
+            MemoryItem("features of media", activations.deeper),
             embedding,
-            Item(moving, small_buckets),
-            Item("one vision block at work", activations.block),
+            MemoryItem(moving, small_buckets),
+            MemoryItem("one vision block at work", activations.block),
         ),
-        "embedding": (embedding, Item(moving, max(small_buckets, one_large))),
+        "embedding": (embedding, MemoryItem(moving, max(small_buckets, one_large))),
     }
-    return largest([Phase(f"forward and backward ({name})", (*held, *items)) for name, items in moments.items()])
+    return find_largest(
+        [PlannedPhase(f"forward and backward ({name})", (*held, *items)) for name, items in moments.items()]
+    )

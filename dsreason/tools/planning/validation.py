@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from dsreason.tools.planning.phases import Item, Phase
-from dsreason.tools.planning.request import Request
-from dsreason.tools.planning.states import FP32, gathered
-from dsreason.tools.planning.training import logits_chunk, shown_by
+from dsreason.tools.planning.phases import MemoryItem, PlannedPhase
+from dsreason.tools.planning.request import PlanRequest
+from dsreason.tools.planning.states import FP32, compute_gathered
+from dsreason.tools.planning.training import compute_logits_chunk, count_shown_tokens
 
 
-def held_out_phase(request: Request, held: tuple[Item, ...]) -> Phase:
+def plan_held_out(request: PlanRequest, held: tuple[MemoryItem, ...]) -> PlannedPhase:
     """`validation.micro_batch_size` rows are one forward, whatever `[train]` says of tokens."""
     shape, pieces, width = request.shape, request.pieces, request.width
     samples = request.config.validation.micro_batch_size
     tokens = samples * request.config.model.max_length
-    layer = pieces.text_layer(tokens, training=False).peak
-    logits = min(logits_chunk(request), tokens) * shape.vocabulary * (FP32 + width)
-    media_item = Item("", 0)
+    layer = pieces.trace_text_layer(tokens, training=False).peak
+    logits = min(compute_logits_chunk(request), tokens) * shape.vocabulary * (FP32 + width)
+    media_item = MemoryItem("", 0)
     block = 0
     if shape.vision_depth:
-        media = shown_by(request, samples)
-        patches = shape.patches(media)
-        block = pieces.vision_block(patches, training=False).peak
+        media = count_shown_tokens(request, samples)
+        patches = shape.count_patches(media)
+        block = pieces.trace_vision_block(patches, training=False).peak
         values = patches * shape.patch_values * (FP32 + width) + shape.mergers * media * shape.hidden * width
-        media_item = Item("pixels and features of media", values)
-    at_work, ahead = gathered(request)
-    return Phase(
+        media_item = MemoryItem("pixels and features of media", values)
+    at_work, ahead = compute_gathered(request)
+    return PlannedPhase(
         "validation: loss of held-out rows",
         (
             *held,
-            Item(
+            MemoryItem(
                 "hidden states",
                 4 * tokens * shape.hidden * width,
                 f"{samples} rows of {request.config.model.max_length:,} tokens",
             ),
             media_item,
-            Item("whole weights at work", at_work),
-            Item("whole weights fetched ahead", ahead),
-            Item("a layer, a vision block or logits at work", max(layer, block, logits)),
+            MemoryItem("whole weights at work", at_work),
+            MemoryItem("whole weights fetched ahead", ahead),
+            MemoryItem("a layer, a vision block or logits at work", max(layer, block, logits)),
         ),
     )

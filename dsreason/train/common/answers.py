@@ -11,22 +11,22 @@ from typing import Any
 from PIL import Image
 
 from dsreason.data.chat import EncodedPrompt
-from dsreason.data.messages import media_parts, text_of
+from dsreason.data.messages import get_text, list_media_parts
 from dsreason.data.types import Sample
 from dsreason.files.atomic import write_file
-from dsreason.files.step_names import step_name
+from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import Metrics
-from dsreason.rewards.scoring import Scorer, Scores
-from dsreason.rewards.text import with_length
+from dsreason.rewards.scoring import CompletionScores, Scorer
+from dsreason.rewards.text import add_length
 from dsreason.rollout.protocol import Completion, Sampling
 
 
 @dataclass(frozen=True)
-class Answer:
+class GeneratedAnswer:
     """A generated answer and the reference that it is compared with.
 
-    Example: `Answer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
+    Example: `GeneratedAnswer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
     reference="left", correct=True, finish_reason="stop", media=["/d/clips/7.mp4"])`.
     """
 
@@ -52,7 +52,7 @@ class ValidationResult:
     """The result of a validation, equal on all ranks. `sheets` maps row numbers to contact sheets of displayed answers."""
 
     metrics: dict[str, float]
-    answers: list[Answer]
+    answers: list[GeneratedAnswer]
     sheets: dict[int, Image.Image]
 
     def summary(self, step: int) -> str:
@@ -72,7 +72,7 @@ class ValidationResult:
         """Write every answer to `validation/step_N.jsonl` and log the displayed ones to TensorBoard, on rank 0 only."""
         if not world.is_main or not self.answers:
             return
-        write_rows(output_dir / "validation" / f"{step_name(step)}.jsonl", map(vars, self.answers))
+        write_rows(output_dir / "validation" / f"{format_step(step)}.jsonl", map(vars, self.answers))
         answers_with_sheets = [answer for answer in self.answers if answer.row in self.sheets]
         if answers_with_sheets:
             metrics.log_text(
@@ -96,7 +96,7 @@ def describe(prompt: str, completion: str, reference: str | None, correct: bool 
     return f"{prompt}\nanswer ({mark}): {completion}\nreference: {reference}"
 
 
-def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
+def compute_accuracies(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
     """Compute `val/accuracy`, and `val/accuracy/<name>` per modality and kind, over the answers that have a reference."""
     outcomes: dict[str, list[bool]] = {}
     for answer in answers:
@@ -110,7 +110,7 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in sorted(outcomes.items())}
 
 
-def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
+def compute_mean_rewards(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
     """Compute `val/reward/mean`, and `val/reward/<function>/mean` per reward function."""
     names = dict.fromkeys(name for answer in answers for name in answer.rewards)
     return {
@@ -121,19 +121,19 @@ def mean_rewards(answers: Sequence[Answer]) -> dict[str, float]:
 
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
-) -> Scores:
+) -> CompletionScores:
     """Score each completion of its prompt. The samples carry the completion lengths, which `overlong` reads."""
     samples = [
-        with_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
+        add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     return scorer.score([completion.text for completion in completions], samples)
 
 
-def question_of(sample: Sample) -> str:
-    return next((text_of(message) for message in reversed(sample.messages) if message["role"] == "user"), "")
+def get_question(sample: Sample) -> str:
+    return next((get_text(message) for message in reversed(sample.messages) if message["role"] == "user"), "")
 
 
-def modality_of(sample: Sample) -> str:
-    kinds = {part["type"] for part in media_parts(sample.messages)}
+def get_modality(sample: Sample) -> str:
+    kinds = {part["type"] for part in list_media_parts(sample.messages)}
     return next((kind for kind in ("video", "image") if kind in kinds), "text")

@@ -9,8 +9,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from dsreason.data.types import Batch
-from dsreason.job.ranks import World, all_sum, broadcast_object
-from dsreason.monitor.flops import ModelFlops, Work, model_flops, peak_flops
+from dsreason.job.ranks import World, broadcast_object, reduce_sum
+from dsreason.monitor.flops import ModelFlops, Work, compute_model_flops, find_peak_flops
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,22 @@ class Arithmetic:
         rollout includes the passes of the old policy and the reference. `perf/padding` is the share of the computed tokens
         that belong to no sample: padding, and media that only keep ranks in step.
         """
-        computed = all_sum(sum(batch.input_ids.numel() for batch in batches))
-        metrics = {"perf/padding": 1 - all_sum(work.tokens) / max(computed, 1)}
+        computed = reduce_sum(sum(batch.input_ids.numel() for batch in batches))
+        metrics = {"perf/padding": 1 - reduce_sum(work.tokens) / max(computed, 1)}
         if self.peak is not None:
-            metrics["perf/mfu"] = all_sum(self.flops.step(work)) / self.ranks_per_row / seconds / self.peak
+            metrics["perf/mfu"] = reduce_sum(self.flops.step(work)) / self.ranks_per_row / seconds / self.peak
         return metrics
 
 
-def arithmetic_of(engine: DeepSpeedEngine, world: World) -> Arithmetic:
+def build_arithmetic(engine: DeepSpeedEngine, world: World) -> Arithmetic:
     """Build the `Arithmetic` of a policy. Collective: `metrics` is too, so all ranks must agree whether the peak is known."""
-    return Arithmetic(model_flops(engine.module.model), broadcast_object(job_peak_flops(world)), world.ranks_per_row)
+    return Arithmetic(
+        compute_model_flops(engine.module.model), broadcast_object(find_job_peak_flops(world)), world.ranks_per_row
+    )
 
 
-def job_peak_flops(world: World) -> float | None:
+def find_job_peak_flops(world: World) -> float | None:
     if world.device.type != "cuda":
         return None
-    peak = peak_flops(torch.cuda.get_device_name(world.device))
+    peak = find_peak_flops(torch.cuda.get_device_name(world.device))
     return None if peak is None else peak * world.size

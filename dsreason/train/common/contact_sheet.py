@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from PIL import Image, ImageDraw, ImageFont
 
 from dsreason.data.media_plan import Medium
-from dsreason.data.order import evenly
+from dsreason.data.order import pick_evenly
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.media.images import load_image
@@ -19,9 +19,9 @@ FONT_SIZE, LINE, CHARACTERS = 14, 19, 84
 COLUMNS, SAMPLE_FRAMES, MAX_TEXT = 2, 4, 600
 
 
-def contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
+def draw_contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
     """Draw `media` as the encoder decoded them, with evenly spaced frames of long videos, and below them the wrapped `text`."""
-    thumbnails = [thumbnail(frame) for medium in media for frame in frames_of(medium)]
+    thumbnails = [make_thumbnail(frame) for medium in media for frame in get_frames(medium)]
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, CHARACTERS) or [""]]
     per_row = WIDTH // (THUMBNAIL + 4)
     top = -(-len(thumbnails) // per_row) * (THUMBNAIL + 4) + 4
@@ -34,14 +34,14 @@ def contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
     return sheet
 
 
-def frames_of(medium: Medium) -> list[Image.Image]:
+def get_frames(medium: Medium) -> list[Image.Image]:
     if isinstance(medium, Image.Image):
         return [medium]
     frames, _ = medium
-    return [Image.fromarray(frames[i]) for i in evenly(len(frames), MAX_FRAMES)]
+    return [Image.fromarray(frames[i]) for i in pick_evenly(len(frames), MAX_FRAMES)]
 
 
-def thumbnail(image: Image.Image) -> Image.Image:
+def make_thumbnail(image: Image.Image) -> Image.Image:
     """Scale an image up or down to fit into a square of `THUMBNAIL` pixels."""
     scale = THUMBNAIL / max(image.size)
     return image.convert("RGB").resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
@@ -50,9 +50,9 @@ def thumbnail(image: Image.Image) -> Image.Image:
 # ---------------------------------------------------------------- samples that have not been encoded
 
 
-def sheet_of_samples(samples: Sequence[Sample]) -> Image.Image:
+def draw_sample_sheets(samples: Sequence[Sample]) -> Image.Image:
     """Draw two columns of sheets, one per sample: its media (four frames per video), its question and its answer."""
-    sheets = [sample_sheet(sample) for sample in samples]
+    sheets = [draw_sample_sheet(sample) for sample in samples]
     pairs = [sheets[i : i + COLUMNS] for i in range(0, len(sheets), COLUMNS)]
     heights = [max(sheet.height for sheet in pair) for pair in pairs]
     page = Image.new("RGB", (COLUMNS * WIDTH, max(1, sum(heights))), "white")
@@ -62,7 +62,7 @@ def sheet_of_samples(samples: Sequence[Sample]) -> Image.Image:
     return page
 
 
-def sample_sheet(sample: Sample) -> Image.Image:
+def draw_sample_sheet(sample: Sample) -> Image.Image:
     texts, media = [f"[{sample.id}]"], []
     for message in sample.messages:
         content = message["content"]
@@ -71,16 +71,16 @@ def sample_sheet(sample: Sample) -> Image.Image:
                 texts.append(f"{message['role']}: {part['text'][:MAX_TEXT]}")
                 continue
             try:
-                media.append(small_medium(part["type"], part[part["type"]]))
+                media.append(load_small_medium(part["type"], part[part["type"]]))
             except DataError as error:
                 texts.append(str(error))
-    return contact_sheet(media, "\n".join(texts))
+    return draw_contact_sheet(media, "\n".join(texts))
 
 
-def small_medium(kind: str, path: str) -> Medium:
+def load_small_medium(kind: str, path: str) -> Medium:
     """Decode an image or video at the size of a thumbnail."""
     if kind == "image":
-        return thumbnail(load_image(path))
+        return make_thumbnail(load_image(path))
     info = probe_video(path)
     scale = THUMBNAIL / max(info.height, info.width)
     size = max(1, round(info.height * scale)), max(1, round(info.width * scale))

@@ -8,33 +8,38 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
-from dsreason.data.messages import media_paths, text_of
-from dsreason.data.order import evenly
+from dsreason.data.messages import get_text, list_media_paths
+from dsreason.data.order import pick_evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Message
 
 MOST_ROWS = 256
 
 
-def rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
+def compute_rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
     """Return the number of rows and a hash of up to 256 evenly spaced ones: `{"count": 2560, "digest": "…"}`."""
-    contents = [content(row) for row in evenly(count, MOST_ROWS)]
+    contents = [content(row) for row in pick_evenly(count, MOST_ROWS)]
     text = json.dumps(contents, sort_keys=True, default=str)
     return {"count": count, "digest": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
 
 
-def samples_digest(samples: SampleDataset) -> dict[str, Any]:
+def compute_samples_digest(samples: SampleDataset) -> dict[str, Any]:
     """Return the digest of the rows' texts and media file names; folder names do not count, so data may be moved."""
 
     def read_content(row: int) -> Any:
         try:
-            sample = samples.without_media(row)
-            return [sample.answer, sample.options, *map(said, sample.messages), *map(said, sample.rejected or [])]
+            sample = samples.read_without_media(row)
+            return [
+                sample.answer,
+                sample.options,
+                *map(list_message_content, sample.messages),
+                *map(list_message_content, sample.rejected or []),
+            ]
         except Exception:  # noqa: BLE001  rows may have any shape; a bad row is reported when it is used
             return None
 
-    return rows_digest(len(samples), read_content)
+    return compute_rows_digest(len(samples), read_content)
 
 
-def said(message: Message) -> list[str]:
-    return [message["role"], text_of(message), *(PurePosixPath(path).name for path in media_paths([message]))]
+def list_message_content(message: Message) -> list[str]:
+    return [message["role"], get_text(message), *(PurePosixPath(path).name for path in list_media_paths([message]))]

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_dpo import DPOConfig
-from dsreason.data.labels import order_parts
+from dsreason.data.labels import build_order_parts
 from dsreason.data.loader import StepBatches
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
-from dsreason.engine.schedule import warmup_note
+from dsreason.engine.schedule import describe_long_warmup
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.train.common.arithmetic import Arithmetic
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 B = TypeVar("B", bound=StepBatches)
 
 
-def step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOrder:
+def build_step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOrder:
     train = config.train
     return StepOrder(
-        order_parts(training, config.data),
+        build_order_parts(training, config.data),
         batch_size=train.global_batch_size,
         epochs=train.epochs,
         max_steps=train.max_steps,
@@ -39,11 +39,11 @@ def step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> StepOr
 def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
     """Raise ConfigError if a step to profile is not one of the run's; log warnings about the number of steps."""
     check_profiled_steps(config.monitor.profile, order.num_steps)
-    for note in step_notes(order, config):
+    for note in list_step_notes(order, config):
         log.warning("%s", note)
 
 
-def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
+def list_step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
     """List warnings about the number of steps, none of them an error."""
     notes = []
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
@@ -52,7 +52,7 @@ def step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
             f"{unused} of the {config.train.epochs} x {order.rows_per_epoch} rows do not fill a last step of "
             f"train.global_batch_size ({order.batch_size}) and are not used"
         )
-    if note := warmup_note(order.num_steps, config.optim):
+    if note := describe_long_warmup(order.num_steps, config.optim):
         notes.append(note)
     return notes
 
@@ -61,13 +61,13 @@ def train_on_loader(
     run: TrainingRun[J], loader: Iterable[B], train_on_batches: Callable[[B], None], validate: Validate
 ) -> None:
     """Train on the batches of each step, from the resumed one on, and finish the run."""
-    run.before_steps(validate)
+    run.begin_steps(validate)
     for batches in wait_for_batches(loader, run.job.watchdog):
         run.poll_checkpoint()
         first = run.state.step
-        with run.job.watchdog.phase("step"):
+        with run.job.watchdog.track_phase("step"):
             train_on_batches(batches)
-        run.after_steps(first, validate)
+        run.finish_steps(first, validate)
     run.finish()
 
 
@@ -75,7 +75,7 @@ def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
     """Yield the batches of each step, from the resumed one on."""
     batches = iter(loader)
     while True:
-        with watchdog.phase("data"):
+        with watchdog.track_phase("data"):
             step_batches = next(batches, None)
         if step_batches is None:
             return

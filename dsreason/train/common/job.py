@@ -11,25 +11,25 @@ from typing import Any, Generic, TypeVar
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.deepspeed import Device, resolve_deepspeed
 from dsreason.config.load import dump_config
-from dsreason.config.output import default_output_dir, write_run_config
+from dsreason.config.output import build_default_output_dir, write_run_config
 from dsreason.config.schema import JobConfig
 from dsreason.files.lock import FolderLock
-from dsreason.job.launch import report_and_exit, started_by_us
+from dsreason.job.launch import is_started_by_us, report_and_exit
 from dsreason.job.logs import setup_logs
 from dsreason.job.ranks import (
     World,
     broadcast_object,
-    first_rank_first,
     init_world,
-    on_rank_zero,
+    run_first_rank_first,
+    run_on_rank_zero,
     seed_everything,
     shutdown,
 )
-from dsreason.job.record import run_facts
+from dsreason.job.record import collect_run_facts
 from dsreason.job.stop import StopRequest
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.metrics import Metrics, open_metrics
-from dsreason.storage.uploads import Uploads, uploading
+from dsreason.storage.uploads import Uploads, open_uploads
 from dsreason.train.common.preflight import check_upload
 from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
@@ -74,9 +74,9 @@ def open_job(
     world = init_world()
     stop = stack.enter_context(StopRequest())
     lock = stack.enter_context(FolderLock(report_and_exit, lambda: stop.name))
-    uploads = stack.enter_context(uploading(config.checkpoint, lambda: stop.name))  # no rank waits for an upload
+    uploads = stack.enter_context(open_uploads(config.checkpoint, lambda: stop.name))  # no rank waits for an upload
     stack.callback(shutdown)
-    output_dir = broadcast_object(output_dir or default_output_dir(command))
+    output_dir = broadcast_object(output_dir or build_default_output_dir(command))
     config = config.model_copy(update={"output_dir": str(output_dir)})
     world, checkpoint = open_output_dir(output_dir, config, resume, lock, world)
     setup_logs(output_dir, world.rank)
@@ -84,11 +84,11 @@ def open_job(
     monitor = config.monitor
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
-    with watchdog.phase("preflight"):
-        if not started_by_us():  # our own command ran the same checks just before it started the ranks
-            on_rank_zero(lambda: check(config))
-        on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
-    with watchdog.phase("open_data"), first_rank_first(world):
+    with watchdog.track_phase("preflight"):
+        if not is_started_by_us():  # our own command ran the same checks just before it started the ranks
+            run_on_rank_zero(lambda: check(config))
+        run_on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
+    with watchdog.track_phase("open_data"), run_first_rank_first(world):
         model_path = find_model(config)
     seed_everything(config.train.seed, world.rank)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
@@ -120,17 +120,17 @@ def open_curves(
     """Write the run's record and open its curves, until `stack` closes. In a resumed run they continue after `state.step`.
 
     Args:
-        digest: computes the digest of one data set, see `rows_digest`.
+        digest: computes the digest of one data set, see `compute_rows_digest`.
     """
     config, output_dir, world = job.config, job.output_dir, job.world
-    facts = run_facts(world.size) | {"deepspeed": job.deepspeed, "model_path": str(job.model_path.resolve())}
+    facts = collect_run_facts(world.size) | {"deepspeed": job.deepspeed, "model_path": str(job.model_path.resolve())}
 
     def write_record() -> None:
         current = {"training": digest(training), "held-out": digest(validation)}
         original = compare_rows(job.checkpoint, current)
         write_run_config(output_dir, config, facts | {"rows": original})
 
-    on_rank_zero(write_record)
+    run_on_rank_zero(write_record)
     job.uploads.add_not_uploaded(output_dir)
     metrics = open_metrics(
         output_dir,

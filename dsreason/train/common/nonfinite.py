@@ -19,9 +19,9 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema import JobConfig
 from dsreason.data.types import Batch
 from dsreason.errors import DsReasonError, SaveError
-from dsreason.files.atomic import draft_of, write_file
-from dsreason.files.step_names import step_name
-from dsreason.job.ranks import World, errors_on_all_ranks
+from dsreason.files.atomic import open_draft, write_file
+from dsreason.files.step_names import format_step
+from dsreason.job.ranks import World, share_errors
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ MAX_SKIPPED = 10
 """Consecutive steps with a NaN or infinite loss or gradient that stop the run: the weights, not the batches, are to blame."""
 
 
-def finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
+def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
     """Build the check of a run, with the counts that a checkpoint saved."""
     return FiniteCheck(
         config.train.on_nonfinite,
@@ -83,9 +83,9 @@ class FiniteCheck:
             f"step {step}: loss {loss}, gradient norm {norm} with learning rate {metrics['train/learning_rate']:g}"
         )
         if self.rule == "stop":
-            saved = self.folder / step_name(step)
+            saved = self.folder / format_step(step)
             sample_names = [list(b.ids) for b in batches if isinstance(b, Batch)] if names is None else names()
-            with errors_on_all_ranks():
+            with share_errors():
                 self._save(batches, sample_names, saved, description)
             raise DsReasonError(
                 f"{description}; every rank's samples are in {saved}. Lower optim.lr, look at these samples, or set "
@@ -108,12 +108,12 @@ class FiniteCheck:
         """Save this rank's micro-batches as `rank_R.safetensors`, and the names of their samples as `rank_R.json`."""
         tensors: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):
-            batch_tensors = tensors_of(batch) if isinstance(batch, Batch) else batch
+            batch_tensors = get_tensors(batch) if isinstance(batch, Batch) else batch
             tensors |= {f"{i}.{name}": value.contiguous().clone() for name, value in batch_tensors.items()}
         file = folder / f"rank_{self.world.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with draft_of(file.with_suffix(".safetensors")) as draft:
+            with open_draft(file.with_suffix(".safetensors")) as draft:
                 save_file(tensors, draft)
             text = json.dumps(names, indent=1, ensure_ascii=False) + "\n"
             write_file(file.with_suffix(".json"), text)
@@ -123,7 +123,7 @@ class FiniteCheck:
             ) from error
 
 
-def tensors_of(batch: Batch) -> dict[str, Tensor]:
+def get_tensors(batch: Batch) -> dict[str, Tensor]:
     tensors = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
     if batch.attention_mask is not None:
         tensors["attention_mask"] = batch.attention_mask

@@ -18,19 +18,25 @@ from dsreason.checkpoints.model_card import is_hub_name
 from dsreason.config.schema import RunConfig
 from dsreason.config.schema_grpo import OffloadMode
 from dsreason.data.chat import Encoder
-from dsreason.data.micro_batches import forward_size
+from dsreason.data.micro_batches import describe_forward_size
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.engine.engine import build_engine
-from dsreason.families import family_of
-from dsreason.job.ranks import first_rank_first, on_rank_zero, with_row_groups
-from dsreason.models.folder import model_fingerprint
+from dsreason.families import get_family
+from dsreason.job.ranks import build_row_groups, run_first_rank_first, run_on_rank_zero
+from dsreason.models.folder import compute_fingerprint
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
-from dsreason.models.lora import adapter_scales, adapter_settings, add_adapters, check_alike, trained_share
+from dsreason.models.lora import (
+    add_adapters,
+    check_alike,
+    describe_trained_share,
+    get_adapter_scales,
+    get_adapter_settings,
+)
 from dsreason.models.policy import Policy, enable_gradient_checkpointing
 from dsreason.rollout.opening import EngineSettings, open_rollout_engine
 from dsreason.rollout.vllm_arguments import VLLMSettings
-from dsreason.train.common.digest import samples_digest
+from dsreason.train.common.digest import compute_samples_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
 from dsreason.train.common.preflight import DTYPES, build_encoder, find_model
 from dsreason.train.common.run import TrainingRun, start_run
@@ -67,8 +73,8 @@ def open_policy_job(
         check: checks data and model, called on rank 0 if a foreign launcher started the ranks.
     """
     job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
-    job.world = with_row_groups(job.world, config.train.sequence_parallel_size)
-    with job.watchdog.phase("open_data"), first_rank_first(job.world):
+    job.world = build_row_groups(job.world, config.train.sequence_parallel_size)
+    with job.watchdog.track_phase("open_data"), run_first_rank_first(job.world):
         training, validation = open_datasets(job.config.data)
     return job, TrainingRows(build_encoder(job.config, job.model_path), training, validation)
 
@@ -91,7 +97,7 @@ def build_policy_engine(
         fused_kernels=config.model.fused_kernels and get_accelerator().device_name() == "cuda",
         trust_remote_code=config.model.trust_remote_code,
     )
-    log.info("a forward takes %s", forward_size(config))
+    log.info("a forward takes %s", describe_forward_size(config))
     if frozen := freeze(model, config.model.freeze):
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
@@ -100,8 +106,8 @@ def build_policy_engine(
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
-        log.info("%s", trained_share(model))
-    blocks = family_of(model.config.model_type).modules.blocks
+        log.info("%s", describe_trained_share(model))
+    blocks = get_family(model.config.model_type).modules.blocks
     return build_engine(policy, config.optim, deepspeed_config, blocks)
 
 
@@ -121,10 +127,10 @@ def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Pat
     return SavedAdapter(
         base=base,
         revision=revision,
-        fingerprint=on_rank_zero(lambda: model_fingerprint(model_path)),
+        fingerprint=run_on_rank_zero(lambda: compute_fingerprint(model_path)),
         quantize=config.model.quantize,
-        settings=adapter_settings(model) | names,
-        scales=adapter_scales(model),
+        settings=get_adapter_settings(model) | names,
+        scales=get_adapter_scales(model),
     )
 
 
@@ -151,7 +157,9 @@ def start_policy_run(
         offload: whether the optimizer's state leaves the GPU during rollouts.
     """
     config, world = job.config, job.world
-    metrics = open_curves(job, state, stack, training=rows.training, validation=rows.validation, digest=samples_digest)
+    metrics = open_curves(
+        job, state, stack, training=rows.training, validation=rows.validation, digest=compute_samples_digest
+    )
     sampler = start_sampler(job, rows, stack, engine, settings, bucket_mb, offload)
     if scorer is not None:
         stack.enter_context(scorer)
@@ -194,7 +202,7 @@ def start_sampler(
 ) -> Sampler:
     """Start the rollout engine beside the policy's `engine`, until `stack` closes. Every rank calls it."""
     config = job.config
-    with job.watchdog.phase("start_engine"):
+    with job.watchdog.track_phase("start_engine"):
         rollout_engine = open_rollout_engine(
             job.model_path,
             rows.encoder.processor.tokenizer,

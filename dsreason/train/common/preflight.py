@@ -15,23 +15,23 @@ from pydantic import ValidationError
 
 from dsreason.checkpoints.checkpoint import check_stage
 from dsreason.checkpoints.checkpoint_folder import check_content, choose_checkpoint, read_checkpoint
-from dsreason.config.deepspeed import shown, trial_settings, zero_section
+from dsreason.config.deepspeed import build_trial_settings, format_json, read_zero_section
 from dsreason.config.deepspeed_keys import REMOVED_ZERO
 from dsreason.config.schema import JobConfig, OptimConfig, RunConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import first_fatal, read_row
+from dsreason.data.loader import find_fatal_error, read_row
 from dsreason.data.prompts import Check
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import get_cache_dir
 from dsreason.media.videos import check_torchcodec
 from dsreason.models.freeze import check_freeze
-from dsreason.models.load import empty_model, model_config, parameter_names, resolve_model
-from dsreason.models.lora import adapted_layers
+from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
+from dsreason.models.lora import find_adapted_layers
 from dsreason.models.processors.loading import open_encoder
 from dsreason.monitor.sinks.wandb import check_wandb
-from dsreason.problems import config_error, listed, nearest
+from dsreason.problems import build_config_error, find_nearest, join_first
 from dsreason.storage.storage import check_target
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def check_model(config: RunConfig) -> Encoder:
     if config.data.video_decoder == "torchcodec":
         check_torchcodec()
     model_path = find_model(config)
-    check_freeze(parameter_names(model_path), config.model.freeze)
+    check_freeze(read_parameter_names(model_path), config.model.freeze)
     if config.lora.rank:
         check_adapters(config, model_path)
     check_heads(config, model_path)
@@ -60,7 +60,7 @@ def check_model(config: RunConfig) -> Encoder:
 def check_heads(config: RunConfig, model_path: Path) -> None:
     """Raise ConfigError if the ranks that compute a row together cannot share the attention heads."""
     size = config.ranks_per_row
-    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
     heads = model.get_text_config().num_attention_heads
     if heads % size:
         raise ConfigError(
@@ -72,13 +72,13 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
 def check_adapters(config: RunConfig, model_path: Path) -> None:
     """Raise ConfigError if the model cannot take the adapters; warn about `[optim]` settings that do not suit them."""
     trusted = config.model.trust_remote_code
-    model = model_config(model_path, trust_remote_code=trusted)
-    adapted_layers(empty_model(model, torch.float32, "sdpa", trusted), config.lora)
-    for note in adapter_notes(config.optim):
+    model = read_model_config(model_path, trust_remote_code=trusted)
+    find_adapted_layers(build_empty_model(model, torch.float32, "sdpa", trusted), config.lora)
+    for note in list_adapter_notes(config.optim):
         log.warning("%s", note)
 
 
-def adapter_notes(optim: OptimConfig) -> list[str]:
+def list_adapter_notes(optim: OptimConfig) -> list[str]:
     """List warnings about settings that do not suit adapters, none of them an error."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
@@ -108,7 +108,7 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise config_error(problems)
+        raise build_config_error(problems)
 
 
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
@@ -121,40 +121,42 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
     if checkpoint is not None:
         saved = read_checkpoint(checkpoint)
         check_content(checkpoint)
-        check_stage(checkpoint, saved, zero_section(config.deepspeed)["stage"])
+        check_stage(checkpoint, saved, read_zero_section(config.deepspeed)["stage"])
     return checkpoint
 
 
 def check_deepspeed(config: JobConfig) -> None:
     """Raise ConfigError if DeepSpeed rejects the JSON; DeepSpeed's errors do not name the file, and rarely the key."""
-    name, settings = config.deepspeed, trial_settings(config.deepspeed, config)
-    error = deepspeed_error(settings)
+    name, settings = config.deepspeed, build_trial_settings(config.deepspeed, config)
+    error = find_deepspeed_error(settings)
     if error is None:
         return
     problems = [
-        f"{name}: {'.'.join(path)} ({shown(value)}): DeepSpeed rejects it ({error_text(cause)}); {advice(path)}"
-        for path, value, cause in rejected_parts(settings)
+        f"{name}: {'.'.join(path)} ({format_json(value)}): DeepSpeed rejects it ({format_error(cause)}); {choose_advice(path)}"
+        for path, value, cause in find_rejected_parts(settings)
     ]
-    raise config_error(
-        problems or [f"{name}: DeepSpeed rejects the configuration as a whole ({error_text(error)}); correct it"]
+    raise build_config_error(
+        problems or [f"{name}: DeepSpeed rejects the configuration as a whole ({format_error(error)}); correct it"]
     ) from error
 
 
-def rejected_parts(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Exception]]:
+def find_rejected_parts(
+    section: dict[str, Any], path: tuple[str, ...] = ()
+) -> list[tuple[tuple[str, ...], Any, Exception]]:
     """Return key, value and error of the smallest parts of a configuration that DeepSpeed rejects by themselves."""
     problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
         for outer in reversed(path):
             document = {outer: document}
-        error = deepspeed_error({"train_micro_batch_size_per_gpu": 1} | document)
+        error = find_deepspeed_error({"train_micro_batch_size_per_gpu": 1} | document)
         if error is not None:
-            inside = rejected_parts(value, (*path, key)) if isinstance(value, dict) else []
+            inside = find_rejected_parts(value, (*path, key)) if isinstance(value, dict) else []
             problems += inside or [((*path, key), value, error)]
     return problems
 
 
-def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
+def find_deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     try:
         DeepSpeedConfig(settings)
     except Exception as error:  # noqa: BLE001 (any type is possible: a wrong type is often an AttributeError)
@@ -162,17 +164,17 @@ def deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     return None
 
 
-def advice(path: tuple[str, ...]) -> str:
+def choose_advice(path: tuple[str, ...]) -> str:
     known_keys = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     if len(path) == 2 and path[0] == "zero_optimization" and path[1] not in known_keys:
         if path[1] in REMOVED_ZERO:
             return f"DeepSpeed has removed this key; remove it ({REMOVED_ZERO[path[1]]})"
-        near = nearest(path[1], known_keys, cutoff=0.8)
+        near = find_nearest(path[1], known_keys, cutoff=0.8)
         return f"did you mean {near}?" if near else "correct or remove it"
     return "correct or remove it"
 
 
-def error_text(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     if isinstance(error, ValidationError):
         return "; ".join(problem["msg"] for problem in error.errors())
     return str(error)
@@ -180,7 +182,7 @@ def error_text(error: Exception) -> str:
 
 def find_model(config: RunConfig) -> Path:
     """Return the local model folder, downloading or building it if needed. Safe on several ranks at once."""
-    return resolve_model(config.model, cache_dir() / "models")
+    return resolve_model(config.model, get_cache_dir() / "models")
 
 
 def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
@@ -216,23 +218,23 @@ def check_dataset(
 
     left_out: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
-    for checked, index in enumerate(coarse_to_fine(len(dataset))):
+    for checked, index in enumerate(order_coarse_to_fine(len(dataset))):
         if time.monotonic() > deadline:
             log.info("%s: %d of %d rows checked before training, the others when used", name, checked, len(dataset))
             break
         bad = read_row(dataset, index, check_row)
         if isinstance(bad, DataError):
-            if first_fatal([bad], config) is not None:
+            if find_fatal_error([bad], config) is not None:
                 raise bad
             left_out.append(str(bad))
     if left_out and len(left_out) == len(dataset):
         raise DataError(f"{name}: none of the {len(dataset)} rows can be used; the first: {left_out[0]}")
     if left_out:
-        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), listed(left_out, separator="\n  "))
+        log.warning("%s: %d rows are left out:\n  %s", name, len(left_out), join_first(left_out, separator="\n  "))
     return left_out
 
 
-def coarse_to_fine(count: int) -> list[int]:
+def order_coarse_to_fine(count: int) -> list[int]:
     """Order 0 … count - 1 coarse to fine, so that a time limit still covers the whole range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)

@@ -16,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.engine.average import WeightAverage
-from dsreason.engine.schedule import lr_factor
+from dsreason.engine.schedule import compute_lr_factor
 from dsreason.job.logs import set_step
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
@@ -25,13 +25,13 @@ from dsreason.monitor.profile import FOLDER as PROFILE_FOLDER
 from dsreason.monitor.profile import StepProfiler
 from dsreason.monitor.progress import Progress, open_progress
 from dsreason.train.common.job import J, TrainingJob
-from dsreason.train.common.nonfinite import FiniteCheck, finite_check
+from dsreason.train.common.nonfinite import FiniteCheck, build_finite_check
 from dsreason.train.common.saving import Checkpoints, WriteExport
 
 log = logging.getLogger(__name__)
 
 
-class Measured(Protocol):
+class ValidationOutcome(Protocol):
     """The result of a validation, equal on all ranks."""
 
     @property
@@ -44,7 +44,7 @@ class Measured(Protocol):
         """Write everything but the metrics: answers, sheets, clips."""
 
 
-Validate: TypeAlias = Callable[[int], Measured | None]
+Validate: TypeAlias = Callable[[int], ValidationOutcome | None]
 """Measures the policy as it is after a step; None if there is nothing to measure. Collective."""
 
 
@@ -52,7 +52,7 @@ Validate: TypeAlias = Callable[[int], Measured | None]
 class TrainingRun(Generic[J]):
     """A run between its first step and its last; counts, displays, validates and saves its steps.
 
-    A trainer calls `before_steps`; then `poll_checkpoint`, `count_step` and `show_step` for each step, and `after_steps`
+    A trainer calls `begin_steps`; then `poll_checkpoint`, `count_step` and `show_step` for each step, and `finish_steps`
     after one or several steps; and `finish` at the end. `state` is the run's progress.
     """
 
@@ -73,9 +73,9 @@ class TrainingRun(Generic[J]):
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         optim = self.job.config.optim
-        return optim.lr * lr_factor(self.state.step, self.total_steps, optim)
+        return optim.lr * compute_lr_factor(self.state.step, self.total_steps, optim)
 
-    def before_steps(self, validate: Validate) -> None:
+    def begin_steps(self, validate: Validate) -> None:
         """Validate the model before its first step or, in a resumed run, write the export that its checkpoint still lacks."""
         config, step = self.job.config, self.state.step
         if step == 0 and config.validation.before_training:
@@ -137,7 +137,7 @@ class TrainingRun(Generic[J]):
         if step % self.job.config.monitor.log_every == 0 or step == self.total_steps:
             self.metrics.log_scalars(step, values)
 
-    def after_steps(self, first: int, validate: Validate) -> None:
+    def finish_steps(self, first: int, validate: Validate) -> None:
         """Validate and save if a step after `first` is due for it, and stop if a rank got a signal."""
         self.profiler.end()
         config, last = self.job.config, self.state.step == self.total_steps
@@ -153,12 +153,12 @@ class TrainingRun(Generic[J]):
         """Measure the policy; return True if it is the best so far and `checkpoint.keep_best` asks for a checkpoint."""
         job, step = self.job, self.state.step
         config = job.config.checkpoint
-        with job.watchdog.phase("validation"):
+        with job.watchdog.track_phase("validation"):
             result = validate(step)
         if result is None:
             return False
         self.metrics.log_scalars(step, result.metrics)
-        self.progress.say(result.summary(step))
+        self.progress.print_line(result.summary(step))
         result.write(job.output_dir, step, self.metrics, job.world)
         value, best = result.metrics.get(config.best_metric), self.state.best_metric
         if value is None:  # rows without answers have no loss
@@ -171,8 +171,8 @@ class TrainingRun(Generic[J]):
     def finish(self) -> None:
         """Write the exports and uploads that are still missing, including those of an earlier job, and report the end."""
         self.checkpoints.finish(self.state)
-        self.progress.say(self.memory.report())
-        self.progress.say(f"finished at step {self.state.step}; everything is in {self.job.output_dir}")
+        self.progress.print_line(self.memory.report())
+        self.progress.print_line(f"finished at step {self.state.step}; everything is in {self.job.output_dir}")
 
 
 def start_run(
@@ -221,7 +221,7 @@ def start_run(
         memory=memory,
         profiler=profiler,
         checkpoints=checkpoints,
-        finite=finite_check(config, job.output_dir, world, state),
+        finite=build_finite_check(config, job.output_dir, world, state),
         total_steps=total_steps,
         state=state,
     )
@@ -236,8 +236,8 @@ def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack
         kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            with job.watchdog.phase("checkpoint"):
-                writer.complete_pending()
+            with job.watchdog.track_phase("checkpoint"):
+                writer.finish_pending()
 
     stack.push(complete_pending)
 

@@ -17,21 +17,21 @@ from dsreason.checkpoints.checkpoint import choose_common, load_checkpoint
 from dsreason.checkpoints.checkpoint_folder import (
     SavedAdapter,
     TrainerState,
+    finish_interrupted,
     read_checkpoint,
-    recover,
     set_aside_newer,
 )
-from dsreason.config.output import check_output_dir, run_record
+from dsreason.config.output import check_output_dir, find_run_record
 from dsreason.config.schema import JobConfig
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.lock import FolderLock
 from dsreason.job.ranks import (
     World,
     broadcast_object,
-    errors_on_all_ranks,
     gather_objects,
-    on_one_rank_per_folder,
-    on_rank_zero,
+    run_on_rank_zero,
+    run_once_per_folder,
+    share_errors,
 )
 
 log = logging.getLogger(__name__)
@@ -47,16 +47,16 @@ def open_output_dir(
 
     Collective.
     """
-    on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
+    run_on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
     world, checkpoints = find_folders(output_dir, world), output_dir / "checkpoints"
 
     def take_folder() -> None:
         check_output_dir(output_dir, config, resume)
         lock.take(output_dir)
-        for recovered in recover(checkpoints):
+        for recovered in finish_interrupted(checkpoints):
             log.warning("%s was fully written before the last job ended and has been recovered", recovered)
 
-    on_one_rank_per_folder(world, take_folder)
+    run_once_per_folder(world, take_folder)
     if world.folder_ranks and world.is_main:
         log.warning(
             "%s is a separate folder on every host: each keeps the checkpoints of its own ranks, and the run can be resumed "
@@ -82,7 +82,7 @@ def find_folders(output_dir: Path, world: World) -> World:
         ConfigError: a host cannot create the folder; on every rank.
     """
     rank_mark = output_dir / f".seen_{broadcast_object(secrets.token_hex(4))}_{world.rank}"
-    with errors_on_all_ranks():
+    with share_errors():
         try:
             if world.local_rank == 0:
                 output_dir.mkdir(parents=True, exist_ok=True)
@@ -129,11 +129,11 @@ def start_state(
     if checkpoint is None:
         return TrainerState(model_path=str(model_path.resolve()), adapter=adapter)
     if adapter is not None:
-        on_rank_zero(lambda: check_base(checkpoint, adapter))
+        run_on_rank_zero(lambda: check_base(checkpoint, adapter))
     state = load_checkpoint(engine, checkpoint, world, with_frozen=with_frozen)
     log.info("resumed from %s", checkpoint)
     run_checkpoints = Path(str(config.output_dir)) / "checkpoints"
-    on_one_rank_per_folder(world, lambda: set_newer_aside(run_checkpoints, checkpoint))
+    run_once_per_folder(world, lambda: set_newer_aside(run_checkpoints, checkpoint))
     if checkpoint.resolve().parent == run_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
     # The best value so far is one of another metric, or its checkpoint lies in another run's folder.
@@ -145,7 +145,7 @@ def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[st
 
     No key of the configuration reveals such a difference.
     """
-    record = run_record(checkpoint.parent.parent) if checkpoint is not None else None
+    record = find_run_record(checkpoint.parent.parent) if checkpoint is not None else None
     recorded = record.get("rows") if record is not None else None
     original = {**current, **recorded} if isinstance(recorded, dict) else dict(current)
     for part, digest in current.items():
@@ -172,7 +172,8 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
         )
     if saved.fingerprint != adapter.fingerprint:
         raise CheckpointError(
-            f"{checkpoint}: its adapters were trained on {described(saved)}; model.path is now {described(adapter)}, which has "
+            f"{checkpoint}: its adapters were trained on {describe_base(saved)}; model.path is now "
+            f"{describe_base(adapter)}, which has "
             "other files; restore the base model, or choose another checkpoint"
         )
     if saved.quantize != adapter.quantize:
@@ -185,7 +186,7 @@ def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
         )
 
 
-def described(adapter: SavedAdapter) -> str:
+def describe_base(adapter: SavedAdapter) -> str:
     revision = f", revision {adapter.revision}" if adapter.revision else ""
     return f"{adapter.base} (fingerprint {adapter.fingerprint}{revision})"
 

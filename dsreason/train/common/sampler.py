@@ -12,7 +12,7 @@ from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import Phase
 from dsreason.config.schema_grpo import OffloadMode
-from dsreason.engine.merged import constant_names, merged_parameters
+from dsreason.engine.merged import iter_merged_parameters, list_constant_names
 from dsreason.engine.offload import StateOffload
 from dsreason.engine.rollout_memory import EVERYTHING, NOTHING, OffloadAmount, choose_amount
 from dsreason.job.ranks import gather_objects
@@ -35,7 +35,7 @@ class Sampler:
     memory: MemoryLedger
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-    """The `phase` method of the watchdog."""
+    """The `track_phase` method of the watchdog."""
     times: dict[str, float] = field(default_factory=dict)
     """Seconds of the last handover: `time/{offload,wake,sync,sleep,reload}`."""
 
@@ -46,24 +46,24 @@ class Sampler:
         Args:
             version: stamped on the weights, and on the completions sampled with them.
         """
-        with self._timed("offload"):
+        with self._time_phase("offload"):
             self.offload.offload()
-        with self._timed("wake"):
+        with self._time_phase("wake"):
             self.rollout.wake()
-        with self.watch("weight_sync"), self._timed("sync"):
-            retained = self.rollout.retained(constant_names(self.policy))
-            self.rollout.sync(merged_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
-        with self.memory.phase("generate"):
+        with self.watch("weight_sync"), self._time_phase("sync"):
+            retained = self.rollout.find_retained(list_constant_names(self.policy))
+            self.rollout.sync(iter_merged_parameters(self.policy, self.bucket_mb, without=retained), version, retained)
+        with self.memory.track_phase("generate"):
             yield self.rollout
-        with self._timed("sleep"):
+        with self._time_phase("sleep"):
             self.rollout.sleep()
-        with self._timed("reload"):
+        with self._time_phase("reload"):
             self.offload.reload()
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _time_phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        with self.memory.phase(name):
+        with self.memory.track_phase(name):
             yield
         self.times[f"time/{name}"] = time.perf_counter() - started
 
@@ -88,7 +88,7 @@ def open_sampler(
     offload.offload()  # vLLM starts only if its share of the GPU is free
     rollout = stack.enter_context(engine)
     offload.reload()
-    return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.phase)
+    return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.track_phase)
 
 
 def open_offload(

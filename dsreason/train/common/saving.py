@@ -12,16 +12,16 @@ from typing import Any, Literal, TypeAlias
 from dsreason.checkpoints.checkpoint_folder import (
     MARKER,
     TrainerState,
-    as_save_error,
+    convert_to_save_error,
     delete_folder,
-    exported_step,
     prune_exports,
+    read_exported_step,
     read_state,
 )
 from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 from dsreason.errors import Stopped
-from dsreason.files.step_names import named_step, step_name
-from dsreason.job.ranks import on_rank_zero
+from dsreason.files.step_names import format_step, parse_step
+from dsreason.job.ranks import run_on_rank_zero
 from dsreason.monitor.metrics import Metrics
 from dsreason.monitor.progress import Progress
 from dsreason.train.common.job import TrainingJob
@@ -55,8 +55,8 @@ class Checkpoints:
 
     def poll(self, state: TrainerState) -> None:
         """Upload and prune if a checkpoint has become complete since the last step."""
-        with self.job.watchdog.phase("checkpoint"):
-            self.after_checkpoint(self.writer.poll(), state)
+        with self.job.watchdog.track_phase("checkpoint"):
+            self.upload_and_prune(self.writer.poll(), state)
 
     def save(self, state: TrainerState, *, last: bool, checkpoint: bool = True) -> None:
         """Write a checkpoint, in the background unless it is the last, and an export if the configuration asks for one.
@@ -64,20 +64,20 @@ class Checkpoints:
         If `checkpoint` is False, the last step is only exported.
         """
         config, step, started = self.job.config.checkpoint, state.step, time.perf_counter()
-        with self.job.watchdog.phase("checkpoint"), self.progress.phase("saving checkpoint"):
-            self.after_checkpoint(self.writer.wait(), state)
+        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase("saving checkpoint"):
+            self.upload_and_prune(self.writer.wait(), state)
             if checkpoint:
                 self.writer.start(step, state)
             if last:
-                self.after_checkpoint(self.writer.wait(), state)
+                self.upload_and_prune(self.writer.wait(), state)
         if config.export == "all" or (last and config.export == "final"):
-            self.export(self.exports / ("final" if last else step_name(step)), state, last=last)
+            self.export(self.exports / ("final" if last else format_step(step)), state, last=last)
         self.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
     def export_resumed(self, state: TrainerState) -> None:
         """Write the export of the checkpoint that this run continues from, if it was killed between writing the two."""
-        checkpoint, output = self.folder / step_name(state.step), self.exports / step_name(state.step)
-        if on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
+        checkpoint, output = self.folder / format_step(state.step), self.exports / format_step(state.step)
+        if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
             self.export(output, state, last=False)
 
     def stop_if_asked(self, state: TrainerState) -> None:
@@ -90,50 +90,50 @@ class Checkpoints:
                 f"stopped by {name} after step {step}; nothing is saved, because checkpoint.every is 0, and checkpoint.last "
                 "and checkpoint.keep_best are false"
             )
-        checkpoint = self.folder / step_name(step)
-        with self.job.watchdog.phase("checkpoint"), self.progress.phase(f"{name}: saving checkpoint"):
-            self.after_checkpoint(self.writer.wait(), state)
-            if not on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+        checkpoint = self.folder / format_step(step)
+        with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase(f"{name}: saving checkpoint"):
+            self.upload_and_prune(self.writer.wait(), state)
+            if not run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
                 self.writer.start(step, state)
-                self.after_checkpoint(self.writer.wait(), state)
+                self.upload_and_prune(self.writer.wait(), state)
         raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
-    def after_checkpoint(self, written: Path | None, state: TrainerState) -> None:
+    def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
         """Upload the checkpoint that has become complete, and delete those that `checkpoint.keep` no longer covers."""
         job = self.job
         if written is None or not job.world.is_first_of_folder:
             return
         config = job.config.checkpoint
         self.metrics.log_scalars(state.step, {"time/save_complete": self.writer.completing})
-        job.uploads.add(written, last=written.name == step_name(self.total_steps))
+        job.uploads.add(written, last=written.name == format_step(self.total_steps))
         # The current best may not be on disk yet; until then the best at the time of this checkpoint is kept as well.
         bests = {state.best_step, read_state(written).state.best_step} if config.keep_best else set()
-        spared = {self.folder / step_name(best) for best in bests if best} | job.uploads.in_use()
+        spared = {self.folder / format_step(best) for best in bests if best} | job.uploads.list_in_use()
         self.writer.prune(config.keep, spared)
 
     def finish(self, state: TrainerState) -> None:
         """Write the exports and uploads that are still missing, including those of an earlier job."""
-        checkpoint, final = self.folder / step_name(state.step), self.exports / "final"
+        checkpoint, final = self.folder / format_step(state.step), self.exports / "final"
         if self.job.config.checkpoint.export != "none":
-            if on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
+            if run_on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
                 self.export(final, state, last=True)
             self.job.uploads.add(final, last=True)
-        if on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
+        if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file()):
             self.job.uploads.add(checkpoint, last=True)
 
     def export(self, output: Path, state: TrainerState, *, last: bool) -> None:
         """Write the policy, replacing an older export of this run, and upload it."""
         job, config = self.job, self.job.config.checkpoint
         dtype = job.config.train.precision if config.export_dtype == "auto" else config.export_dtype
-        on_rank_zero(lambda: delete_old_export(output))
-        with job.watchdog.phase("export"), self.progress.phase("exporting"):
+        run_on_rank_zero(lambda: delete_old_export(output))
+        with job.watchdog.track_phase("export"), self.progress.track_phase("exporting"):
             self.write_export(output, dtype, state)
         job.uploads.add(output, last=last)
         if config.export == "all" and job.world.is_main:
             best_step = state.best_step if config.keep_best else None
-            best = set() if best_step is None else {output.parent / step_name(best_step)}
+            best = set() if best_step is None else {output.parent / format_step(best_step)}
             try:
-                spared = best | job.uploads.in_use()
+                spared = best | job.uploads.list_in_use()
                 prune_exports(output.parent, config.export_keep, state.step, spared, self.export_file)
             except OSError as error:  # the run can continue without it
                 log.warning("old exports could not be deleted: %s", error)
@@ -141,12 +141,12 @@ class Checkpoints:
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
     """Return whether the export with `file` is missing, of another step, or older than the checkpoint, which may be missing."""
-    if not file.exists() or exported_step(file.parent) not in (None, named_step(checkpoint)):
+    if not file.exists() or read_exported_step(file.parent) not in (None, parse_step(checkpoint)):
         return True
     marker = checkpoint / MARKER
     return marker.exists() and file.stat().st_mtime < marker.stat().st_mtime
 
 
 def delete_old_export(output: Path) -> None:
-    with as_save_error(output):
+    with convert_to_save_error(output):
         delete_folder(output)

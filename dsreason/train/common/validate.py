@@ -12,33 +12,33 @@ import torch
 from deepspeed import DeepSpeedEngine
 from PIL import Image
 
-from dsreason.answers.correct import is_correct, reference_of
+from dsreason.answers.correct import get_reference, is_correct
 from dsreason.config.schema import RunConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.loader import first_fatal, in_workers, read_rows
-from dsreason.data.messages import media_paths
+from dsreason.data.loader import find_fatal_error, read_rows, run_in_workers
+from dsreason.data.messages import list_media_paths
 from dsreason.data.micro_batches import align_micro_batches
-from dsreason.data.order import evenly
+from dsreason.data.order import pick_evenly
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Sample
 from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
-from dsreason.job.ranks import World, all_sum, errors_on_all_ranks, gather_objects
+from dsreason.job.ranks import World, gather_objects, reduce_sum, share_errors
 from dsreason.monitor.progress import Advance, Progress
 from dsreason.rewards.scoring import Scorer
-from dsreason.rollout.batches import merged
+from dsreason.rollout.batches import merge_groups
 from dsreason.rollout.protocol import Completion, RolloutEngine, Sampling
 from dsreason.train.common.answers import (
-    Answer,
+    GeneratedAnswer,
     ValidationResult,
-    accuracies,
+    compute_accuracies,
+    compute_mean_rewards,
     describe,
-    mean_rewards,
-    modality_of,
-    question_of,
+    get_modality,
+    get_question,
     score_completions,
 )
-from dsreason.train.common.contact_sheet import contact_sheet
+from dsreason.train.common.contact_sheet import draw_contact_sheet
 from dsreason.train.common.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,8 @@ def validate(
     """
     if len(held_out.dataset) == 0:
         return None
-    with progress.phase("validation: loss", len(held_out.rows), "samples") as advance:
-        loss = held_out_loss(sampler.policy, held_out, advance)
+    with progress.track_phase("validation: loss", len(held_out.rows), "samples") as advance:
+        loss = compute_held_out_loss(sampler.policy, held_out, advance)
     metrics = {} if loss is None else {"val/loss": loss}
     if not held_out.config.validation.generate:
         return ValidationResult(metrics, [], {})
@@ -81,7 +81,7 @@ def answer_rows(
     """Generate and score answers to the held-out rows; the second part of `validate`. Collective."""
     with (
         sampler.awake(version) as engine,
-        progress.phase("validation: answers", len(held_out.rows), "samples") as advance,
+        progress.track_phase("validation: answers", len(held_out.rows), "samples") as advance,
     ):
         answers, sheets = generate_answers(engine, version, held_out, advance, scorer)
     by_rank = gather_objects((answers, sheets))
@@ -92,7 +92,7 @@ def answer_rows(
         )
     answers = sorted((answer for part, _ in by_rank for answer in part), key=lambda answer: answer.row)
     sheets = {row: sheet for _, part in by_rank for row, sheet in part.items()}
-    return ValidationResult(accuracies(answers) | mean_rewards(answers), answers, sheets)
+    return ValidationResult(compute_accuracies(answers) | compute_mean_rewards(answers), answers, sheets)
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class HeldOut(Generic[C]):
     @cached_property
     def shown(self) -> set[int]:
         """Numbers of the rows whose answers are displayed, evenly spaced."""
-        return {self.rows[i] for i in evenly(len(self.rows), self.config.validation.show)}
+        return {self.rows[i] for i in pick_evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
         """Numbers of the rows of all ranks, evenly spaced if `validation.max_samples` leaves some out."""
-        return evenly(len(self.dataset), self.config.validation.max_samples)
+        return pick_evenly(len(self.dataset), self.config.validation.max_samples)
 
-    def groups(self) -> list[list[int]]:
+    def build_groups(self) -> list[list[int]]:
         """Cut this rank's rows into groups of one forward each; every rank has the same number of groups, some empty."""
         size = self.config.validation.micro_batch_size
         rows = self.rows[self.world.rank :: self.world.size]
@@ -127,13 +127,13 @@ class HeldOut(Generic[C]):
         Raises:
             DataError: a row is bad, and the configuration does not skip it; on all ranks.
         """
-        groups = self.groups()
+        groups = self.build_groups()
         read = partial(read_rows, self.dataset, use)
-        groups_read = in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
+        groups_read = run_in_workers(read, groups, workers=min(self.config.data.workers, len(groups)))
         for rows, items in zip(groups, groups_read, strict=True):
             bad = [item for item in items if isinstance(item, DataError)]
-            with errors_on_all_ranks():
-                if message := first_fatal(bad, self.config):
+            with share_errors():
+                if message := find_fatal_error(bad, self.config):
                     raise DataError(message)
             for error in bad:
                 log.warning("validation: left out: %s", error)
@@ -141,7 +141,7 @@ class HeldOut(Generic[C]):
 
 
 @torch.no_grad()
-def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
+def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
     """Compute the mean negative log-likelihood of the trained tokens over all ranks' rows; the grouping does not matter.
 
     Return None if the rows have no trained tokens and are only used as prompts.
@@ -162,16 +162,16 @@ def held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advanc
         advance(len(samples) * held_out.world.size)
     policy_engine.train(was_training)
     release_gathered(policy_engine)
-    num_tokens, num_rows = int(all_sum(num_tokens)), int(all_sum(num_rows))
+    num_tokens, num_rows = int(reduce_sum(num_tokens)), int(reduce_sum(num_rows))
     if num_rows == 0:
         raise DataError(f"validation: none of the {len(held_out.rows)} held-out rows can be used; see the log for why")
-    total = all_sum(total)
+    total = reduce_sum(total)
     return total / num_tokens if num_tokens else None
 
 
 def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
-) -> tuple[list[Answer], dict[int, Image.Image]]:
+) -> tuple[list[GeneratedAnswer], dict[int, Image.Image]]:
     """Generate this rank's answers, with rewards if there is a scorer, and contact sheets of the displayed ones by row."""
     tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
@@ -181,9 +181,9 @@ def generate_answers(
         max_completion_length=settings.max_completion_length,
         seed=held_out.config.train.seed,
     )
-    answers: list[Answer] = []
+    answers: list[GeneratedAnswer] = []
     sheets: dict[int, Image.Image] = {}
-    for questions in merged(
+    for questions in merge_groups(
         read_prompts(held_out, advance, with_pixels=rollout.reads_pixels, need_reference=scorer is None),
         lambda item: item[1].media_bytes,
         memory_gib=settings.media_memory_gib,
@@ -197,8 +197,8 @@ def generate_answers(
             answers.append(to_answer(row, prompt, completion, tokenizer, reward))
             if row in held_out.shown:
                 last = answers[-1]
-                text = describe(question_of(prompt.sample), completion.text, last.reference, last.correct)
-                sheets[row] = contact_sheet(prompt.media, text)
+                text = describe(get_question(prompt.sample), completion.text, last.reference, last.correct)
+                sheets[row] = draw_contact_sheet(prompt.media, text)
         advance(len(questions) * held_out.world.size)
     return answers, sheets
 
@@ -211,13 +211,13 @@ def read_prompts(
     for encoded_rows in held_out.read(
         encoder.encode_prompt if with_pixels else partial(encode_without_pixels, encoder)
     ):
-        questions = [item for item in encoded_rows if not need_reference or reference_of(item[1].sample) is not None]
+        questions = [item for item in encoded_rows if not need_reference or get_reference(item[1].sample) is not None]
         advance((len(encoded_rows) - len(questions)) * held_out.world.size)
         yield questions
 
 
 def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
-    return encoder.encode_prompt(sample).without_pixels()
+    return encoder.encode_prompt(sample).drop_pixels()
 
 
 def score(
@@ -233,20 +233,20 @@ def score(
 
 def to_answer(
     row: int, prompt: EncodedPrompt, completion: Completion, tokenizer: Any, rewards: dict[str, float]
-) -> Answer:
+) -> GeneratedAnswer:
     sample = prompt.sample
-    reference = reference_of(sample)
+    reference = get_reference(sample)
     kind = sample.meta.get("kind")
-    return Answer(
+    return GeneratedAnswer(
         row=row,
         id=sample.id,
-        modality=modality_of(sample),
+        modality=get_modality(sample),
         kind=None if kind is None else str(kind),
         prompt=tokenizer.decode(prompt.prompt_ids),
         completion=completion.text,
         reference=reference,
         correct=None if reference is None else is_correct(completion.text, sample),
         finish_reason=completion.finish_reason,
-        media=media_paths(sample.messages),
+        media=list_media_paths(sample.messages),
         rewards=rewards,
     )

@@ -13,14 +13,14 @@ from pathlib import Path
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema_dpo import DPOConfig
-from dsreason.data.order import StepOrder, evenly
+from dsreason.data.order import StepOrder, pick_evenly
 from dsreason.engine.reference import BaseReference
 from dsreason.engine.zero3 import release_gathered
-from dsreason.job.ranks import on_rank_zero
-from dsreason.models.folder import model_fingerprint
+from dsreason.job.ranks import run_on_rank_zero
+from dsreason.models.folder import compute_fingerprint
 from dsreason.rollout.transformers_engine import TransformersSettings
-from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.global_batches import step_order
+from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
+from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.opening import (
     TrainingRows,
@@ -32,16 +32,16 @@ from dsreason.train.common.opening import (
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
 from dsreason.train.common.validate import HeldOut, answer_rows
-from dsreason.train.dpo.loader import PairLoader, StepPairs, pair_batches, pair_loader
+from dsreason.train.dpo.loader import PairLoader, StepPairs, build_pair_loader, iter_pair_batches
 from dsreason.train.dpo.preflight import check
 from dsreason.train.dpo.reference import (
     AdapterOff,
     NoReference,
-    Reference,
+    PairReference,
     RowReference,
     StoredReference,
     open_stored,
-    read_given,
+    read_reference_file,
 )
 from dsreason.train.dpo.update import Baseline, ChosenWatch
 from dsreason.train.dpo.validate import PreferenceResult, validate_preferences
@@ -62,7 +62,7 @@ class DPOTrainer:
     """Generates answers to the held-out rows."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
-    reference: Reference
+    reference: PairReference
     baseline: Baseline
     arithmetic: Arithmetic
     steps_per_epoch: float
@@ -85,11 +85,11 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="dpo", check=check, stack=stack)
         config, world = job.config, job.world
-        order = step_order(rows.training, config)
-        with job.watchdog.phase("load_model"):
+        order = build_step_order(rows.training, config)
+        with job.watchdog.track_phase("load_model"):
             engine = build_policy_engine(config, job.deepspeed, job.model_path, world.group)
         reference = open_reference(job, rows, engine, order)  # before a checkpoint is loaded
-        with job.watchdog.phase("load_model"):
+        with job.watchdog.track_phase("load_model"):
             state = start_policy(job, engine)
         settings = TransformersSettings(attention=config.model.attention, batch_size=config.validation.micro_batch_size)
         run, sampler = start_policy_run(
@@ -101,17 +101,17 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
             engine=engine,
             sampler=sampler,
             held_out=HeldOut(rows.validation, rows.encoder, config, world),
-            loader=pair_loader(rows.training, rows.encoder, order, config, world, start_step=state.step),
+            loader=build_pair_loader(rows.training, rows.encoder, order, config, world, start_step=state.step),
             reference=reference,
             baseline=Baseline(*state.extra.get("baseline", ())),
-            arithmetic=arithmetic_of(engine, world),
+            arithmetic=build_arithmetic(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
         )
 
 
 def open_reference(
     job: TrainingJob[DPOConfig], rows: TrainingRows, engine: DeepSpeedEngine, order: StepOrder
-) -> Reference:
+) -> PairReference:
     """Open the reference of the log-ratios; `engine` must still hold the initial weights. Collective."""
     config = job.config
     if config.dpo.reference == "none":
@@ -120,22 +120,22 @@ def open_reference(
         return AdapterOff(BaseReference(engine))
     if config.dpo.reference == "precomputed" and config.dpo.reference_file is None:
         return RowReference()
-    model = on_rank_zero(lambda: model_fingerprint(job.model_path))
+    model = run_on_rank_zero(lambda: compute_fingerprint(job.model_path))
     if config.dpo.reference_file is not None:
-        file_reference = on_rank_zero(partial(read_given, config.dpo.reference_file))
+        file_reference = run_on_rank_zero(partial(read_reference_file, config.dpo.reference_file))
         if job.world.rank == 0:
-            file_reference.tell_other_model(model)
+            file_reference.warn_of_other_model(model)
         return file_reference
-    stored = on_rank_zero(lambda: open_stored(job.output_dir, job.checkpoint, model))
+    stored = run_on_rank_zero(lambda: open_stored(job.output_dir, job.checkpoint, model))
     training_rows = {row for step in range(order.num_steps) for row in order.indices(step)}
-    validation_rows = evenly(len(rows.validation), config.validation.max_samples)
+    validation_rows = pick_evenly(len(rows.validation), config.validation.max_samples)
     engine.eval()
     for part, dataset, indices in (
         ("training", rows.training, training_rows),
         ("validation", rows.validation, validation_rows),
     ):
         missing = stored.missing(part, indices)
-        batches = pair_batches(
+        batches = iter_pair_batches(
             dataset, rows.encoder, missing, config, job.world, batch_size=config.train.global_batch_size
         )
         measure_missing(engine, stored, part, batches, len(missing), job)
@@ -155,9 +155,9 @@ def measure_missing(
     """Measure the rows of `batches` and add them to `stored`. Collective."""
     num_done, logged = 0, time.monotonic()
     while num_done < num_rows:
-        with job.watchdog.phase("data"):
+        with job.watchdog.track_phase("data"):
             batch = next(batches)
-        with job.watchdog.phase("prepare"):
+        with job.watchdog.track_phase("prepare"):
             stored.measure(engine, part, batch, job.world)
         num_done += batch.num_samples + len(batch.skipped)
         if time.monotonic() - logged > LOG_EVERY_S:

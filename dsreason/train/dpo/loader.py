@@ -12,14 +12,14 @@ from torch import Tensor
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.loader import Share, StepBatches, StepLoader, first_fatal, read_rows
-from dsreason.data.micro_batches import make_batch, work_of
+from dsreason.data.loader import RankShare, StepBatches, StepLoader, find_fatal_error, read_rows
+from dsreason.data.micro_batches import compute_work, make_batch
 from dsreason.data.order import StepOrder
 from dsreason.data.sources import SampleDataset
 from dsreason.data.types import Batch
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, gather_objects
-from dsreason.train.dpo.pairs import Pair, PairEncoder, cut_pairs, pair_encoder
+from dsreason.train.dpo.pairs import Pair, PairEncoder, build_pair_encoder, cut_pairs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PairFacts:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PairMicroBatch:
     """Pairs that go through one forward; `pairs` is empty if the batch only keeps the ranks in step.
 
     The trained tokens of `batch` are ordered by pair, those of the chosen answer before those of the rejected one.
@@ -62,12 +62,12 @@ class StepPairs(StepBatches):
     """Pairs of each micro-batch."""
 
     @property
-    def parts(self) -> list[MicroBatch]:
-        return [MicroBatch(batch, pairs) for batch, pairs in zip(self.micro_batches, self.pairs, strict=True)]
+    def parts(self) -> list[PairMicroBatch]:
+        return [PairMicroBatch(batch, pairs) for batch, pairs in zip(self.micro_batches, self.pairs, strict=True)]
 
 
 @dataclass(frozen=True)
-class PairShare(Share):
+class PairShare(RankShare):
     pairs: list[tuple[PairFacts, ...]] = field(default_factory=list)
 
 
@@ -96,17 +96,17 @@ class PairLoader(StepLoader):
     def __iter__(self) -> Iterator[StepPairs]:
         return cast("Iterator[StepPairs]", super().__iter__())
 
-    def _encode_share(self) -> Callable[[Sequence[int]], Share]:
+    def _encode_share(self) -> Callable[[Sequence[int]], RankShare]:
         return partial(encode_pairs, self.dataset, self.encoder, self.config)
 
-    def _step_batches(self, step: int, share: Share, waited: float) -> StepPairs:
+    def _step_batches(self, step: int, share: RankShare, waited: float) -> StepPairs:
         assert isinstance(share, PairShare)
         step_batches = super()._step_batches(step, share, waited)
         missing = len(step_batches.micro_batches) - len(share.pairs)
         return StepPairs(**vars(step_batches), pairs=[*share.pairs, *[()] * missing])
 
 
-def pair_loader(
+def build_pair_loader(
     dataset: SampleDataset,
     encoder: Encoder,
     steps: StepOrder | Chunks,
@@ -117,7 +117,7 @@ def pair_loader(
 ) -> PairLoader:
     return PairLoader(
         dataset,
-        pair_encoder(encoder),
+        build_pair_encoder(encoder),
         steps,
         config,
         rank=world.rank,
@@ -128,11 +128,11 @@ def pair_loader(
     )
 
 
-def pair_batches(
+def iter_pair_batches(
     dataset: SampleDataset, encoder: Encoder, rows: Sequence[int], config: DPOConfig, world: World, *, batch_size: int
 ) -> Iterator[StepPairs]:
     """Yield the pairs of `rows` in this order, `batch_size` at a time. Collective."""
-    return iter(pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
+    return iter(build_pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
 
 
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
@@ -143,7 +143,7 @@ def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig
     encoded = read_rows(dataset, encoder.encode_pair, rows)
     pairs = {row: item for row, item in zip(rows, encoded, strict=True) if isinstance(item, Pair)}
     bad = [item for item in encoded if isinstance(item, DataError)]
-    fatal = first_fatal(bad, config)
+    fatal = find_fatal_error(bad, config)
     if fatal is not None:
         return PairShare([], error=fatal)
     try:
@@ -154,7 +154,7 @@ def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig
     samples = [
         [sample for pair in group for sample in pair.samples(share_prompt=config.shares_prompts)] for group in groups
     ]
-    work = work_of(samples, packing=config.train.packing)
+    work = compute_work(samples, packing=config.train.packing)
     return PairShare(
         work=work,
         batches=[make_batch(group, packing=config.train.packing, pad_id=encoder.pad_id) for group in samples],
@@ -162,9 +162,9 @@ def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig
         num_input_tokens=work.tokens,
         num_samples=len(pairs),
         skipped=tuple(map(str, bad)),
-        pairs=[tuple(facts_of(dataset, row_of[id(pair)], pair) for pair in group) for group in groups],
+        pairs=[tuple(build_pair_facts(dataset, row_of[id(pair)], pair) for pair in group) for group in groups],
     )
 
 
-def facts_of(dataset: SampleDataset, row: int, pair: Pair) -> PairFacts:
-    return PairFacts(row, pair.id, dataset.location(row), pair.fingerprint, pair.lengths, pair.ref_logprobs)
+def build_pair_facts(dataset: SampleDataset, row: int, pair: Pair) -> PairFacts:
+    return PairFacts(row, pair.id, dataset.describe_location(row), pair.fingerprint, pair.lengths, pair.ref_logprobs)

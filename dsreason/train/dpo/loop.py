@@ -15,8 +15,8 @@ from dsreason.job.ranks import World
 from dsreason.train.common.global_batches import show_batches, train_on_loader
 from dsreason.train.dpo.build import DPOTrainer, build_dpo
 from dsreason.train.dpo.loader import StepPairs
-from dsreason.train.dpo.reference import Reference
-from dsreason.train.dpo.update import Baseline, accumulate_gradients, metrics_of, settings_of
+from dsreason.train.dpo.reference import PairReference
+from dsreason.train.dpo.update import Baseline, accumulate_gradients, build_settings, compute_pair_metrics
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,11 @@ def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = 
 def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
     """Run the optimizer step over a global batch, count it and display it."""
     run, engine, baseline, started = dpo.run, dpo.engine, dpo.baseline, time.perf_counter()
-    with run.memory.phase("train"):
+    with run.memory.track_phase("train"):
         config, world = dpo.job.config.dpo, dpo.job.world
-        metrics = dpo_step(engine, batches, dpo.reference, baseline, lr=run.learning_rate, config=config, world=world)
+        metrics = run_dpo_step(
+            engine, batches, dpo.reference, baseline, lr=run.learning_rate, config=config, world=world
+        )
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     seconds = time.perf_counter() - started
     saved_baseline = {"baseline": [baseline.total, baseline.count]} if baseline.count else {}
@@ -46,10 +48,10 @@ def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
     show_batches(run, dpo.arithmetic, batches, metrics, progress_values, seconds=seconds)
 
 
-def dpo_step(
+def run_dpo_step(
     engine: DeepSpeedEngine,
     batches: StepPairs,
-    reference: Reference,
+    reference: PairReference,
     baseline: Baseline,
     *,
     lr: float,
@@ -57,12 +59,12 @@ def dpo_step(
     world: World,
 ) -> dict[str, float]:
     """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
-    settings = settings_of(config, baseline)
+    settings = build_settings(config, baseline)
     pairs = accumulate_gradients(engine, batches, reference, config, world, baseline)
     metrics = {"train/loss": 0.0} | take_optimizer_step(engine, lr)
     if len(pairs.chosen) == 0:  # all rows of the step were skipped
         return metrics
-    pair_metrics = metrics_of(pairs, config, settings)
+    pair_metrics = compute_pair_metrics(pairs, config, settings)
     metrics["train/loss"] = pair_metrics.pop("total")
     if "bco" in config.weights:
         metrics["dpo/baseline"] = settings.baseline

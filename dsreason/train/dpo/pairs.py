@@ -11,9 +11,9 @@ from PIL import Image
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.collate import joined
-from dsreason.data.messages import media_parts
-from dsreason.data.micro_batches import first_fit
+from dsreason.data.collate import join_parent
+from dsreason.data.messages import list_media_parts
+from dsreason.data.micro_batches import fit_first
 from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
@@ -46,7 +46,7 @@ class Pair:
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
         """Return both answers for packing: sharing the prompt as parent, or each after a copy of the prompt."""
         both = [self.chosen, self.rejected]
-        return both if share_prompt else [joined(sample) for sample in both]
+        return both if share_prompt else [join_parent(sample) for sample in both]
 
     def size(self, config: DPOConfig) -> int:
         """Count the tokens of a forward over only this pair, including padding."""
@@ -62,10 +62,10 @@ class PairEncoder(Encoder):
 
     def measure(self, sample: Sample) -> int:
         """Count the tokens of a row from its media headers, without decoding; the result may exceed `max_length`."""
-        prompt, better, worse = conversations(sample)
-        _, segments = self._prompt(prompt)
+        prompt, better, worse = split_conversations(sample)
+        _, segments = self._render_prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
-        answers = [self._answer(prompt_ids, conversation)[0] for conversation in (better, worse)]
+        answers = [self._render_answer(prompt_ids, conversation)[0] for conversation in (better, worse)]
         check_differ(sample, *answers)
         return self._count(prompt, segments) + sum(map(len, answers))
 
@@ -76,21 +76,21 @@ class PairEncoder(Encoder):
             DataError: the row is unusable.
             SampleTooLong: it has more than `max_length` tokens.
         """
-        prompt, better, worse = conversations(sample)
-        reference_logprobs = given_logprobs(sample)
+        prompt, better, worse = split_conversations(sample)
+        reference_logprobs = read_reference_logprobs(sample)
         encoded = self.encode_prompt(prompt)
         better_answer, worse_answer = self.encode_answer(encoded, better), self.encode_answer(encoded, worse)
         check_differ(sample, better_answer.input_ids.tolist(), worse_answer.input_ids.tolist())
         self.check_length(sample, len(encoded.encoded) + len(better_answer) + len(worse_answer))
-        digest = fingerprint(encoded, better_answer, worse_answer)
+        digest = compute_fingerprint(encoded, better_answer, worse_answer)
         return Pair(sample.id, better_answer, worse_answer, digest, reference_logprobs)
 
 
-def pair_encoder(encoder: Encoder) -> PairEncoder:
+def build_pair_encoder(encoder: Encoder) -> PairEncoder:
     return PairEncoder(**vars(encoder))
 
 
-def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
+def split_conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
     """Split a row into its prompt, better conversation and worse conversation.
 
     The prompt is the common beginning of the two; the rest is an answer.
@@ -104,8 +104,8 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
             f"sample {sample.id!r}: field 'rejected' is missing; a preference row needs a chosen and a rejected answer"
         )
     if better == worse:
-        raise same_answer(sample)
-    start = common_beginning(better, worse)
+        raise build_same_answer_error(sample)
+    start = count_common_messages(better, worse)
     for field, messages in (("chosen", better), ("rejected", worse)):
         location = f"sample {sample.id!r}: field {field!r}"
         if start == len(messages):
@@ -115,7 +115,7 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
                 f"{location}, message {start}: chosen and rejected diverge here, but not at an assistant answer to a user "
                 "message; both must answer the same prompt"
             )
-        if media_parts(messages[start:]):
+        if list_media_parts(messages[start:]):
             raise DataError(
                 f"{location}: images and videos must come before the diverging answers; move them to the prompt"
             )
@@ -123,7 +123,7 @@ def conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
     return prompt, replace(prompt, messages=better), replace(prompt, messages=worse)
 
 
-def common_beginning(better: Sequence[Message], worse: Sequence[Message]) -> int:
+def count_common_messages(better: Sequence[Message], worse: Sequence[Message]) -> int:
     """Return the number of leading messages that both conversations share."""
     pairs = zip(better, worse, strict=False)
     return next((i for i, (message, other) in enumerate(pairs) if message != other), min(len(better), len(worse)))
@@ -135,14 +135,14 @@ def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None
     Their text may still differ in what the chat template strips, such as trailing spaces.
     """
     if chosen == rejected:
-        raise same_answer(sample)
+        raise build_same_answer_error(sample)
 
 
-def same_answer(sample: Sample) -> DataError:
+def build_same_answer_error(sample: Sample) -> DataError:
     return DataError(f"sample {sample.id!r}: fields 'chosen' and 'rejected' are the same answer; correct one of them")
 
 
-def given_logprobs(sample: Sample) -> tuple[float, float] | None:
+def read_reference_logprobs(sample: Sample) -> tuple[float, float] | None:
     """Return the reference log-probabilities of both answers from the row; None if it has none."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
@@ -159,7 +159,7 @@ def is_logprob(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_LOGPROB <= value <= ROUNDING
 
 
-def fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedSample) -> str:
+def compute_fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: EncodedSample) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for sample in (prompt.encoded, chosen, rejected):
         digest.update(b"%d " % len(sample) + sample.input_ids.numpy().tobytes())
@@ -186,7 +186,7 @@ def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
                 f"through one forward; raise {key}, or lower model.max_length and set model.on_too_long"
             )
     if config.train.packing:
-        return first_fit([(pair.size(config), [pair]) for pair in ordered], budget)
+        return fit_first([(pair.size(config), [pair]) for pair in ordered], budget)
     groups: list[list[Pair]] = []
     for pair in ordered:
         if not groups or (len(groups[-1]) + 1) * groups[-1][0].size(config) > budget:

@@ -10,10 +10,10 @@ from dsreason.data.chat import Encoder
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
-from dsreason.train.common.global_batches import check_steps, step_order
+from dsreason.train.common.global_batches import build_step_order, check_steps
 from dsreason.train.common.preflight import check_dataset, check_model
-from dsreason.train.dpo.pairs import PairEncoder, given_logprobs, pair_encoder
-from dsreason.train.dpo.reference import NOTHING_GIVEN, GivenReference, read_given
+from dsreason.train.dpo.pairs import PairEncoder, build_pair_encoder, read_reference_logprobs
+from dsreason.train.dpo.reference import NOTHING_GIVEN, FileReference, read_reference_file
 
 
 def check(config: DPOConfig) -> None:
@@ -22,12 +22,12 @@ def check(config: DPOConfig) -> None:
     Raises:
         DsReasonError: unusable model folder or reference file, no data, too few rows for one step, a bad row.
     """
-    file = given_file(config)
-    encoder = pair_encoder(check_model(config))
+    file = open_reference_file(config)
+    encoder = build_pair_encoder(check_model(config))
     training, validation = open_datasets(config.data)
     check_best_metric(config, validation)
-    check_steps(step_order(training, config), config)
-    check_file = partial(check_given, config, file)
+    check_steps(build_step_order(training, config), config)
+    check_file = partial(check_reference_logprobs, config, file)
     check_dataset("training", training, encoder, config, check_file)
     check_dataset("validation", validation, encoder, config, check_file)
 
@@ -42,24 +42,26 @@ def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
         )
 
 
-def given_file(config: DPOConfig) -> GivenReference | None:
-    return None if config.dpo.reference_file is None else read_given(config.dpo.reference_file)
+def open_reference_file(config: DPOConfig) -> FileReference | None:
+    return None if config.dpo.reference_file is None else read_reference_file(config.dpo.reference_file)
 
 
-def check_given(config: DPOConfig, file: GivenReference | None, sample: Sample, fingerprint: str | None = None) -> None:
+def check_reference_logprobs(
+    config: DPOConfig, file: FileReference | None, sample: Sample, fingerprint: str | None = None
+) -> None:
     """Raise DataError if the required reference log-probabilities of a row are missing or do not match it."""
     if file is not None and (problem := file.problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
-    if config.dpo.reference == "precomputed" and file is None and given_logprobs(sample) is None:
+    if config.dpo.reference == "precomputed" and file is None and read_reference_logprobs(sample) is None:
         raise DataError(f"sample {sample.id!r}: {NOTHING_GIVEN}")
 
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """Return the function that encodes a training row; it raises DataError for an unusable row."""
-    return partial(encode_row, config, given_file(config), pair_encoder(encoder))
+    return partial(encode_row, config, open_reference_file(config), build_pair_encoder(encoder))
 
 
-def encode_row(config: DPOConfig, file: GivenReference | None, encoder: PairEncoder, sample: Sample) -> object:
+def encode_row(config: DPOConfig, file: FileReference | None, encoder: PairEncoder, sample: Sample) -> object:
     pair = encoder.encode_pair(sample)
-    check_given(config, file, sample, pair.fingerprint)
+    check_reference_logprobs(config, file, sample, pair.fingerprint)
     return pair

@@ -18,10 +18,10 @@ from torch import Tensor
 from dsreason.engine.reference import BaseReference
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
-from dsreason.job.ranks import World, gather_objects, on_rank_zero
-from dsreason.losses.preference import Pairs, pairs_of
-from dsreason.problems import instead_of_file, parse_error
-from dsreason.train.dpo.loader import MicroBatch, PairFacts, StepPairs
+from dsreason.job.ranks import World, gather_objects, run_on_rank_zero
+from dsreason.losses.preference import Pairs, build_pairs
+from dsreason.problems import describe_missing_file, describe_parse_error
+from dsreason.train.dpo.loader import PairFacts, PairMicroBatch, StepPairs
 from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
 
 
-class Reference(Protocol):
+class PairReference(Protocol):
     """The reference of the log-ratios."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         """Return `[P, 2]` float64 on the engine's device, for the chosen and the rejected answers. Collective.
 
         `part` is "training" or "validation".
@@ -49,7 +49,7 @@ class Reference(Protocol):
 class NoReference:
     """A reference whose log-probabilities are all 0."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
 
 
@@ -59,9 +59,9 @@ class AdapterOff:
     def __init__(self, base: BaseReference) -> None:
         self.base = base
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         with self.base.in_place():
-            pairs = pairs_without_reference(engine, micro_batch)
+            pairs = compute_policy_pairs(engine, micro_batch)
         return torch.stack([pairs.chosen, pairs.rejected], dim=1)
 
 
@@ -74,8 +74,8 @@ NOTHING_GIVEN = (
 class RowReference:
     """A reference that reads the log-probabilities from the rows."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
         if pair.ref_logprobs is None:
@@ -84,7 +84,7 @@ class RowReference:
 
 
 @dataclass(frozen=True)
-class GivenLine:
+class ReferenceLine:
     """A line of `dpo.reference_file`; a file that a run wrote also has the fingerprint of the row."""
 
     chosen: float
@@ -93,16 +93,16 @@ class GivenLine:
 
 
 @dataclass
-class GivenReference:
+class FileReference:
     """A reference that reads the log-probabilities from `dpo.reference_file`."""
 
     file: str
-    by_id: dict[str, GivenLine] = field(default_factory=dict)
+    by_id: dict[str, ReferenceLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
     """Fingerprints of the models that the file was measured with, if it names them."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts) -> tuple[float, float]:
         if problem := self.problem(pair.id, pair.fingerprint):
@@ -123,7 +123,7 @@ class GivenReference:
             )
         return None
 
-    def tell_other_model(self, model: str) -> None:
+    def warn_of_other_model(self, model: str) -> None:
         """Warn if the file was measured with a model other than the initial one, which has the fingerprint `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
@@ -136,7 +136,7 @@ class GivenReference:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ReferenceRecord:
     """A line of the file: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`."""
 
     part: str
@@ -152,11 +152,11 @@ class StoredReference:
     """A reference that measures each row once, with the model that training starts with, and saves the results."""
 
     file: Path
-    rows: dict[tuple[str, int], Measured] = field(default_factory=dict)
+    rows: dict[tuple[str, int], ReferenceRecord] = field(default_factory=dict)
     """(part, row index) → measured row; the same on all ranks."""
 
-    def logprobs(self, engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> Tensor:
-        return as_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
+    def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
+        return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
 
     def of(self, pair: PairFacts, part: str) -> tuple[float, float]:
         row = self.rows.get((part, pair.row))
@@ -172,8 +172,8 @@ class StoredReference:
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
         """Measure these rows with the engine's weights; add the results here and to the file. Collective."""
-        local_rows = [row for micro_batch in batch.parts for row in measured(engine, micro_batch, part)]
-        rows = [row for rank in world.of_groups(gather_objects(local_rows)) for row in rank]
+        local_rows = [row for micro_batch in batch.parts for row in measure_rows(engine, micro_batch, part)]
+        rows = [row for rank in world.select_group_values(gather_objects(local_rows)) for row in rank]
         for row in rows:
             if not math.isfinite(row.chosen + row.rejected):
                 raise DataError(
@@ -181,24 +181,24 @@ class StoredReference:
                     f"{row.chosen} and {row.rejected}, not finite; check the model and the row"
                 )
             self.rows[part, row.row] = row
-        on_rank_zero(partial(append, self.file, rows))
+        run_on_rank_zero(partial(append, self.file, rows))
 
 
-def measured(engine: DeepSpeedEngine, micro_batch: MicroBatch, part: str) -> list[Measured]:
-    pairs = pairs_without_reference(engine, micro_batch)
+def measure_rows(engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> list[ReferenceRecord]:
+    pairs = compute_policy_pairs(engine, micro_batch)
     sums = zip(micro_batch.pairs, pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)
-    return [Measured(part, pair.row, pair.id, pair.fingerprint, *both) for pair, *both in sums]
+    return [ReferenceRecord(part, pair.row, pair.id, pair.fingerprint, *both) for pair, *both in sums]
 
 
 @torch.no_grad()
-def pairs_without_reference(engine: DeepSpeedEngine, micro_batch: MicroBatch) -> Pairs:
+def compute_policy_pairs(engine: DeepSpeedEngine, micro_batch: PairMicroBatch) -> Pairs:
     """Run the engine's forward and return the pairs with reference log-probabilities of 0. Collective."""
     lengths = micro_batch.lengths.to(engine.device)
     zeros = torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
-    return pairs_of(engine(micro_batch.batch.to(engine.device)), lengths, zeros)
+    return build_pairs(engine(micro_batch.batch.to(engine.device)), lengths, zeros)
 
 
-def as_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Tensor:
+def to_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=engine.device).view(-1, 2)
 
 
@@ -227,20 +227,20 @@ def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> Stored
     if measured_model != model:
         log.warning("%s was measured with another model; measuring it again", existing_file)
         lines = []
-    rows = [as_measured(line, where) for where, line in lines[1:]]
+    rows = [parse_measured_row(line, where) for where, line in lines[1:]]
     write_file(file, "".join(json.dumps(line) + "\n" for line in [{"model": model}, *map(asdict, rows)]))
     return StoredReference(file, {(row.part, row.row): row for row in rows})
 
 
-def as_measured(line: dict[str, Any], where: str) -> Measured:
+def parse_measured_row(line: dict[str, Any], where: str) -> ReferenceRecord:
     kinds = {"part": str, "row": int, "id": str, "fingerprint": str}
     fits = line.keys() == {*kinds, *VALUES} and all(type(line[name]) is kind for name, kind in kinds.items())
     if not fits or not all(is_logprob(line[name]) for name in VALUES):
         raise DataError(f"{where}: {line!r:.200} is not a measured row; {REMOVE}")
-    return Measured(**line)
+    return ReferenceRecord(**line)
 
 
-def append(file: Path, rows: Iterable[Measured]) -> None:
+def append(file: Path, rows: Iterable[ReferenceRecord]) -> None:
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
@@ -268,14 +268,14 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             if number == unfinished:
                 break
-            raise DataError(f"{location}: not JSON ({parse_error(error)}); {advice}") from error
+            raise DataError(f"{location}: not JSON ({describe_parse_error(error)}); {advice}") from error
         if not isinstance(value, dict):
             raise DataError(f"{location}: not an object; {advice}")
         rows.append((location, value))
     return rows
 
 
-def read_given(path: str) -> GivenReference:
+def read_reference_file(path: str) -> FileReference:
     """Read `dpo.reference_file`: log-probabilities of the chosen and the rejected answer by id.
 
     Raises:
@@ -284,8 +284,8 @@ def read_given(path: str) -> GivenReference:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"dpo.reference_file {file.absolute()}: {instead_of_file(file)}")
-    reference = GivenReference(path)
+        raise ConfigError(f"dpo.reference_file {file.absolute()}: {describe_missing_file(file)}")
+    reference = FileReference(path)
     for where, line in read_lines(file, "correct it"):
         if line.keys() == {"model"}:
             reference.models.add(str(line["model"]))
@@ -295,7 +295,7 @@ def read_given(path: str) -> GivenReference:
                 f"{where}: must have id, chosen and rejected (each of the latter {LOGPROB}); got {line!r:.200}"
             )
         key = str(line["id"])
-        entry = GivenLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
+        entry = ReferenceLine(float(line["chosen"]), float(line["rejected"]), line.get("fingerprint"))
         other = reference.by_id.setdefault(key, entry)
         if (other.chosen, other.rejected) != (entry.chosen, entry.rejected):
             raise DataError(f"{where}: the id {key!r} occurs twice with different values; give each row a unique id")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from dsreason.config.schema_dpo import PreferenceConfig
 from dsreason.engine.engine import add_gradient
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
-from dsreason.losses.preference import Pairs, PairSettings, pairs_of, preference_loss
+from dsreason.job.ranks import World, gather_objects, share_errors
+from dsreason.losses.preference import Pairs, PairSettings, build_pairs, compute_preference_loss
 from dsreason.phases import record_phase
-from dsreason.train.dpo.loader import MicroBatch, StepPairs
-from dsreason.train.dpo.reference import Reference
+from dsreason.train.dpo.loader import PairMicroBatch, StepPairs
+from dsreason.train.dpo.reference import PairReference
 
 WINDOW = 20
 """Number of recent steps whose later half is compared with the earlier half."""
@@ -45,22 +45,22 @@ class Baseline:
             self.count += len(rewards)
 
 
-def settings_of(config: PreferenceConfig, baseline: Baseline) -> PairSettings:
+def build_settings(config: PreferenceConfig, baseline: Baseline) -> PairSettings:
     return PairSettings(config.beta, config.label_smoothing, baseline.mean)
 
 
-def reference_logprobs(
-    engine: DeepSpeedEngine, reference: Reference, micro_batches: Sequence[MicroBatch], part: str
+def compute_reference_logprobs(
+    engine: DeepSpeedEngine, reference: PairReference, micro_batches: Sequence[PairMicroBatch], part: str
 ) -> list[Tensor]:
     """Return `Reference.logprobs` of each micro-batch. Collective; an error on one rank is raised on all."""
-    with record_phase("ref_logprobs"), errors_on_all_ranks(), torch.no_grad():
+    with record_phase("ref_logprobs"), share_errors(), torch.no_grad():
         return [reference.logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
 
 
 def accumulate_gradients(
     engine: DeepSpeedEngine,
     batches: StepPairs,
-    reference: Reference,
+    reference: PairReference,
     config: PreferenceConfig,
     world: World,
     baseline: Baseline,
@@ -69,14 +69,16 @@ def accumulate_gradients(
 
     Returns the pairs of all ranks, on the CPU.
     """
-    micro_batches, settings = batches.parts, settings_of(config, baseline)
+    micro_batches, settings = batches.parts, build_settings(config, baseline)
     all_pairs = []
     for i, (micro_batch, ref) in enumerate(
-        zip(micro_batches, reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
+        zip(micro_batches, compute_reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
     ):  # every rank runs the same number, because forwards are collective
         with record_phase("forward"):
-            pairs = pairs_of(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
-            loss = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples))
+            pairs = build_pairs(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
+            loss = compute_preference_loss(
+                pairs, settings, config.weights, config.sft, num_pairs=max(1, batches.num_samples)
+            )
         add_gradient(engine, loss.float(), world.size, last=i == len(micro_batches) - 1)
         all_pairs.append(pairs)
     return gather_pairs(all_pairs, world)
@@ -87,7 +89,7 @@ def gather_pairs(local_pairs: Sequence[Pairs], world: World) -> Pairs:
     local_values = [
         torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in local_pairs]).tolist() for name in NAMES
     ]
-    ranks = world.of_groups(gather_objects(local_values))
+    ranks = world.select_group_values(gather_objects(local_values))
     columns = [torch.tensor(sum((rank[i] for rank in ranks), []), dtype=torch.float64) for i in range(len(NAMES))]
     return Pairs(*columns)
 
@@ -95,15 +97,15 @@ def gather_pairs(local_pairs: Sequence[Pairs], world: World) -> Pairs:
 NAMES = [item.name for item in fields(Pairs)]
 
 
-def metrics_of(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
+def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
     """Compute means over pairs; at least one pair is required.
 
     `accuracy` is the share whose margin is positive: the policy prefers the chosen answer more than the reference does.
     `ranking` is the share whose chosen answer is the more probable one. `chosen` and `rejected` are log-ratios.
     """
     count = len(pairs.chosen)
-    total = preference_loss(pairs, settings, config.weights, config.sft, num_pairs=count)
-    preference = preference_loss(pairs, settings, config.weights, 0.0, num_pairs=count)
+    total = compute_preference_loss(pairs, settings, config.weights, config.sft, num_pairs=count)
+    preference = compute_preference_loss(pairs, settings, config.weights, 0.0, num_pairs=count)
     return {
         "total": float(total),
         "loss": float(preference),

@@ -13,14 +13,20 @@ from dsreason.config.schema_dpo import DPOConfig
 from dsreason.engine.zero3 import release_gathered
 from dsreason.errors import DataError
 from dsreason.job.ranks import World, gather_objects
-from dsreason.losses.preference import Pairs, pairs_of
+from dsreason.losses.preference import Pairs, build_pairs
 from dsreason.monitor.metrics import Metrics
 from dsreason.monitor.progress import Progress
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.validate import HeldOut
-from dsreason.train.dpo.loader import pair_batches
-from dsreason.train.dpo.reference import Reference
-from dsreason.train.dpo.update import Baseline, gather_pairs, metrics_of, reference_logprobs, settings_of
+from dsreason.train.dpo.loader import iter_pair_batches
+from dsreason.train.dpo.reference import PairReference
+from dsreason.train.dpo.update import (
+    Baseline,
+    build_settings,
+    compute_pair_metrics,
+    compute_reference_logprobs,
+    gather_pairs,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +56,22 @@ class PreferenceResult:
 
 
 def validate_preferences(
-    engine: DeepSpeedEngine, reference: Reference, held_out: HeldOut[DPOConfig], baseline: Baseline, progress: Progress
+    engine: DeepSpeedEngine,
+    reference: PairReference,
+    held_out: HeldOut[DPOConfig],
+    baseline: Baseline,
+    progress: Progress,
 ) -> dict[str, float]:
     """Measure the policy on the held-out pairs: `val/loss`, margins and accuracies. Collective."""
     config = held_out.config
     pairs = measure_pairs(engine, reference, held_out, progress)
-    metrics = metrics_of(pairs, config.dpo, settings_of(config.dpo, baseline))
+    metrics = compute_pair_metrics(pairs, config.dpo, build_settings(config.dpo, baseline))
     return {f"val/{NAMES.get(name, name)}": value for name, value in metrics.items() if name != "loss"}
 
 
 @torch.no_grad()
 def measure_pairs(
-    engine: DeepSpeedEngine, reference: Reference, held_out: HeldOut[DPOConfig], progress: Progress
+    engine: DeepSpeedEngine, reference: PairReference, held_out: HeldOut[DPOConfig], progress: Progress
 ) -> Pairs:
     """Measure the held-out pairs of all ranks. Collective.
 
@@ -72,14 +82,14 @@ def measure_pairs(
     was_training = engine.training
     engine.eval()
     size = config.validation.micro_batch_size * world.size
-    with progress.phase("validation: preferences", len(rows), "pairs") as advance:
-        for batches in pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
+    with progress.track_phase("validation: preferences", len(rows), "pairs") as advance:
+        for batches in iter_pair_batches(held_out.dataset, held_out.encoder, rows, config, world, batch_size=size):
             for message in batches.skipped:
                 log.warning("validation: left out: %s", message)
-            refs = reference_logprobs(engine, reference, batches.parts, "validation")
+            refs = compute_reference_logprobs(engine, reference, batches.parts, "validation")
             for micro_batch, ref in zip(batches.parts, refs, strict=True):
                 logprobs = engine(micro_batch.batch.to(engine.device))
-                pairs.append(pairs_of(logprobs, micro_batch.lengths.to(engine.device), ref))
+                pairs.append(build_pairs(logprobs, micro_batch.lengths.to(engine.device), ref))
             advance(batches.num_samples + len(batches.skipped))
     engine.train(was_training)
     release_gathered(engine)

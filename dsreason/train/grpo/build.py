@@ -16,17 +16,17 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.prompts import PromptLoader
-from dsreason.engine.reference import BaseReference, Reference, ReferencePolicy
+from dsreason.engine.reference import BaseReference, KLReference, ReferencePolicy
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World, gather_objects
-from dsreason.losses.objective import Objective, objective_of
+from dsreason.losses.objective import Objective, build_objective
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.opening import EngineSettings
-from dsreason.rollout.protocol import media_token_ids
+from dsreason.rollout.protocol import find_media_token_ids
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.rollout.vllm_arguments import MIN_SEQUENCES, VLLMSettings
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
+from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.opening import (
     TrainingRows,
@@ -38,8 +38,8 @@ from dsreason.train.common.opening import (
 from dsreason.train.common.run import TrainingRun
 from dsreason.train.common.sampler import Sampler
 from dsreason.train.common.validate import HeldOut, validate
-from dsreason.train.grpo.check_rewards import row_check
-from dsreason.train.grpo.preflight import check, num_steps, prompt_encoder, rollout_order
+from dsreason.train.grpo.check_rewards import build_row_check
+from dsreason.train.grpo.preflight import build_prompt_encoder, build_rollout_order, check, count_optimizer_steps
 from dsreason.train.grpo.reference import load_reference
 from dsreason.train.grpo.sampling import RolloutSampler
 from dsreason.train.grpo.teacher import Teacher, open_teacher
@@ -59,7 +59,7 @@ class GRPOTrainer:
     held_out: HeldOut[GRPOConfig]
     rollouts: RolloutSampler
     scorer: Scorer
-    reference: Reference | None
+    reference: KLReference | None
     """Reference policy of the KL term; unset without a KL term."""
     teacher: Teacher | None
     """Teacher to distill from; unset without distillation."""
@@ -88,9 +88,11 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="grpo", check=check, stack=stack)
         config, world, encoder = job.config, job.world, rows.encoder
-        order = rollout_order(rows.training, config)
-        banned_ids = torch.tensor(media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device)
-        with job.watchdog.phase("load_model"):
+        order = build_rollout_order(rows.training, config)
+        banned_ids = torch.tensor(
+            find_media_token_ids(encoder.processor.tokenizer, encoder.family), device=world.device
+        )
+        with job.watchdog.track_phase("load_model"):
             engine, reference, state = load_policy(job)
             teacher = open_teacher(config, banned_ids, world, state.extra)
         scorer = Scorer(config.reward)
@@ -99,14 +101,14 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             rows,
             stack,
             engine=engine,
-            settings=engine_settings(config, world),
+            settings=build_engine_settings(config, world),
             state=state,
             scorer=scorer,
             bucket_mb=config.rollout.sync_bucket_mb,
             offload=config.rollout.offload,
-            total_steps=num_steps(order, config),
+            total_steps=count_optimizer_steps(order, config),
         )
-        loader_encoder, next_batch = prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
+        loader_encoder, next_batch = build_prompt_encoder(config, encoder), int(state.extra.get("next_batch", 0))
         prompts = PromptLoader(
             rows.training,
             loader_encoder,
@@ -117,9 +119,9 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             world_size=world.size,
             ranks_per_row=world.ranks_per_row,
             start=next_batch,
-            check=row_check(config),
+            check=build_row_check(config),
         )
-        objective = objective_of(config.grpo)
+        objective = build_objective(config.grpo)
         yield GRPOTrainer(
             job=job,
             run=run,
@@ -135,13 +137,13 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
             reference=reference,
             teacher=teacher,
             objective=objective,
-            arithmetic=arithmetic_of(engine, world),
+            arithmetic=build_arithmetic(engine, world),
             banned_ids=banned_ids,
             batches_per_epoch=order.rows_per_epoch / config.grpo.prompts_per_step,
         )
 
 
-def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, Reference | None, TrainerState]:
+def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, KLReference | None, TrainerState]:
     """Load the policy with its optimizer, the reference of the KL term if any, and the state to start from. Collective."""
     config, model_path = job.config, job.model_path
     # Without a shared folder only the first host has the newest reference, so a resumed run could not read it.
@@ -151,8 +153,8 @@ def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, Referenc
             f"{config.output_dir} is a separate folder on each host; use a shared folder, or set it to 0"
         )
     engine = build_policy_engine(config, job.deepspeed, model_path, job.world.group)
-    reference: Reference | None = None
-    if objective_of(config.grpo).kl_coef:  # must run before a checkpoint is loaded
+    reference: KLReference | None = None
+    if build_objective(config.grpo).kl_coef:  # must run before a checkpoint is loaded
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
     state = start_policy(job, engine)
     if job.checkpoint is not None and isinstance(reference, ReferencePolicy):
@@ -160,7 +162,7 @@ def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, Referenc
     return engine, reference, state
 
 
-def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
+def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
     rollout = config.rollout
     if rollout.engine == "transformers":
         return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
@@ -171,12 +173,12 @@ def engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         sleep_level=rollout.sleep_level,
         enforce_eager=rollout.enforce_eager,
-        max_num_seqs=completions_per_engine(config, world),
+        max_num_seqs=count_completions_per_engine(config, world),
         engine_options=rollout.engine_options,
     )
 
 
-def completions_per_engine(config: GRPOConfig, world: World) -> int:
+def count_completions_per_engine(config: GRPOConfig, world: World) -> int:
     """Return the number of completions per engine and rollout, but at least `MIN_SEQUENCES`, for validation."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)

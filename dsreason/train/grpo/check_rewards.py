@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from dsreason.answers.compat import hash_number
+from dsreason.answers.compat import extract_hash_number
 from dsreason.answers.parsing import parse
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.messages import prompt_messages, text_of
+from dsreason.data.messages import get_text, prompt_messages
 from dsreason.data.prompts import Check
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards import BUILT_IN, READS_REFERENCE, WITHOUT_ANSWER
 from dsreason.rewards.functions import REMOTE, check_references, check_reward
 from dsreason.rewards.scoring import open_remote
-from dsreason.rewards.text import FORMAT, REQUEST, format_problem, soft_overlong
+from dsreason.rewards.text import FORMAT, REQUEST, compute_soft_overlong, describe_format_problem
 from dsreason.train.grpo.teacher_server import check_no_media
 
 
@@ -40,12 +40,12 @@ def check_functions(config: GRPOConfig) -> None:
     buffer = config.reward.options.get("overlong", {}).get("buffer")
     if buffer is not None:
         try:
-            soft_overlong(0, config.rollout.max_completion_length, buffer)
+            compute_soft_overlong(0, config.rollout.max_completion_length, buffer)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"reward.options.overlong.buffer ({buffer!r}): {error}") from error
 
 
-def row_check(config: GRPOConfig) -> Check:
+def build_row_check(config: GRPOConfig) -> Check:
     """Return the check of a training row for the rewards of this run; it raises DataError."""
     names = tuple(name for name in config.reward.functions if name in BUILT_IN)
     check_rewards = partial(check_answer, names, options=config.reward.options)
@@ -59,7 +59,7 @@ def row_check(config: GRPOConfig) -> Check:
     return check
 
 
-def held_out_check(config: GRPOConfig) -> Check:
+def build_held_out_check(config: GRPOConfig) -> Check:
     """Return the check of a held-out row: an unusable reference would otherwise stop the run at the first validation."""
     names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
     return partial(check_references, names, config.reward.options)
@@ -83,28 +83,30 @@ def check_answer(
     check_references(rewards, options or {}, sample)
 
 
-def no_option(answer: str, options: dict[str, str]) -> str | None:
+def find_option_problem(answer: str, options: dict[str, str]) -> str | None:
     letter = parse(answer, "reasoning").answer
     is_known = letter in {"", *(key.upper() for key in options)} or parse(answer, "reasoning", options=options).answer
     return None if is_known or not options else f"none of the options {', '.join(options)}"
 
 
-def no_number(answer: str, options: dict[str, str]) -> str | None:
+def find_number_problem(answer: str, options: dict[str, str]) -> str | None:
     is_bare = re.fullmatch(r"\s*-?[0-9.,]+\s*", answer) is not None
-    return None if is_bare or hash_number(answer) is not None else "neither a number nor a text with `#### number`"
+    return (
+        None if is_bare or extract_hash_number(answer) is not None else "neither a number nor a text with `#### number`"
+    )
 
 
-def no_latex(answer: str, options: dict[str, str]) -> str | None:
+def find_latex_problem(answer: str, options: dict[str, str]) -> str | None:
     is_plain = "\\" not in answer and "$" not in answer
     return f"no LaTeX; write \\boxed{{{answer.strip():.20}}}, or use direct_math" if is_plain else None
 
 
 UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
-    "single_choice": no_option,
-    "single_choice_lenient": no_option,
-    "ordinal_choice": no_option,
-    "gsm8k": no_number,
-    "boxed_math": no_latex,
+    "single_choice": find_option_problem,
+    "single_choice_lenient": find_option_problem,
+    "ordinal_choice": find_option_problem,
+    "gsm8k": find_number_problem,
+    "boxed_math": find_latex_problem,
 }
 """Reward → function that returns what is wrong with a reference answer, given the sample's options, or None."""
 
@@ -118,18 +120,18 @@ def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
         return
     pattern = config.reward.options.get("format", {}).get("pattern", FORMAT)
     try:
-        problems = [format_problem(prompt_text(sample), pattern) for sample in samples]
+        problems = [describe_format_problem(get_prompt_text(sample), pattern) for sample in samples]
     except (TypeError, re.error) as error:
         raise ConfigError(
             f"reward.options.format.pattern ({pattern!r}) is not a regular expression: {error}"
         ) from error
     if problems and None not in problems:
-        example = f", such as {REQUEST!r}" if format_problem(REQUEST, pattern) is None else ""
+        example = f", such as {REQUEST!r}" if describe_format_problem(REQUEST, pattern) is None else ""
         raise ConfigError(
             f"reward format with the pattern {pattern!r}: {problems[0]}; a completion that follows the prompt gets no reward. "
             f"Change reward.options.format.pattern, or let data.system_prompt ask for the format{example}"
         )
 
 
-def prompt_text(sample: Sample) -> str:
-    return "\n".join(text_of(message) for message in prompt_messages(sample) if message["role"] != "assistant")
+def get_prompt_text(sample: Sample) -> str:
+    return "\n".join(get_text(message) for message in prompt_messages(sample) if message["role"] != "assistant")

@@ -9,17 +9,17 @@ from torch import Tensor
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt, Encoder
 from dsreason.data.sources import SampleDataset
-from dsreason.engine.merged import merged_parameters
+from dsreason.engine.merged import iter_merged_parameters
 from dsreason.errors import DataError, DsReasonError
 from dsreason.job.ranks import gather_objects
 from dsreason.monitor.progress import Progress
 from dsreason.rollout.protocol import SyncError
-from dsreason.rollout.self_test import self_test
-from dsreason.train.common.answers import modality_of
+from dsreason.rollout.self_test import run_self_test
+from dsreason.train.common.answers import get_modality
 from dsreason.train.common.sampler import Sampler
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.rollouts import Rollout
-from dsreason.train.grpo.update import current_logprobs, cut
+from dsreason.train.grpo.update import compute_current_logprobs, cut
 
 NUM_ROWS = 64
 """Number of rows that are searched for a prompt of each modality."""
@@ -46,9 +46,9 @@ def check_engine(
     """
     sampler.offload.offload()
     try:
-        test_result = self_test(
+        test_result = run_self_test(
             sampler.rollout,
-            lambda: merged_parameters(sampler.policy, sampler.bucket_mb),
+            lambda: iter_merged_parameters(sampler.policy, sampler.bucket_mb),
             prompts,
             max_completion_length=min(8, config.rollout.max_completion_length),
         )
@@ -58,27 +58,29 @@ def check_engine(
     pairs = zip(prompts, test_result.completions, strict=True)
     rollouts = [Rollout(*pair, reward=0.0, rewards={}, advantage=0.0) for pair in pairs]
     micro_batches = cut(rollouts, config, encoder)
-    logprobs = current_logprobs(sampler.policy, micro_batches, 1.0, banned_ids)  # engines report greedy tokens at 1
+    logprobs = compute_current_logprobs(
+        sampler.policy, micro_batches, 1.0, banned_ids
+    )  # engines report greedy tokens at 1
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
-        for difference in mismatch.mismatches(micro_batch.rollouts, values)
+        for difference in mismatch.measure_mismatches(micro_batch.rollouts, values)
     ]
     differences = [difference for part in gather_objects(local_differences) for difference in part]
-    metrics = mismatch.metrics_of(differences)
+    metrics = mismatch.compute_mismatch_metrics(differences)
     by_modality = ", ".join(
         f"{name.rpartition('/')[2]} {value:.2g}"
         for name, value in metrics.items()
         if name.startswith("mismatch/max_abs_logprob/")
     )
-    progress.say(
+    progress.print_line(
         f"self-test: {sum(map(len, test_result.tensors))} tensors of the engine were perturbed and restored; its "
         f"log-probabilities differ from the trainer's by at most {metrics['mismatch/max_abs_logprob']:.2g} ({by_modality})"
     )
     mismatch.check(metrics, differences, config.rollout, step, folder=None)
 
 
-def prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[EncodedPrompt]:
+def encode_prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[EncodedPrompt]:
     """Encode the first usable prompt of each modality among the first rows; every rank gets the same.
 
     Raises:
@@ -88,8 +90,8 @@ def prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[Encod
     for index in range(min(NUM_ROWS, len(training))):
         try:
             sample = training[index]
-            if modality_of(sample) not in prompts:
-                prompts[modality_of(sample)] = encoder.encode_prompt(sample)
+            if get_modality(sample) not in prompts:
+                prompts[get_modality(sample)] = encoder.encode_prompt(sample)
         except DataError:  # the loader reports the row when it reads it
             continue
     if not prompts:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.micro_batches import work_of
+from dsreason.data.micro_batches import compute_work
 from dsreason.engine.engine import take_optimizer_step
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
@@ -21,9 +21,9 @@ from dsreason.job.ranks import World, gather_in_group, gather_objects
 from dsreason.losses.objective import Objective
 from dsreason.train.grpo import mismatch
 from dsreason.train.grpo.build import GRPOTrainer, build_grpo
-from dsreason.train.grpo.engine_check import check_engine, prompt_per_modality
+from dsreason.train.grpo.engine_check import check_engine, encode_prompt_per_modality
 from dsreason.train.grpo.reference import reset_reference
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, join_group, split_into_steps, training_sample
+from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, join_group, split_into_steps
 from dsreason.train.grpo.sampling import SampledRollouts
 from dsreason.train.grpo.show import describe, show_rollouts
 from dsreason.train.grpo.update import accumulate_gradients, add_fixed_logprobs, cut
@@ -46,20 +46,20 @@ def train(grpo: GRPOTrainer) -> None:
     run = grpo.run
     if grpo.job.config.rollout.self_test:
         check_rollout_engine(grpo)
-    run.before_steps(grpo.validate)
+    run.begin_steps(grpo.validate)
     while run.state.step < run.total_steps:
         run.poll_checkpoint()
         first = run.state.step
         train_on_rollout(grpo)
-        run.after_steps(first, grpo.validate)
+        run.finish_steps(first, grpo.validate)
     run.finish()
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
     """Check that weights arrive in the rollout engine and that its log-probabilities match the trainer's."""
     job, progress = grpo.job, grpo.run.progress
-    prompts = prompt_per_modality(grpo.rows.training, grpo.prompt_encoder)
-    with job.watchdog.phase("self_test"), progress.phase("self-test of the rollout engine"):
+    prompts = encode_prompt_per_modality(grpo.rows.training, grpo.prompt_encoder)
+    with job.watchdog.track_phase("self_test"), progress.track_phase("self-test of the rollout engine"):
         step = grpo.run.state.step
         check_engine(grpo.sampler, prompts, job.config, grpo.rows.encoder, grpo.banned_ids, step, progress)
 
@@ -68,16 +68,16 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
     """Sample completions from the current policy and run the optimizer steps over them."""
     run, watchdog = grpo.run, grpo.job.watchdog
     started = time.perf_counter()
-    with watchdog.phase("rollout"):
+    with watchdog.track_phase("rollout"):
         sampled = grpo.rollouts.sample(run.state.step)
     train_started = time.perf_counter()
     sampling_seconds = train_started - started
-    with watchdog.phase("prepare"):
+    with watchdog.track_phase("prepare"):
         rollout_metrics = show_sampled(grpo, sampled)
         steps = prepare_steps(grpo, sampled)
     for micro_batches in steps:
         run.profiler.begin(run.state.step + 1)
-        with watchdog.phase("step"):
+        with watchdog.track_phase("step"):
             metrics = train_on_step(grpo, micro_batches)
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
@@ -99,7 +99,7 @@ def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float
     )
 
 
-def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[MicroBatch]]:
+def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[RolloutMicroBatch]]:
     """Cut the rollouts into optimizer steps and add all log-probabilities that do not change while the policy trains."""
     run, config, world = grpo.run, grpo.job.config, grpo.job.world
     rollouts = join_group(sampled.rollouts, sampled.prompts, lambda rollouts: gather_in_group(rollouts, world))
@@ -112,12 +112,12 @@ def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[Micr
     )
 
 
-def train_on_step(grpo: GRPOTrainer, micro_batches: list[MicroBatch]) -> dict[str, float]:
+def train_on_step(grpo: GRPOTrainer, micro_batches: list[RolloutMicroBatch]) -> dict[str, float]:
     """Run one optimizer step over a part of a rollout and return its metrics."""
     run, job = grpo.run, grpo.job
     step = run.state.step + 1
-    with run.memory.phase("train"):
-        metrics = grpo_step(
+    with run.memory.track_phase("train"):
+        metrics = run_grpo_step(
             grpo.engine,
             micro_batches,
             lr=run.learning_rate,
@@ -134,7 +134,7 @@ def train_on_step(grpo: GRPOTrainer, micro_batches: list[MicroBatch]) -> dict[st
 
 def cut_into_steps(
     rollouts: list[Rollout], objective: Objective, config: GRPOConfig, encoder: Encoder, world: World
-) -> list[list[MicroBatch]]:
+) -> list[list[RolloutMicroBatch]]:
     """Cut the trained rollouts into the micro-batches of each optimizer step; skip steps without rollouts on any rank."""
     numbers = [rollout.group for rollout in rollouts if rollout.group is not None]
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
@@ -154,9 +154,9 @@ def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
         )
 
 
-def grpo_step(
+def run_grpo_step(
     engine: DeepSpeedEngine,
-    micro_batches: list[MicroBatch],
+    micro_batches: list[RolloutMicroBatch],
     *,
     lr: float,
     config: GRPOConfig,
@@ -175,25 +175,28 @@ def grpo_step(
     return metrics | take_optimizer_step(engine, lr)
 
 
-def describe_batches(micro_batches: list[MicroBatch], tokenizer: Any) -> list[list[Any]]:
+def describe_batches(micro_batches: list[RolloutMicroBatch], tokenizer: Any) -> list[list[Any]]:
     return [[describe(rollout, tokenizer) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
 
 
 def finish_step(
-    grpo: GRPOTrainer, micro_batches: list[MicroBatch], metrics: dict[str, float], rollout_metrics: dict[str, float]
+    grpo: GRPOTrainer,
+    micro_batches: list[RolloutMicroBatch],
+    metrics: dict[str, float],
+    rollout_metrics: dict[str, float],
 ) -> None:
     """Count the step and display it."""
     run, job, config = grpo.run, grpo.job, grpo.job.config
     run.count_step(epoch=grpo.rollouts.next_batch / grpo.batches_per_epoch, extra=grpo.extra)
     if isinstance(grpo.reference, ReferencePolicy):
         reset_reference(grpo.reference, config, run.state.step, job.output_dir, job.model_path, job.world)
-    samples = [[training_sample(rollout) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
-    work = work_of(samples, packing=config.shares_prompts)
+    samples = [[build_training_sample(rollout) for rollout in micro_batch.rollouts] for micro_batch in micro_batches]
+    work = compute_work(samples, packing=config.shares_prompts)
     batches = [micro_batch.batch for micro_batch in micro_batches]
     metrics |= grpo.arithmetic.metrics(work, batches, metrics["time/train"])
     rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
     local_tokens = sum(len(rollout.prompt.encoded) + rollout.completion.num_tokens for rollout in rollouts)
-    num_tokens = sum(job.world.of_groups(gather_objects(local_tokens)))
+    num_tokens = sum(job.world.select_group_values(gather_objects(local_tokens)))
     metrics |= rollout_metrics
     names = SHOWN if config.reward.functions else SHOWN_OF_TEACHER
     run.show_step(

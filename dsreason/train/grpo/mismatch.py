@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.errors import DsReasonError
-from dsreason.files.step_names import step_name
+from dsreason.files.step_names import format_step
 from dsreason.losses.kl import k3
-from dsreason.train.common.answers import modality_of, write_rows
+from dsreason.train.common.answers import get_modality, write_rows
 from dsreason.train.grpo.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Mismatch:
         return self.kl / max(self.num_tokens, 1)
 
 
-def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
+def measure_mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     """Measure the mismatch of each rollout of a micro-batch; `logprobs` `[N]` are the trainer's, in the order of the rollouts."""
     results, start = [], 0
     logprobs = logprobs.double().cpu()
@@ -60,7 +60,7 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
         results.append(
             Mismatch(
                 id=rollout.prompt.sample.id,
-                modality=modality_of(rollout.prompt.sample),
+                modality=get_modality(rollout.prompt.sample),
                 completion=rollout.completion.text,
                 num_tokens=len(engine),
                 kl=float(k3(engine, trainer).sum()),
@@ -71,7 +71,7 @@ def mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
     return results
 
 
-def metrics_of(mismatches: Sequence[Mismatch]) -> dict[str, float]:
+def compute_mismatch_metrics(mismatches: Sequence[Mismatch]) -> dict[str, float]:
     """Compute `mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob`, in total and by modality."""
     by_modality = {
         f"/{name}": [mismatch for mismatch in mismatches if mismatch.modality == name]
@@ -85,13 +85,13 @@ def metrics_of(mismatches: Sequence[Mismatch]) -> dict[str, float]:
     return metrics
 
 
-def with_few_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+def drop_most_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
     """Keep the text of only this rank's worst completions, before the exchange: the worst of all ranks are among them."""
-    worst_ids = set(map(id, worst(mismatches)))
+    worst_ids = set(map(id, find_worst(mismatches)))
     return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in mismatches]
 
 
-def worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+def find_worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
     """Return the `NUM_WORST` completions with the largest mean difference, worst first; NaN sorts first."""
     return sorted(
         mismatches, key=lambda mismatch: math.inf if math.isnan(mismatch.mean) else mismatch.mean, reverse=True
@@ -111,9 +111,9 @@ def check(
     kl = metrics["mismatch/kl"]
     if kl <= config.mismatch_warn or not config.samples_all_tokens:
         return
-    worst_mismatches, hint = worst(mismatches), ""
+    worst_mismatches, hint = find_worst(mismatches), ""
     if folder is not None:
-        file = folder / f"{step_name(step)}.jsonl"
+        file = folder / f"{format_step(step)}.jsonl"
         write_rows(file, map(vars, worst_mismatches))
         hint = f"; the worst are in {file}"
     names = ", ".join(

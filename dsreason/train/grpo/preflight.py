@@ -7,23 +7,23 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from dsreason.answers.correct import reference_of
-from dsreason.config.deepspeed import zero_section
+from dsreason.answers.correct import get_reference
+from dsreason.config.deepspeed import read_zero_section
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import order_parts
+from dsreason.data.labels import build_order_parts
 from dsreason.data.loader import read_row
 from dsreason.data.order import StepOrder
-from dsreason.data.prompts import PromptEncoder, ask
+from dsreason.data.prompts import PromptEncoder, encode_checked_prompt
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
-from dsreason.engine.schedule import warmup_note
+from dsreason.engine.schedule import describe_long_warmup
 from dsreason.errors import ConfigError
-from dsreason.losses.objective import objective_of
+from dsreason.losses.objective import build_objective
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.rollout.vllm_arguments import check_engine_options
-from dsreason.train.common.preflight import check_dataset, check_model, coarse_to_fine, find_model
-from dsreason.train.grpo.check_rewards import check_format, check_functions, held_out_check, row_check
+from dsreason.train.common.preflight import check_dataset, check_model, find_model, order_coarse_to_fine
+from dsreason.train.grpo.check_rewards import build_held_out_check, build_row_check, check_format, check_functions
 from dsreason.train.grpo.teacher import check_teacher
 
 log = logging.getLogger(__name__)
@@ -39,16 +39,18 @@ def check(config: GRPOConfig) -> None:
     check_distillation(config)
     encoder = check_model(config)
     check_teacher(config, encoder, find_model(config))
-    prompts = prompt_encoder(config, encoder)
+    prompts = build_prompt_encoder(config, encoder)
     training, validation = open_datasets(config.data)
-    total_steps = num_steps(rollout_order(training, config), config)
+    total_steps = count_optimizer_steps(build_rollout_order(training, config), config)
     check_profiled_steps(config.monitor.profile, total_steps)
-    if note := warmup_note(total_steps, config.optim):
+    if note := describe_long_warmup(total_steps, config.optim):
         log.warning("%s", note)
-    first = [read_row(training, index, lambda sample: sample) for index in coarse_to_fine(len(training))[:NUM_PROMPTS]]
+    first = [
+        read_row(training, index, lambda sample: sample) for index in order_coarse_to_fine(len(training))[:NUM_PROMPTS]
+    ]
     check_format(config, [sample for sample in first if isinstance(sample, Sample)])
-    check_dataset("training", training, prompts, config, row_check(config))
-    check_dataset("validation", validation, encoder, config, held_out_check(config))
+    check_dataset("training", training, prompts, config, build_row_check(config))
+    check_dataset("validation", validation, encoder, config, build_held_out_check(config))
     check_best_metric(config, validation)
 
 
@@ -58,10 +60,11 @@ def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
     if not len(validation) or not config.checkpoint.keep_best or best == "val/reward/mean":
         return
     first = [
-        read_row(validation, index, lambda sample: sample) for index in coarse_to_fine(len(validation))[:NUM_PROMPTS]
+        read_row(validation, index, lambda sample: sample)
+        for index in order_coarse_to_fine(len(validation))[:NUM_PROMPTS]
     ]
     samples = [sample for sample in first if isinstance(sample, Sample)]
-    if samples and all(reference_of(sample) is None for sample in samples):
+    if samples and all(get_reference(sample) is None for sample in samples):
         raise ConfigError(
             f'checkpoint.best_metric ("{best}") needs reference answers, but the held-out rows have none; set '
             'checkpoint.best_metric = "val/reward/mean", or checkpoint.keep_best = false'
@@ -80,7 +83,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
             f"rollout.tensor_parallel_size ({config.rollout.tensor_parallel_size}): the transformers engine does not "
             "support tensor parallelism; remove it"
         )
-    if zero_section(config.deepspeed).get("zero_quantized_weights") and objective_of(config.grpo).kl_coef:
+    if read_zero_section(config.deepspeed).get("zero_quantized_weights") and build_objective(config.grpo).kl_coef:
         raise ConfigError(
             f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, but the reference policy of "
             "the KL needs them exactly; remove it, or set grpo.kl_coef = 0"
@@ -89,7 +92,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
 
 def check_distillation(config: GRPOConfig) -> None:
     """Raise ConfigError if dynamic sampling would drop completions that a teacher should score."""
-    if config.distill.teacher is not None and objective_of(config.grpo).dynamic_sampling:
+    if config.distill.teacher is not None and build_objective(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
             f"{setting} replaces groups of equal rewards, but distill.teacher needs every completion; set "
@@ -97,7 +100,7 @@ def check_distillation(config: GRPOConfig) -> None:
         )
 
 
-def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
+def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
     """Build the encoder of prompts, which leaves room for the longest completion after each."""
     longest = config.rollout.max_completion_length
     room = encoder.max_length - longest
@@ -112,11 +115,11 @@ def prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
     )
 
 
-def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
+def build_rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
     """Return the order of the prompts over the rollouts; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
-        order_parts(training, config.data),
+        build_order_parts(training, config.data),
         batch_size=config.grpo.prompts_per_step,
         epochs=train.epochs,
         max_steps=None if train.max_steps is None else -(-train.max_steps // steps),
@@ -126,11 +129,11 @@ def rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
     )
 
 
-def num_steps(order: StepOrder, config: GRPOConfig) -> int:
+def count_optimizer_steps(order: StepOrder, config: GRPOConfig) -> int:
     """Return the number of optimizer steps of the run; `order` counts rollouts."""
     return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 
 def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
     """Return the function that encodes a training row; it raises DataError for an unusable row."""
-    return partial(ask, prompt_encoder(config, encoder), row_check(config))
+    return partial(encode_checked_prompt, build_prompt_encoder(config, encoder), build_row_check(config))

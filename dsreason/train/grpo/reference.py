@@ -7,18 +7,18 @@ import shutil
 from pathlib import Path
 
 from dsreason.checkpoints.checkpoint_folder import (
-    complete_checkpoints,
     delete_folder,
-    unfinished_steps,
+    find_complete_checkpoints,
+    find_unfinished_steps,
 )
 from dsreason.checkpoints.export import export_engine
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import CheckpointError
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.files.disk import remove
-from dsreason.files.step_names import named_step, step_name
-from dsreason.job.ranks import World, on_rank_zero
+from dsreason.files.step_names import format_step, parse_step
+from dsreason.job.ranks import World, run_on_rank_zero
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +35,19 @@ def reset_reference(
     every = config.grpo.reference_reset_every
     if not every or step % every:
         return
-    reference.become_policy()
-    folder = output_dir / "reference" / step_name(step)
-    on_rank_zero(lambda: delete_folder(folder))
+    reference.update_to_policy()
+    folder = output_dir / "reference" / format_step(step)
+    run_on_rank_zero(lambda: delete_folder(folder))
     export_engine(reference.engine, model_path, folder, world, dtype=config.train.precision)
-    on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
+    run_on_rank_zero(lambda: delete_unneeded(output_dir, every, step))
     log.info("step %d: reset the reference to the current policy", step)
 
 
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
     """Delete references that neither the run nor any of its checkpoints needs, including those being written."""
     checkpoints = output_dir / "checkpoints"
-    steps = [step, *map(named_step, complete_checkpoints(checkpoints)), *unfinished_steps(checkpoints)]
-    needed = {step_name(reset_step(used_step, every)) for used_step in steps}
+    steps = [step, *map(parse_step, find_complete_checkpoints(checkpoints)), *find_unfinished_steps(checkpoints)]
+    needed = {format_step(reset_step(used_step, every)) for used_step in steps}
     for folder in (output_dir / "reference").iterdir():
         if folder.name not in needed:
             delete_folder(folder)
@@ -59,16 +59,16 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
     Raises:
         CheckpointError: the reference is missing in the run that saved the checkpoint.
     """
-    step = reset_step(named_step(checkpoint), config.grpo.reference_reset_every)
+    step = reset_step(parse_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:
         return
-    folder = checkpoint.resolve().parent.parent / "reference" / step_name(step)
+    folder = checkpoint.resolve().parent.parent / "reference" / format_step(step)
     if not folder.is_dir():
         raise CheckpointError(
             f"{checkpoint}: its reference policy {folder} is missing (grpo.reference_reset_every = "
             f"{config.grpo.reference_reset_every}); copy it there, or choose another checkpoint"
         )
-    reference.load(folder, family_of(reference.engine.module.model.config.model_type).rename)
+    reference.load(folder, get_family(reference.engine.module.model.config.model_type).rename)
     saved_folder = output_dir / "reference" / folder.name
     if saved_folder.resolve() != folder:
 
@@ -76,4 +76,4 @@ def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: P
             remove(saved_folder)
             shutil.copytree(folder, saved_folder)
 
-        on_rank_zero(copy)
+        run_on_rank_zero(copy)

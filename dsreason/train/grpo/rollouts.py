@@ -13,7 +13,7 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import join_media
 from dsreason.data.micro_batches import Exchange
 from dsreason.data.types import Batch, EncodedSample
-from dsreason.rewards.scoring import Scores
+from dsreason.rewards.scoring import CompletionScores
 from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
@@ -52,7 +52,7 @@ class RolloutSample(EncodedSample):
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class RolloutMicroBatch:
     """Rollouts that go through one forward.
 
     The rollouts are in the order of their tokens in `batch`, those of a prompt together. A batch that only keeps the ranks
@@ -79,7 +79,10 @@ class FlatRollouts:
 
 
 def make_rollouts(
-    prompts: Sequence[EncodedPrompt], places: Sequence[PromptPlace], completions: Sequence[Completion], scores: Scores
+    prompts: Sequence[EncodedPrompt],
+    places: Sequence[PromptPlace],
+    completions: Sequence[Completion],
+    scores: CompletionScores,
 ) -> list[Rollout]:
     """Build rollouts from scored completions, without advantages and not yet selected for training."""
     return [
@@ -95,7 +98,7 @@ def make_rollouts(
     ]
 
 
-def informative(group: Group, tolerance: float) -> bool:
+def is_informative(group: Group, tolerance: float) -> bool:
     """Return whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
 
     Continuous rewards are never exactly equal, and normalisation by the std would amplify their noise. The range is
@@ -105,7 +108,7 @@ def informative(group: Group, tolerance: float) -> bool:
     return max(rewards) - min(rewards) > tolerance
 
 
-def with_advantages(
+def add_advantages(
     groups: Sequence[Group],
     usable: Sequence[bool],
     num_trained: int,
@@ -166,7 +169,7 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
     return steps
 
 
-def training_sample(rollout: Rollout) -> RolloutSample:
+def build_training_sample(rollout: Rollout) -> RolloutSample:
     """Build the training sample of a rollout: the completion after its prompt, with the sampled tokens trained."""
     prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
     positions, start = [], prompt.position_ids.max() + 1  # a segment begins after the largest position on any axis

@@ -11,14 +11,14 @@ import numpy as np
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
-from dsreason.job.ranks import World, all_sum, gather_objects
+from dsreason.job.ranks import World, gather_objects, reduce_sum
 from dsreason.job.watchdog import Watchdog
 from dsreason.losses.objective import Objective
 from dsreason.rewards.scoring import Scorer
 from dsreason.rollout.protocol import RolloutEngine, Sampling
 from dsreason.train.common.answers import score_completions
 from dsreason.train.common.sampler import Sampler
-from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, informative, make_rollouts, with_advantages
+from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, add_advantages, is_informative, make_rollouts
 
 
 @dataclass
@@ -61,22 +61,22 @@ class RolloutSampler:
         sampled, groups = SampledRollouts(), list[Group]()
         with self.sampler.awake(version=step) as engine:
             for _ in range(1 + config.max_refills if dynamic else 1):
-                prompts = self.next_prompts(sampled)
+                prompts = self.read_next_prompts(sampled)
                 groups += self.sample_groups(engine, prompts.part(self.world.row_part), step, sampled)
-                usable = [not dynamic or informative(group, config.dynamic_tolerance) for group in groups]
-                if all_sum(sum(usable)) >= num_prompts:
+                usable = [not dynamic or is_informative(group, config.dynamic_tolerance) for group in groups]
+                if reduce_sum(sum(usable)) >= num_prompts:
                     break
         sampled.metrics |= self.sampler.times
         sampled.metrics["rollout/tokens_per_second"] = (
             sampled.metrics["rollout/tokens"] / sampled.metrics["time/generate"]
         )
-        sampled.rollouts = with_advantages(groups, usable, num_prompts, self.objective.advantages, gather_objects)
+        sampled.rollouts = add_advantages(groups, usable, num_prompts, self.objective.advantages, gather_objects)
         return sampled
 
-    def next_prompts(self, sampled: SampledRollouts) -> Prompts:
+    def read_next_prompts(self, sampled: SampledRollouts) -> Prompts:
         """Read this rank's share of the next prompts and add them to `sampled`."""
         started = time.perf_counter()
-        with self.watchdog.phase("data"):
+        with self.watchdog.track_phase("data"):
             prompts = next(self.loader)
         sampled.metrics["time/data"] += time.perf_counter() - started
         self.count_skipped(prompts.skipped)
@@ -107,7 +107,7 @@ class RolloutSampler:
         sampled.metrics["rollout/tokens"] += sum(completion.num_tokens for completion in completions)
 
         started = time.perf_counter()
-        with self.watchdog.phase("reward"):
+        with self.watchdog.track_phase("reward"):
             scores = score_completions(self.scorer, repeated, completions, sampling)
         sampled.metrics["time/reward"] += time.perf_counter() - started
         sampled.reward_sums.append(scores.metric_sums)

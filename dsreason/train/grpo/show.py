@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.messages import media_paths
-from dsreason.files.step_names import step_name
+from dsreason.data.messages import list_media_paths
+from dsreason.files.step_names import format_step
 from dsreason.job.ranks import World, gather_objects
 from dsreason.monitor.metrics import Metrics
-from dsreason.train.common.answers import modality_of, question_of, write_rows
-from dsreason.train.common.contact_sheet import contact_sheet
+from dsreason.train.common.answers import get_modality, get_question, write_rows
+from dsreason.train.common.contact_sheet import draw_contact_sheet
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.sampling import SampledRollouts
 
@@ -36,13 +36,13 @@ def show_rollouts(
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
     local_rows = [describe(rollout, tokenizer) for rollout in sampled.rollouts]
-    sheets = contact_sheets(sampled.rollouts, config, world.size) if is_due else []
+    sheets = draw_contact_sheets(sampled.rollouts, config, world.size) if is_due else []
     parts = gather_objects((local_rows, sheets, sampled.reward_sums))
     rows = [row for part, *_ in parts for row in part]
     means = summarise(rows, config.grpo.num_generations)
-    means |= reward_means([sums for *_, part in parts for sums in part])
+    means |= compute_reward_means([sums for *_, part in parts for sums in part])
     if world.is_main:
-        write_rows(output_dir / "rollouts" / f"{step_name(step)}.jsonl", rows)
+        write_rows(output_dir / "rollouts" / f"{format_step(step)}.jsonl", rows)
         if is_due and rows:
             advantages = np.array([row["advantage"] for row in rows if row["trained"]])
             if len(advantages):
@@ -59,7 +59,7 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     sample, completion = rollout.prompt.sample, rollout.completion
     return {
         "id": sample.id,
-        "modality": modality_of(sample),
+        "modality": get_modality(sample),
         "version": completion.version,
         "prompt": tokenizer.decode(rollout.prompt.prompt_ids),
         "completion": completion.text,
@@ -70,7 +70,7 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "advantage": rollout.advantage,
         "trained": rollout.group is not None,
-        "media": media_paths(sample.messages),
+        "media": list_media_paths(sample.messages),
     }
 
 
@@ -96,7 +96,7 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
     }
 
 
-def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
+def compute_reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
     """Compute `reward/<function>/<metric>`, the mean over the calls that returned the metric."""
     names = sorted({name for rank_sums in sums for name in rank_sums})
     values_by_name = {name: [rank_sums[name] for rank_sums in sums if name in rank_sums] for name in names}
@@ -106,7 +106,7 @@ def reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, floa
     }
 
 
-def contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
+def draw_contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
     """Return text and picture of one completion for each of this rank's first prompts; `rollout.show` over all ranks."""
     num_local, sheets = -(-config.rollout.show // world_size), []
     for rollout in rollouts[:: config.grpo.num_generations][:num_local]:
@@ -114,8 +114,8 @@ def contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: 
         rewards = ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items())
         reference = "" if sample.answer is None else f"reference: {sample.answer}\n"
         text = (
-            f"{question_of(sample)}\ncompletion: {rollout.completion.text}\n{reference}"
+            f"{get_question(sample)}\ncompletion: {rollout.completion.text}\n{reference}"
             f"reward {rollout.reward:g} ({rewards}), advantage {rollout.advantage:+.2f}"
         )
-        sheets.append((text, contact_sheet(rollout.prompt.media, text)))
+        sheets.append((text, draw_contact_sheet(rollout.prompt.media, text)))
     return sheets

@@ -17,15 +17,15 @@ from dsreason.data.chat import Encoder
 from dsreason.engine.engine import place_buffers
 from dsreason.engine.zero3 import gather_whole_blocks
 from dsreason.errors import ConfigError
-from dsreason.families import family_of
-from dsreason.files.cache import cache_dir
-from dsreason.job.ranks import World, on_rank_zero
-from dsreason.models.folder import model_fingerprint
-from dsreason.models.load import load_model, model_config, resolve_model
+from dsreason.families import get_family
+from dsreason.files.cache import get_cache_dir
+from dsreason.job.ranks import World, run_on_rank_zero
+from dsreason.models.folder import compute_fingerprint
+from dsreason.models.load import load_model, read_model_config, resolve_model
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import load_processor
 from dsreason.train.common.preflight import DTYPES
-from dsreason.train.grpo.rollouts import MicroBatch
+from dsreason.train.grpo.rollouts import RolloutMicroBatch
 from dsreason.train.grpo.teacher_server import TeacherServer, check_server
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Teacher(Protocol):
     fingerprint: str
     """Identifies the teacher, so that a run is resumed with the same one."""
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Return log-probabilities of the completions' tokens at temperature 1, `[N]` per micro-batch. Collective."""
 
 
@@ -48,7 +48,7 @@ class TeacherModel:
     """A frozen model in ZeRO-3 partitions that reads the student's batches."""
 
     def __init__(self, path: Path, config: GRPOConfig, banned_ids: Tensor, world: World) -> None:
-        settings = teacher_deepspeed(config, world)
+        settings = build_teacher_deepspeed(config, world)
         log.info("loading the teacher %s", path)
         model = load_model(
             path,
@@ -58,20 +58,20 @@ class TeacherModel:
             trust_remote_code=config.model.trust_remote_code,
         )
         policy = Policy(model.requires_grad_(False).eval(), world.group)
-        gather_whole_blocks(policy, family_of(model.config.model_type).modules.blocks)
+        gather_whole_blocks(policy, get_family(model.config.model_type).modules.blocks)
         self.engine, *_ = deepspeed.initialize(model=policy, config=settings)
         place_buffers(self.engine.module, self.engine.device)
         self.banned_ids = banned_ids
-        self.fingerprint: str = on_rank_zero(lambda: model_fingerprint(path))
+        self.fingerprint: str = run_on_rank_zero(lambda: compute_fingerprint(path))
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         return [
             self.engine(micro_batch.batch.to(self.engine.device), 1.0, self.banned_ids) for micro_batch in micro_batches
         ]
 
 
-def teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
+def build_teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
     """Build the DeepSpeed config of a teacher: ZeRO-3 for any stage of the student, and no optimizer."""
     zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
     if world.device.type == "cuda" and config.distill.offload:
@@ -113,7 +113,7 @@ def find_teacher(config: GRPOConfig) -> Path:
     assert config.distill.teacher is not None
     model_settings = {"path": config.distill.teacher, "revision": config.distill.revision}
     model = ModelConfig.model_validate(model_settings | {"trust_remote_code": config.model.trust_remote_code})
-    return resolve_model(model, cache_dir() / "models")
+    return resolve_model(model, get_cache_dir() / "models")
 
 
 def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
@@ -124,7 +124,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
         check_server(config.distill, student.processor.tokenizer)
         return
     path, trust_remote_code = find_teacher(config), config.model.trust_remote_code
-    kinds = [model_config(folder, trust_remote_code=trust_remote_code).model_type for folder in (path, model_path)]
+    kinds = [read_model_config(folder, trust_remote_code=trust_remote_code).model_type for folder in (path, model_path)]
     key = f"distill.teacher ({config.distill.teacher})"
     if kinds[0] != kinds[1]:
         raise ConfigError(

@@ -15,13 +15,13 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 from torch import Tensor
 
 from dsreason.config.schema_grpo import DistillConfig
-from dsreason.data.messages import media_paths
+from dsreason.data.messages import list_media_paths
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_in_group
-from dsreason.problems import first_problem
+from dsreason.job.ranks import World, gather_in_group, share_errors
+from dsreason.problems import describe_first_problem
 from dsreason.rewards.http import Refused, Retry, RewardServer
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout
+from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,19 +39,19 @@ LOWEST = -1e6
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
-class Token(BaseModel):
+class ScoredToken(BaseModel):
     logprob: float
     decoded_token: str | None = None
 
 
-class Choice(BaseModel):
-    prompt_logprobs: Annotated[list[dict[str, Token] | None], FailFast()]
+class ScoredChoice(BaseModel):
+    prompt_logprobs: Annotated[list[dict[str, ScoredToken] | None], FailFast()]
 
 
-class Answer(BaseModel):
+class ScoredPrompt(BaseModel):
     """The part of a response that is read."""
 
-    choices: list[Choice] = Field(min_length=1, max_length=1)
+    choices: list[ScoredChoice] = Field(min_length=1, max_length=1)
 
 
 class TeacherServer:
@@ -64,11 +64,11 @@ class TeacherServer:
         self.client, self.world, self.concurrency = Client(config), world, config.concurrency
         self.fingerprint = str(config.server_model)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
         """Query the server; ranks that compute rows together have the same rollouts, so each requests only some of them."""
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
-        with errors_on_all_ranks(), ThreadPoolExecutor(self.concurrency) as threads:
+        with share_errors(), ThreadPoolExecutor(self.concurrency) as threads:
             local_logprobs = list(threads.map(self.client.ask, rollouts[part.number :: part.total]))
         all_logprobs: list[list[float]] = [[]] * len(rollouts)
         for number, rank_logprobs in enumerate(gather_in_group(local_logprobs, self.world)):
@@ -97,7 +97,7 @@ class Client:
         tokens = self.request([*prompt, *completion.ids], f"sample {rollout.prompt.sample.id!r}")
         return [token.logprob for token in compress(tokens[-completion.num_tokens :], completion.sampled)]
 
-    def request(self, ids: list[int], what: str) -> list[Token]:
+    def request(self, ids: list[int], what: str) -> list[ScoredToken]:
         """Request the log-probability of each token except the first, which has no context.
 
         Raises:
@@ -117,21 +117,21 @@ class Client:
             except Refused as error:
                 raise self.failed(what, str(error)) from None
             except ValidationError as error:
-                raise self.unreadable(what, first_problem(error, self.server.without_token)) from None
+                raise self.build_unreadable_error(what, describe_first_problem(error, self.server.mask_token)) from None
             except ValueError as error:
-                raise self.unreadable(what, str(error)) from None
+                raise self.build_unreadable_error(what, str(error)) from None
 
-    def unreadable(self, what: str, problem: str) -> DsReasonError:
-        quoted = self.server.quoted(problem)
+    def build_unreadable_error(self, what: str, problem: str) -> DsReasonError:
+        quoted = self.server.quote(problem)
         return self.failed(what, f"the response has no prompt log-probabilities in vLLM's format: {quoted}")
 
     def failed(self, what: str, message: str) -> DsReasonError:
         return DsReasonError(f"distill.teacher ({self.server.place}), {what}: {message}")
 
 
-def read_tokens(response: bytes, ids: Sequence[int]) -> list[Token]:
+def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
     """Read the entries of all tokens except the first; raise ValueError if the response does not match them."""
-    entries = Answer.model_validate_json(response).choices[0].prompt_logprobs
+    entries = ScoredPrompt.model_validate_json(response).choices[0].prompt_logprobs
     if len(entries) != len(ids):
         raise ValueError(f"entries for {len(entries)} tokens instead of {len(ids)}")
     tokens = []
@@ -161,14 +161,14 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
         if token.decoded_token != decoded:
             raise ConfigError(
                 f"distill.teacher ({client.server.place}): the server's vocabulary differs from that of model.path: token "
-                f"{number} is {client.server.quoted(token.decoded_token)!r} there and {decoded!r} here; serve a model "
+                f"{number} is {client.server.quote(token.decoded_token)!r} there and {decoded!r} here; serve a model "
                 "with the same vocabulary"
             )
 
 
 def check_no_media(sample: Sample) -> None:
     """Raise DataError if the row has media, which cannot be sent to a server."""
-    if media := media_paths(sample.messages):
+    if media := list_media_paths(sample.messages):
         raise DataError(
             f"sample {sample.id!r}: shows {media[0]}, but distill.teacher is a server, which gets only token ids; skip "
             "such rows (data.on_bad_row), or set distill.teacher to a model folder"

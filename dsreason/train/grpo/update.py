@@ -11,59 +11,61 @@ from torch import Tensor
 
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.collate import by_parent, joined
+from dsreason.data.collate import group_by_parent, join_parent
 from dsreason.data.micro_batches import align_micro_batches, cut_samples
 from dsreason.engine.engine import add_gradient
-from dsreason.engine.reference import Reference
+from dsreason.engine.reference import KLReference
 from dsreason.job.part_of import WHOLE, PartOf
 from dsreason.job.ranks import World, gather_objects
-from dsreason.losses.distillation import distillation_advantages
+from dsreason.losses.distillation import compute_distillation_advantages
 from dsreason.losses.kl import k3
-from dsreason.losses.objective import objective_of
+from dsreason.losses.objective import build_objective
 from dsreason.losses.policy import GlobalCounts, LossInputs
 from dsreason.phases import record_phase
-from dsreason.train.grpo.mismatch import Mismatch, metrics_of, mismatches, with_few_texts
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, flatten, training_sample
+from dsreason.train.grpo.mismatch import Mismatch, compute_mismatch_metrics, drop_most_texts, measure_mismatches
+from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample, flatten
 from dsreason.train.grpo.teacher import Teacher
 
 
-def cut(rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE) -> list[MicroBatch]:
+def cut(
+    rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE
+) -> list[RolloutMicroBatch]:
     """Cut the rollouts of a step into micro-batches; all ranks get the same number, with the same media. Collective.
 
     `part` is the share of each row that this rank computes; ranks that compute rows together have the same rollouts.
     """
-    samples = [training_sample(rollout) for rollout in rollouts]
+    samples = [build_training_sample(rollout) for rollout in rollouts]
     if not config.shares_prompts:
-        samples = [joined(sample) for sample in samples]
-    groups = [by_parent(group) for group in cut_samples(samples, config)]
+        samples = [join_parent(sample) for sample in samples]
+    groups = [group_by_parent(group) for group in cut_samples(samples, config)]
     batches = align_micro_batches(groups, encoder, gather_objects, packing=config.train.packing, part=part)
     cut_rollouts = [[sample.rollout for sample in group] for group in groups]
     cut_rollouts += [[]] * (len(batches) - len(groups))
-    return [MicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
+    return [RolloutMicroBatch(*parts) for parts in zip(batches, cut_rollouts, strict=True)]
 
 
 @torch.no_grad()
-def current_logprobs(
-    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], temperature: float, banned_ids: Tensor
+def compute_current_logprobs(
+    engine: DeepSpeedEngine, micro_batches: Sequence[RolloutMicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
     """Compute the log-probabilities under the engine's current weights, per micro-batch. Collective."""
     return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
 def add_fixed_logprobs(
-    steps: Sequence[list[MicroBatch]],
+    steps: Sequence[list[RolloutMicroBatch]],
     engine: DeepSpeedEngine,
-    reference: Reference | None,
+    reference: KLReference | None,
     teacher: Teacher | None,
     config: GRPOConfig,
     banned_ids: Tensor,
-) -> list[list[MicroBatch]]:
+) -> list[list[RolloutMicroBatch]]:
     """Add the log-probabilities that must be computed before the first optimizer step. Collective."""
 
-    def add_logprobs(add: Callable[[MicroBatch, Tensor], MicroBatch]) -> list[list[MicroBatch]]:
+    def add_logprobs(add: Callable[[RolloutMicroBatch, Tensor], RolloutMicroBatch]) -> list[list[RolloutMicroBatch]]:
         completed_steps = []
         for step in steps:
-            logprobs = current_logprobs(engine, step, config.rollout.temperature, banned_ids)
+            logprobs = compute_current_logprobs(engine, step, config.rollout.temperature, banned_ids)
             completed_steps.append(
                 [add(micro_batch, values) for micro_batch, values in zip(step, logprobs, strict=True)]
             )
@@ -88,17 +90,21 @@ def add_fixed_logprobs(
 
 
 def accumulate_gradients(
-    engine: DeepSpeedEngine, micro_batches: Sequence[MicroBatch], config: GRPOConfig, world: World, banned_ids: Tensor
+    engine: DeepSpeedEngine,
+    micro_batches: Sequence[RolloutMicroBatch],
+    config: GRPOConfig,
+    world: World,
+    banned_ids: Tensor,
 ) -> tuple[dict[str, float], list[Mismatch]]:
     """Run forward and backward of every micro-batch; the gradient does not depend on how the global batch is cut.
 
     Returns the metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
     """
-    objective = objective_of(config.grpo)
+    objective = build_objective(config.grpo)
     lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
     counts = GlobalCounts(
-        num_tokens=sum(world.of_groups(gather_objects(sum(lengths)))),
-        num_sequences=sum(world.of_groups(gather_objects(len(lengths)))),
+        num_tokens=sum(world.select_group_values(gather_objects(sum(lengths)))),
+        num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
     # Metric → one value per micro-batch; read after the loop, because reading waits for the GPU.
@@ -121,7 +127,7 @@ def accumulate_gradients(
         penalty = objective.penalty(logprobs, micro_batch.ref_logprobs, old, entropy)
         advantages = flat.advantages
         if micro_batch.teacher_logprobs is not None:
-            teacher_advantages = distillation_advantages(
+            teacher_advantages = compute_distillation_advantages(
                 micro_batch.teacher_logprobs, old, flat.sequence, discount=config.distill.discount
             )
             advantages = advantages + config.distill.coef * teacher_advantages
@@ -139,9 +145,9 @@ def accumulate_gradients(
     sums = {name: sum(map(float, values)) for name, values in terms.items()}
     local_mismatches: list[Mismatch] = []
     for micro_batch, values in zip(micro_batches, trainer_logprobs, strict=True):
-        local_mismatches += mismatches(micro_batch.rollouts, values)
-    ranks = world.of_groups(gather_objects((sums, with_few_texts(local_mismatches))))
+        local_mismatches += measure_mismatches(micro_batch.rollouts, values)
+    ranks = world.select_group_values(gather_objects((sums, drop_most_texts(local_mismatches))))
     totals = {name: sum(rank_sums[name] for rank_sums, _ in ranks) for name in sums}
     all_mismatches = [mismatch for _, rank_mismatches in ranks for mismatch in rank_mismatches]
     per_token = {name: value / max(counts.num_tokens, 1) for name, value in totals.items() if name != "train/loss"}
-    return {"train/loss": totals["train/loss"], **per_token, **metrics_of(all_mismatches)}, all_mismatches
+    return {"train/loss": totals["train/loss"], **per_token, **compute_mismatch_metrics(all_mismatches)}, all_mismatches

@@ -13,12 +13,12 @@ from deepspeed import DeepSpeedEngine
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepLoader
 from dsreason.job.ranks import World, gather_objects
-from dsreason.models.load import model_config
-from dsreason.rollout.batches import tokens_that_fit
+from dsreason.models.load import read_model_config
+from dsreason.rollout.batches import count_tokens_that_fit
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.answers import ValidationResult
-from dsreason.train.common.arithmetic import Arithmetic, arithmetic_of
-from dsreason.train.common.global_batches import step_order
+from dsreason.train.common.arithmetic import Arithmetic, build_arithmetic
+from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.job import TrainingJob
 from dsreason.train.common.opening import build_policy_engine, open_policy_job, start_policy, start_policy_run
 from dsreason.train.common.preflight import DTYPES
@@ -53,14 +53,14 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="sft", check=check, stack=stack)
         config, world, model_path = job.config, job.world, job.model_path
-        order = step_order(rows.training, config)
-        with job.watchdog.phase("load_model"):
+        order = build_step_order(rows.training, config)
+        with job.watchdog.track_phase("load_model"):
             engine = build_policy_engine(config, job.deepspeed, model_path, world.group)
             state = start_policy(job, engine)
         settings = TransformersSettings(
             attention=config.model.attention,
             batch_size=config.validation.micro_batch_size,
-            batch_tokens=validation_tokens(config, model_path, world),
+            batch_tokens=compute_validation_tokens(config, model_path, world),
         )
         run, sampler = start_policy_run(
             job, rows, stack, engine=engine, settings=settings, state=state, total_steps=order.num_steps
@@ -84,15 +84,15 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
             sampler=sampler,
             held_out=HeldOut(rows.validation, rows.encoder, config, world),
             loader=loader,
-            arithmetic=arithmetic_of(engine, world),
+            arithmetic=build_arithmetic(engine, world),
             steps_per_epoch=order.rows_per_epoch / config.train.global_batch_size,
         )
 
 
-def validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
+def compute_validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
     """Return the token budget of a validation batch: what fits a quarter of the GPU's memory; 0 (unset) on a CPU."""
     if world.device.type != "cuda":
         return 0
     memory = torch.cuda.get_device_properties(world.device).total_memory // 4
-    model = model_config(model_path, trust_remote_code=config.model.trust_remote_code)
-    return tokens_that_fit(model, DTYPES[config.train.precision], memory)
+    model = read_model_config(model_path, trust_remote_code=config.model.trust_remote_code)
+    return count_tokens_that_fit(model, DTYPES[config.train.precision], memory)

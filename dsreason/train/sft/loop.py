@@ -12,8 +12,8 @@ from torch import Tensor
 from dsreason.config.schema import SFTConfig
 from dsreason.data.loader import StepBatches
 from dsreason.engine.engine import add_gradient, take_optimizer_step
-from dsreason.job.ranks import World, all_sum
-from dsreason.losses.sft import sft_loss
+from dsreason.job.ranks import World, reduce_sum
+from dsreason.losses.sft import compute_sft_loss
 from dsreason.phases import record_phase
 from dsreason.train.common.global_batches import show_batches, train_on_loader
 from dsreason.train.sft.build import SFTTrainer, build_sft
@@ -28,8 +28,8 @@ def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = 
 def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
     """Run the optimizer step over a global batch, count it and display it."""
     run, engine, started = sft.run, sft.engine, time.perf_counter()
-    with run.memory.phase("train"):
-        metrics = sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
+    with run.memory.track_phase("train"):
+        metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
         metrics = run.finite.metrics(metrics, batches.micro_batches, engine.global_steps)
     seconds = time.perf_counter() - started
     run.count_step(epoch=engine.global_steps / sft.steps_per_epoch)
@@ -37,7 +37,7 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
     show_batches(run, sft.arithmetic, batches, metrics, progress_values, seconds=seconds)
 
 
-def sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
+def run_sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
     """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
     loss = accumulate_gradients(engine, batches, world)
     return {"train/loss": loss} | take_optimizer_step(engine, lr)
@@ -51,7 +51,7 @@ def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: W
     ):  # every rank runs the same number, because forwards are collective
         with record_phase("forward"):
             logprobs = engine(batch.to(engine.device))
-            loss = sft_loss(logprobs, num_tokens=batches.num_tokens)
+            loss = compute_sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    return all_sum(sum(map(float, losses))) / world.ranks_per_row  # ranks that share a row all count its loss
+    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # ranks that share a row all count its loss

@@ -8,7 +8,7 @@ from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
-from dsreason.train.common.global_batches import check_steps, step_order
+from dsreason.train.common.global_batches import build_step_order, check_steps
 from dsreason.train.common.preflight import check_dataset, check_model
 
 
@@ -20,7 +20,7 @@ def check(config: SFTConfig) -> None:
     """
     encoder = check_model(config)
     training, validation = open_datasets(config.data)
-    check_steps(step_order(training, config), config)
+    check_steps(build_step_order(training, config), config)
     check_dataset("training", training, encoder, config)
     check_dataset("validation", validation, encoder, config)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsreason.errors import DataError
-from dsreason.world.data.rows import Rows
+from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 NUM_ROWS = 4096
@@ -46,17 +46,17 @@ def draw_square(seed: int, number: int) -> tuple[Square, str]:
     square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
     said_colour = str(rng.choice([*COLOURS])) if rng.uniform() < 0.5 else colour
     said_move = str(rng.choice([*MOVES])) if rng.uniform() < 0.5 else move
-    return square, caption(said_colour, said_move)
+    return square, write_caption(said_colour, said_move)
 
 
-def caption(colour: str, move: str) -> str:
+def write_caption(colour: str, move: str) -> str:
     return f"a {colour} square moves {move}"
 
 
-PROMPTS = tuple(caption(colour, move) for colour in COLOURS for move in MOVES)
+PROMPTS = tuple(write_caption(colour, move) for colour in COLOURS for move in MOVES)
 
 
-def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
+def make_rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> CheckedRows:
     """Rows whose meta has the clip's true `colour` and `move`.
 
     Raises:
@@ -64,10 +64,10 @@ def rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> Rows:
     """
     if variant not in ("", MISLABELLED):
         raise DataError(f'{variant}: of the format builtin it must be empty or "{MISLABELLED}"')
-    rows = Rows()
+    rows = CheckedRows()
     for number in range(count):
         square, drawn_caption = draw_square(seed, number)
-        prompt = drawn_caption if variant else caption(square.colour, square.move)
+        prompt = drawn_caption if variant else write_caption(square.colour, square.move)
         facts = {"prompt": prompt, "colour": square.colour, "move": square.move}
         rows.add(f"builtin:{seed}:{number}", facts, f"builtin:{seed}:{number}")
     return rows
@@ -87,14 +87,14 @@ def draw_clip(square: Square, size: ClipSize) -> Tensor:
         way = MOVES[square.move][axis]
         room = extent - side - abs(way) * travel
         first = square.start[axis] * room + (travel if way < 0 else 0)
-        cover.append(_covered(first + way * travel * along, side, extent))
+        cover.append(_compute_coverage(first + way * travel * along, side, extent))
     mask = cover[1][:, :, None] * cover[0][:, None, :]  # [T, H, W]
     rgb = torch.tensor(COLOURS[square.colour]) * square.brightness
     clip = square.background * (1 - mask) + rgb[:, None, None, None] * mask
     return (clip * 255).round().to(torch.uint8)
 
 
-def _covered(first: Tensor, side: float, extent: int) -> Tensor:
+def _compute_coverage(first: Tensor, side: float, extent: int) -> Tensor:
     """`[T, extent]`: the share of each pixel on a line that a square beginning at `first[t]` covers."""
     pixel = torch.arange(extent)
     return torch.minimum(pixel + 1, first[:, None] + side).sub(torch.maximum(pixel, first[:, None])).clamp(0, 1)

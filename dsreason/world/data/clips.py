@@ -32,14 +32,14 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
     """The frames of a video file that are shown at seconds `start` + k / `size.fps`, resized and cut to the middle."""
     info = probe_video(path)
-    height, width = covering_size((info.height, info.width), (size.height, size.width))
-    frames = load_video(path, frame_indices(info, size, start), size=(height, width))
+    height, width = fit_size((info.height, info.width), (size.height, size.width))
+    frames = load_video(path, choose_frames(info, size, start), size=(height, width))
     top, left_edge = (height - size.height) // 2, (width - size.width) // 2
     cut = frames[:, top : top + size.height, left_edge : left_edge + size.width]
     return torch.from_numpy(cut).permute(3, 0, 1, 2).contiguous()
 
 
-def frame_indices(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
+def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     """Numbers of the frames: the one that is shown at each moment, so frames of a faster video are left out, none is repeated.
 
     Raises:
@@ -64,7 +64,7 @@ def frame_indices(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
     return indices
 
 
-def covering_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
+def fit_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
     """The smallest (height, width) with the proportions of `have` that covers `wanted`."""
     scale = max(wanted[0] / have[0], wanted[1] / have[1])
     return max(wanted[0], round(have[0] * scale)), max(wanted[1], round(have[1] * scale))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dsreason.errors import DataError
 from dsreason.files.remote import check_place
-from dsreason.problems import listed
+from dsreason.problems import join_first
 from dsreason.world.data import builtin, folder, mock, prompts, shards
 from dsreason.world.data.clips import read_clip
-from dsreason.world.data.rows import Rows
+from dsreason.world.data.rows import CheckedRows
 from dsreason.world.schema import WorldDataConfig
 from dsreason.world.types import ClipSize, WorldRow
 
@@ -63,10 +63,10 @@ def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, Wor
     if number >= count:
         raise DataError(f"data.validation ({data.validation}) leaves nothing of the {count} rows to train on; lower it")
     order = np.random.default_rng(seed).permutation(count)
-    return chosen(training, np.sort(order[number:])), chosen(training, np.sort(order[:number]))
+    return select_rows(training, np.sort(order[number:])), select_rows(training, np.sort(order[:number]))
 
 
-def chosen(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> WorldDataset:
+def select_rows(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> WorldDataset:
     return replace(dataset, rows=[dataset.rows[int(number)] for number in numbers])
 
 
@@ -78,7 +78,7 @@ def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> World
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     if rows.bad:
-        problem = f"{len(rows.bad)} rows of {data.path} cannot be used: {listed(rows.bad)}"
+        problem = f"{len(rows.bad)} rows of {data.path} cannot be used: {join_first(rows.bad)}"
         if data.on_bad_row == "error":
             raise DataError(f'{problem}; correct them, or leave them out with data.on_bad_row = "skip"')
         log.warning("%s; they are left out", problem)
@@ -87,9 +87,9 @@ def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> World
     return WorldDataset(rows.rows[: data.limit], read)
 
 
-FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[Rows, Callable[[WorldRow, ClipSize], Tensor]]]] = {
-    "builtin": lambda data, seed: (builtin.rows(seed, data.path), builtin.read_clip),
-    "mock": lambda data, seed: (mock.rows(), mock.read_clip),
+FORMATS: dict[str, Callable[[WorldDataConfig, int], tuple[CheckedRows, Callable[[WorldRow, ClipSize], Tensor]]]] = {
+    "builtin": lambda data, seed: (builtin.make_rows(seed, data.path), builtin.read_clip),
+    "mock": lambda data, seed: (mock.make_rows(), mock.read_clip),
     "prompts": lambda data, seed: (prompts.read_prompts(data.path), read_clip),
     "folder": lambda data, seed: (folder.read_folder(data.path), read_clip),
     "shards": lambda data, seed: (shards.read_shards(data.path), shards.read_clip),

@@ -9,8 +9,8 @@ from typing import Any
 
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
-from dsreason.files.remote import local_folder
-from dsreason.world.data.rows import Rows
+from dsreason.files.remote import fetch_folder
+from dsreason.world.data.rows import CheckedRows
 
 log = logging.getLogger(__name__)
 
@@ -20,23 +20,23 @@ META_SUFFIXES = (".txt", ".json")
 EMBEDDINGS = ("t5_xxl", "text_embedding")
 
 
-def read_folder(path: str) -> Rows:
+def read_folder(path: str) -> CheckedRows:
     """A row for each video, in the order of their names. A video without a prompt and a prompt without a video are bad rows.
 
     Raises:
         DataError: no such folder, or no `videos/` in it.
     """
     if is_s3(path):
-        folder = local_folder(path, lambda name: name.startswith((f"{VIDEOS}/", f"{METAS}/")))
+        folder = fetch_folder(path, lambda name: name.startswith((f"{VIDEOS}/", f"{METAS}/")))
     else:
         folder = Path(path).expanduser()
     if not path or not (folder / VIDEOS).is_dir():
         raise DataError(f"{path or 'is empty'}: must be a folder with {VIDEOS}/*.mp4 and {METAS}/*.txt")
     if any((folder / name).is_dir() for name in EMBEDDINGS):
         log.info("%s: its pickled text embeddings are not read: prompts are encoded by the model's own encoder", path)
-    videos = named(folder / VIDEOS, VIDEO_SUFFIXES)
-    metas = named(folder / METAS, META_SUFFIXES)
-    rows = Rows()
+    videos = list_by_name(folder / VIDEOS, VIDEO_SUFFIXES)
+    metas = list_by_name(folder / METAS, META_SUFFIXES)
+    rows = CheckedRows()
     for name, file in videos.items():
         row_id = f"{path.rstrip('/')}/{VIDEOS}/{file.name}"
         if name not in metas:
@@ -52,7 +52,7 @@ def read_folder(path: str) -> Rows:
     return rows
 
 
-def named(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
+def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
     """Files by their names without the suffix. DataError if two have the same."""
     clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:

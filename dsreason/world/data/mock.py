@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsreason.world.data.rows import Rows
+from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 NUM_ROWS = 1024
@@ -16,8 +16,8 @@ COARSE = 8
 """Pixels across one random value."""
 
 
-def rows() -> Rows:
-    rows = Rows()
+def make_rows() -> CheckedRows:
+    rows = CheckedRows()
     for number in range(NUM_ROWS):
         prompt = f"{SUBJECTS[number % 6]} {PLACES[number // 6 % 6]}, seen from {1 + number // 36} metres"
         rows.add(f"mock:{number}", {"prompt": prompt}, f"mock:{number}")

@@ -8,10 +8,10 @@ from pathlib import Path
 from dsreason.errors import DataError
 from dsreason.files.address import is_s3
 from dsreason.files.own_files import is_inside
-from dsreason.files.remote import join_address, local_copy, read_address
-from dsreason.problems import instead_of_file, parse_error
-from dsreason.secrets import without_credentials
-from dsreason.world.data.rows import Rows
+from dsreason.files.remote import fetch_file, join_address, read_address
+from dsreason.problems import describe_missing_file, describe_parse_error
+from dsreason.secrets import mask_credentials
+from dsreason.world.data.rows import CheckedRows
 
 ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
 JSON_LINES = (".jsonl", ".ndjson")
@@ -20,7 +20,7 @@ STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".
 MAX_BYTES = 2 * 1024**3
 
 
-def read_prompts(path: str) -> Rows:
+def read_prompts(path: str) -> CheckedRows:
     """Read the rows of a text file, or of JSONL if its name says so; empty lines are left out.
 
     A `video` is a path below the file's folder, an absolute one, or an `s3://` address.
@@ -33,8 +33,8 @@ def read_prompts(path: str) -> Rows:
     suffix = Path(path).suffix.lower()
     if suffix in STRUCTURED:
         raise DataError(f"{path}: prompts are not read from a {suffix} file; give {ADVICE}")
-    rows = Rows()
-    for number, line in enumerate(_lines(path), 1):
+    rows = CheckedRows()
+    for number, line in enumerate(_split_lines(path), 1):
         row_id = f"{path}:{number}"
         if line.strip() and suffix in JSON_LINES:
             _add_object(rows, path, row_id, line)
@@ -47,11 +47,11 @@ def read_prompts(path: str) -> Rows:
     return rows
 
 
-def _lines(path: str) -> list[str]:
+def _split_lines(path: str) -> list[str]:
     """Without those ends of lines that only Unicode knows, such as U+2028: a prompt may hold them."""
-    file = local_copy(path) if is_s3(path) else Path(path).expanduser()
+    file = fetch_file(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
-        raise DataError(f"{path}: {instead_of_file(file)}")
+        raise DataError(f"{path}: {describe_missing_file(file)}")
     if (size := file.stat().st_size) > MAX_BYTES:
         raise DataError(f"{path}: has {size} bytes, a file of prompts at most {MAX_BYTES}; give {ADVICE}")
     try:
@@ -69,20 +69,20 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _add_object(found: Rows, path: str, row_id: str, line: str) -> None:
+def _add_object(found: CheckedRows, path: str, row_id: str, line: str) -> None:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        found.bad.append(f"{row_id}: is not JSON: {parse_error(error)}")
+        found.bad.append(f"{row_id}: is not JSON: {describe_parse_error(error)}")
         return
     video = fields.pop("video", None) if isinstance(fields, dict) else None
     try:
-        found.add(row_id, fields, None if video is None else beside(path, str(video)))
+        found.add(row_id, fields, None if video is None else resolve_beside(path, str(video)))
     except DataError as error:
         found.bad.append(f"{row_id}: its video {error}")
 
 
-def beside(path: str, given: str) -> str:
+def resolve_beside(path: str, given: str) -> str:
     """A path from the folder of `path` on; absolute ones and those in S3 stay.
 
     Raises:
@@ -90,7 +90,7 @@ def beside(path: str, given: str) -> str:
     """
     if is_s3(given) or Path(given).is_absolute():
         return given
-    address = without_credentials(given)[:200]
+    address = mask_credentials(given)[:200]
     if "://" in given:
         raise DataError(f"{address} is an address; only files and s3:// addresses are read, download it")
     if not is_inside(Path("/folder", given), "/folder"):

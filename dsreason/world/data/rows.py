@@ -12,7 +12,7 @@ from dsreason.world.types import WorldRow
 
 
 @dataclass(frozen=True)
-class Rows:
+class CheckedRows:
     """The rows that can be used, and a text for each that cannot."""
 
     rows: list[WorldRow] = field(default_factory=list)
@@ -34,7 +34,7 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f'{row_id}: has no text under "prompt"; its fields are {", ".join(map(str, fields)) or "none"}')
     for name, text in {"name": row_id, "prompt": prompt, "video": clip or ""}.items():
-        if (place := surrogate_in(text)) is not None:
+        if (place := find_surrogate(text)) is not None:
             raise DataError(f"{row_id!r}: its {name} has half of a character ({text[place]!r}) at {place}; correct it")
     if is_nested_deeper(fields):
         raise DataError(
@@ -43,7 +43,7 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
     return WorldRow(row_id, prompt.strip(), clip, {key: value for key, value in fields.items() if key != "prompt"})
 
 
-def surrogate_in(text: str) -> int | None:
+def find_surrogate(text: str) -> int | None:
     """Return the index of what UTF-8 cannot hold: half of a pair as JSON's `\\ud800`, a byte of a name that is not UTF-8."""
     try:
         text.encode()

@@ -24,12 +24,12 @@ from dsreason.errors import DataError
 from dsreason.files.address import is_s3
 from dsreason.files.archives import UNPACK_ERRORS, TarMember
 from dsreason.files.atomic import build_once, write_file
-from dsreason.files.cache import cache_dir, cache_errors
-from dsreason.files.remote import PARALLEL, check_room, local_copy, read_address
+from dsreason.files.cache import convert_cache_errors, get_cache_dir
+from dsreason.files.remote import PARALLEL, check_room, fetch_file, read_address
 from dsreason.files.s3 import list_objects
 from dsreason.world.data.clips import clip_of_video, start_of
 from dsreason.world.data.folder import VIDEO_SUFFIXES
-from dsreason.world.data.rows import Rows
+from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 VERSION = 2
@@ -43,13 +43,13 @@ Members = dict[str, tuple[int, int]]
 """Suffix in lower case → first byte and number of bytes in the shard."""
 
 
-def read_shards(path: str) -> Rows:
+def read_shards(path: str) -> CheckedRows:
     """The rows of a tar file, or of all tar files below a folder, in the order of their names.
 
     Raises:
         DataError: no such place, or a shard is damaged or holds a pickle; the text names shard and member.
     """
-    rows = Rows()
+    rows = CheckedRows()
     for name, shard in shard_files(path).items():
         for entry in read_index(shard, name):
             row_id, members = f"{name}:{entry['key']}", entry["members"]
@@ -78,12 +78,12 @@ def shard_files(path: str) -> dict[str, Path]:
         check_room(path, [source for name, source in sources.items() if is_tar(name)])
         shards = sorted(name for name in names if is_tar(name))
         with ThreadPool(PARALLEL) as threads:
-            return dict(zip(shards, threads.map(local_copy, shards), strict=True)) or _none(path)
+            return dict(zip(shards, threads.map(fetch_file, shards), strict=True)) or _list_nothing(path)
     place = Path(path).expanduser()
     if path and place.is_dir():
         files = sorted(file for file in place.rglob("*") if is_tar(file.name))
         check_layout(path, [str(file) for file in files])
-        return {str(file): file for file in files} or _none(path)
+        return {str(file): file for file in files} or _list_nothing(path)
     if not path or not place.is_file():
         raise DataError(f"{path or 'is empty'}: must be a tar file, or a folder with tar files")
     return {path: place}
@@ -93,7 +93,7 @@ def is_tar(name: str) -> bool:
     return name.lower().endswith(".tar")
 
 
-def _none(path: str) -> dict[str, Path]:
+def _list_nothing(path: str) -> dict[str, Path]:
     raise DataError(f"there is no .tar file below {path} (compressed ones must be unpacked: rows are read in place)")
 
 
@@ -116,14 +116,14 @@ def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
     with shard_errors(name):
         status = shard.stat()
     version = f"{VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
-    folder = cache_dir() / "world" / "shards" / hashlib.sha256(version.encode()).hexdigest()[:24]
+    folder = get_cache_dir() / "world" / "shards" / hashlib.sha256(version.encode()).hexdigest()[:24]
 
     def build(partial: Path) -> None:
         entries = make_index(shard, name)
         partial.mkdir(parents=True, exist_ok=True)
         write_file(partial / "index.json", json.dumps(entries))
 
-    with cache_errors(folder, "DSREASON_CACHE"):
+    with convert_cache_errors(folder, "DSREASON_CACHE"):
         built = build_once(folder, build)
     try:
         entries: list[dict[str, Any]] = json.loads((built / "index.json").read_bytes())

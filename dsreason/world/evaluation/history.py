@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dsreason.config.output import flat, run_record
-from dsreason.files.step_names import is_step_name, named_step, step_name
-from dsreason.world.evaluation.page import FILE, Card, Clip, Curve, Page, Table, number, write_page
-from dsreason.world.evaluation.score import reward_name
+from dsreason.config.output import find_run_record, flatten_keys
+from dsreason.files.step_names import format_step, is_step_name, parse_step
+from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.score import name_reward
 
 MOST_COLUMNS = 5
 """Validations that are shown: the first, the last, and some between them."""
@@ -21,20 +21,20 @@ Row = dict[str, Any]
 """One clip of `validation/step_N.jsonl`."""
 
 
-def small_video(folder: Path, clip: int) -> Path:
+def locate_small_video(folder: Path, clip: int) -> Path:
     """Return the small video of clip `clip` of a validation, which the page shows. `N.mp4` beside it has the sampled size."""
     return folder / f"{clip}_small.mp4"
 
 
 def write_run_page(run: Path) -> Path | None:
     """`world.html` in a run's folder; None if nothing was validated yet."""
-    run_validations = validations(run)
+    run_validations = read_validations(run)
     return write_page(run_page(run, run_validations), run / FILE) if run_validations else None
 
 
-def validations(run: Path) -> dict[int, list[Row]]:
+def read_validations(run: Path) -> dict[int, list[Row]]:
     """The clips of each validation, by step."""
-    files = {named_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
+    files = {parse_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
     return {step: read_rows(files[step]) for step in sorted(files)}
 
 
@@ -52,55 +52,57 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
-    steps = chosen([*found])
+    steps = choose_steps([*found])
     lines = read_rows(run / "metrics.jsonl")
-    config = (run_record(run) or {}).get("config", {})
+    config = (find_run_record(run) or {}).get("config", {})
     algorithm = config.get("world", {}).get("algorithm", "")
     columns = [f"step {step}" for step in steps]
-    settings = {name: str(value) for name, value in flat(config).items() if name.startswith(SETTINGS)}
+    settings = {name: str(value) for name, value in flatten_keys(config).items() if name.startswith(SETTINGS)}
     return Page(
         kicker=f"World model, {algorithm}".rstrip(", "),
         title=run.absolute().name,
         columns=columns,
-        cards=cards(run, found, steps),
-        tables=[means_table(found, lines, steps, columns), clips_table(found, steps, columns)],
-        curves=curves(lines),
+        cards=make_cards(run, found, steps),
+        tables=[make_means_table(found, lines, steps, columns), make_clips_table(found, steps, columns)],
+        curves=make_curves(lines),
         settings={name: value for name, value in settings.items() if value not in ("None", "")},
     )
 
 
-def chosen(steps: Sequence[int]) -> list[int]:
+def choose_steps(steps: Sequence[int]) -> list[int]:
     """At most `MOST_COLUMNS`, evenly spaced, the first and the last among them."""
     count = min(MOST_COLUMNS, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[Card]:
+def make_cards(run: Path, found: dict[int, list[Row]], steps: Sequence[int]) -> list[PromptCard]:
     """Make a card for each clip that has a video in the last validation."""
-    folders = {step: run / "validation" / step_name(step) for step in steps}
+    folders = {step: run / "validation" / format_step(step) for step in steps}
     last = found[steps[-1]]
     return [
-        Card(row["prompt"], row["id"], [clip_of(folders[step], found[step], i) for step in steps])
+        PromptCard(row["prompt"], row["id"], [clip_of(folders[step], found[step], i) for step in steps])
         for i, row in enumerate(last)
-        if small_video(folders[steps[-1]], i).is_file()
+        if locate_small_video(folders[steps[-1]], i).is_file()
     ]
 
 
 def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
     if i >= len(rows):
         return Clip(None, {})
-    file, row = small_video(folder, i), rows[i]
+    file, row = locate_small_video(folder, i), rows[i]
     values = {"reward": row["rewards"][""]} if row["rewards"] else {}
     return Clip(file if file.is_file() else None, values | {"brightness": row["brightness"]})
 
 
-def means_table(
+def make_means_table(
     found: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
 ) -> Table:
     """Each reward, and what the clips look like, at the shown validations."""
     names = list(found[steps[-1]][0]["rewards"])
     rows = {
-        reward_name(name): [number(mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps]
+        name_reward(name): [
+            number(compute_mean([row["rewards"].get(name, 0.0) for row in found[step]])) for step in steps
+        ]
         for name in names
     }
     by_step = {line["step"]: line for line in lines}
@@ -113,24 +115,24 @@ def means_table(
     return Table("Rewards and looks", columns, rows, note)
 
 
-def clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
+def make_clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
     """The reward of every clip, those that lost most first."""
     first, last = found[steps[0]], found[steps[-1]]
     if not last[0]["rewards"]:
         return Table("Every clip", columns, {}, folded=True)
-    numbers = sorted(range(len(last)), key=lambda i: last[i]["rewards"][""] - reward_at(first, i))
+    numbers = sorted(range(len(last)), key=lambda i: last[i]["rewards"][""] - get_reward(first, i))
     rows = {
-        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(reward_at(found[step], i)) for step in steps]
+        f"{i}: {last[i]['prompt']} ({last[i]['id']})": [number(get_reward(found[step], i)) for step in steps]
         for i in numbers
     }
     return Table("The reward of every clip, those that gained least first", columns, rows, folded=True)
 
 
-def reward_at(rows: Sequence[Row], i: int) -> float:
+def get_reward(rows: Sequence[Row], i: int) -> float:
     return float(rows[i]["rewards"].get("", 0.0)) if i < len(rows) else float("nan")
 
 
-def curves(lines: Sequence[Row]) -> list[Curve]:
+def make_curves(lines: Sequence[Row]) -> list[Curve]:
     """A panel for each reward, for what the clips look like, for the loss and the distance to the reference."""
 
     def points(name: str) -> list[tuple[float, float]]:
@@ -148,5 +150,5 @@ def curves(lines: Sequence[Row]) -> list[Curve]:
     return curves
 
 
-def mean(values: Sequence[float]) -> float:
+def compute_mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

@@ -34,7 +34,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Card:
+class PromptCard:
     """The clips of one prompt, one for each column, all from the same noise."""
 
     prompt: str
@@ -68,7 +68,7 @@ class Page:
     title: str
     columns: Sequence[str]
     """Titles of the columns, such as `step 0`, `step 100`."""
-    cards: Sequence[Card]
+    cards: Sequence[PromptCard]
     tables: Sequence[Table] = ()
     curves: Sequence[Curve] = ()
     notices: Sequence[str] = ()
@@ -116,7 +116,7 @@ def render(page: Page) -> str:
     )
 
 
-def read_videos(cards: Sequence[Card]) -> tuple[dict[Path, str], int]:
+def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
     """Return data URIs by file, until the limit is reached, and the number of files left out."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0

@@ -10,28 +10,28 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as ConsoleTable
 from rich.text import Text
 
-from dsreason.config.output import flat
+from dsreason.config.output import flatten_keys
 from dsreason.evaluation.report.score import Interval
 from dsreason.files.atomic import write_file
-from dsreason.world.evaluation.history import small_video
-from dsreason.world.evaluation.page import FILE, Card, Clip, Page, Table, number, write_page
-from dsreason.world.evaluation.results import CLIPS, MODEL_KEYS, ClipResult, differing, read_clips, read_settings
-from dsreason.world.evaluation.score import Comparison, Summary, compare, reward_name, summarise
+from dsreason.world.evaluation.history import locate_small_video
+from dsreason.world.evaluation.page import FILE, Clip, Page, PromptCard, Table, number, write_page
+from dsreason.world.evaluation.results import CLIPS, MODEL_KEYS, ClipResult, find_differences, read_clips, read_settings
+from dsreason.world.evaluation.score import ClipComparison, ClipSummary, compare, name_reward, summarise
 
 SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True)
-class Report:
+class ClipReport:
     name: str
-    summary: Summary
-    comparison: Comparison | None
+    summary: ClipSummary
+    comparison: ClipComparison | None
     baseline: str
     notices: tuple[str, ...]
     file: Path
 
 
-def write_report(folder: Path, baseline: Path | None = None) -> Report:
+def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
     """Score an evaluation and write its summary and its page into its folder.
 
     Raises:
@@ -41,7 +41,9 @@ def write_report(folder: Path, baseline: Path | None = None) -> Report:
     summary, name = summarise(clips), folder.absolute().name
     comparison, before, other, notices = None, list[ClipResult](), "", list[str]()
     if baseline is not None:
-        changed = {key: v for key, v in differing(read_settings(baseline), settings).items() if key not in MODEL_KEYS}
+        changed = {
+            key: v for key, v in find_differences(read_settings(baseline), settings).items() if key not in MODEL_KEYS
+        }
         before, other = read_clips(baseline), baseline.absolute().name
         comparison = compare(clips, before)
         notices += [f"{key} differs: {b!r} in the baseline, {a!r} here" for key, (b, a) in changed.items()]
@@ -53,35 +55,37 @@ def write_report(folder: Path, baseline: Path | None = None) -> Report:
         kicker="Evaluation of a world model",
         title=f"{name} against {other}" if other else name,
         columns=[other, name] if other else [name],
-        cards=cards(folder, clips, baseline, before),
-        tables=tables(summary, comparison),
+        cards=make_cards(folder, clips, baseline, before),
+        tables=make_tables(summary, comparison),
         notices=notices,
-        settings={key: str(value) for key, value in flat(settings).items() if value not in (None, "")},
+        settings={key: str(value) for key, value in flatten_keys(settings).items() if value not in (None, "")},
     )
-    return Report(name, summary, comparison, other, tuple(notices), write_page(page, folder / FILE))
+    return ClipReport(name, summary, comparison, other, tuple(notices), write_page(page, folder / FILE))
 
 
-def cards(folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]) -> list[Card]:
+def make_cards(
+    folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]
+) -> list[PromptCard]:
     """All clips, those with the lowest reward first; the baseline's beside them."""
     before_by_number = {clip.number: clip for clip in before}
     cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):
-        shown_clips = [] if baseline is None else [shown_clip(baseline, before_by_number.get(clip.number))]
-        cards.append(Card(clip.prompt, clip.id, [*shown_clips, shown_clip(folder, clip)]))
+        shown_clips = [] if baseline is None else [make_clip(baseline, before_by_number.get(clip.number))]
+        cards.append(PromptCard(clip.prompt, clip.id, [*shown_clips, make_clip(folder, clip)]))
     return cards
 
 
-def shown_clip(folder: Path, clip: ClipResult | None) -> Clip:
+def make_clip(folder: Path, clip: ClipResult | None) -> Clip:
     if clip is None:
         return Clip(None, {})
-    file = small_video(folder / CLIPS, clip.number)
-    rewards = {reward_name(name): value for name, value in clip.rewards.items()}
+    file = locate_small_video(folder / CLIPS, clip.number)
+    rewards = {name_reward(name): value for name, value in clip.rewards.items()}
     return Clip(file if file.is_file() else None, {**rewards, "brightness": clip.brightness})
 
 
-def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
-    rows = {name: [number(value.mean), between(value.interval)] for name, value in summary.values.items()}
-    rows["diversity"] = [number(summary.diversity), between(None)]
+def make_tables(summary: ClipSummary, comparison: ClipComparison | None) -> list[Table]:
+    rows = {name: [number(value.mean), format_interval(value.interval)] for name, value in summary.values.items()}
+    rows["diversity"] = [number(summary.diversity), format_interval(None)]
     note = (
         f"{summary.clips} clips of {summary.prompts} different prompts. Intervals are of the bootstrap over prompts. "
         "Brightness, motion and diversity show where a reward is being cheated."
@@ -96,7 +100,7 @@ def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
                 {
                     name: [
                         f"{value.estimate.mean:+.3f}",
-                        between(value.estimate.interval),
+                        format_interval(value.estimate.interval),
                         str(value.better),
                         str(value.worse),
                     ]
@@ -108,13 +112,13 @@ def tables(summary: Summary, comparison: Comparison | None) -> list[Table]:
     return tables
 
 
-def between(interval: Interval | None) -> str:
+def format_interval(interval: Interval | None) -> str:
     return "–" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
 
 
-def console_tables(report: Report) -> list[ConsoleTable]:
+def make_console_tables(report: ClipReport) -> list[ConsoleTable]:
     console_tables = []
-    for table in tables(report.summary, report.comparison):
+    for table in make_tables(report.summary, report.comparison):
         console_table = ConsoleTable(title=Text(f"{report.name}: {table.title}"), title_justify="left", box=SIMPLE_HEAD)
         console_table.add_column("", overflow="fold")
         for name in table.columns:

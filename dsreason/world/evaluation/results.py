@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dsreason.config.output import flat
+from dsreason.config.output import flatten_keys
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.atomic import write_file
 from dsreason.files.disk import read_small
@@ -57,7 +57,7 @@ def read_clip(file: Path) -> ClipResult:
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if the folder holds an evaluation with other settings."""
-    if (folder / SETTINGS_FILE).is_file() and (changed := differing(read_settings(folder), settings)):
+    if (folder / SETTINGS_FILE).is_file() and (changed := find_differences(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
             f"{folder}: holds an evaluation with another {name} ({before!r}, now {now!r}); choose another --results-dir, or "
@@ -87,8 +87,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise DataError(f"{file}: are not the settings of an evaluation of a world model ({error})") from error
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Setting → its two values, nested names joined by dots."""
-    first, second = flat(dict(one)), flat(dict(other))
+    first, second = flatten_keys(dict(one)), flatten_keys(dict(other))
     names = dict.fromkeys([*first, *second])
     return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

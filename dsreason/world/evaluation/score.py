@@ -24,7 +24,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ClipSummary:
     clips: int
     prompts: int
     values: dict[str, Estimate]
@@ -44,28 +44,28 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ClipComparison:
     clips: int
     values: dict[str, Difference]
     only_one: int
     """Clips that only one of the two has; they are not compared."""
 
 
-def summarise(clips: Sequence[ClipResult]) -> Summary:
+def summarise(clips: Sequence[ClipResult]) -> ClipSummary:
     """Summarise the clips. DataError if there are none."""
     if not clips:
         raise DataError("the evaluation has no clips yet; run dsreason eval")
     prompts = [clip.prompt for clip in clips]
     pictures = np.array([clip.picture for clip in clips]) / 255
-    return Summary(
+    return ClipSummary(
         clips=len(clips),
         prompts=len(set(prompts)),
-        values={name: estimate([of(clip) for clip in clips], prompts) for name, of in measures(clips).items()},
+        values={name: estimate([of(clip) for clip in clips], prompts) for name, of in list_measures(clips).items()},
         diversity=float(pictures.std(axis=0).mean()),
     )
 
 
-def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> Comparison:
+def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipComparison:
     """Pair the clips by number.
 
     Raises:
@@ -82,37 +82,37 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> Compa
                 "evaluate both on the same prompts"
             )
     prompts = [a.prompt for a, _ in pairs]
-    common = measures([b for _, b in pairs])
+    common = list_measures([b for _, b in pairs])
     values = {}
-    for name, of in measures([a for a, _ in pairs]).items():
+    for name, of in list_measures([a for a, _ in pairs]).items():
         if name in common:
             differences = [of(a) - of(b) for a, b in pairs]
             signs = np.sign(differences)
             values[name] = Difference(estimate(differences, prompts), int((signs > 0).sum()), int((signs < 0).sum()))
-    return Comparison(len(pairs), values, len(this) + len(baseline) - 2 * len(pairs))
+    return ClipComparison(len(pairs), values, len(this) + len(baseline) - 2 * len(pairs))
 
 
-def measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
+def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
     """Return the functions that measure a clip, by the name of the value."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:
         return lambda clip: clip.rewards[name]
 
-    rewards: Mapping[str, Callable[[ClipResult], float]] = {reward_name(name): reward(name) for name in names}
+    rewards: Mapping[str, Callable[[ClipResult], float]] = {name_reward(name): reward(name) for name in names}
     return {**rewards, "brightness": lambda clip: clip.brightness, "motion": lambda clip: clip.motion}
 
 
-def reward_name(name: str) -> str:
+def name_reward(name: str) -> str:
     """Return the name that metrics have: `reward` for the weighted sum "", `reward/colour` for "colour"."""
     return f"reward/{name}" if name else "reward"
 
 
 def estimate(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
-    return Estimate(float(np.mean(values)), bootstrap_interval(values, clusters))
+    return Estimate(float(np.mean(values)), compute_interval(values, clusters))
 
 
-def bootstrap_interval(
+def compute_interval(
     values: Sequence[float], clusters: Sequence[str], *, draws: int = DRAWS, seed: int = 0
 ) -> Interval | None:
     """95 % interval of the mean by the percentile bootstrap over clusters, since clips of one prompt are alike.

@@ -10,12 +10,12 @@ from dsreason.world.families.cosmos_predict2_5 import COSMOS_PREDICT2_5
 from dsreason.world.families.family import WorldFamily
 from dsreason.world.families.wan import WAN
 
-__all__ = ["FAMILIES", "WorldFamily", "family_of"]
+__all__ = ["FAMILIES", "WorldFamily", "find_family"]
 
 FAMILIES: dict[str, WorldFamily] = {"cosmos_predict2_5": COSMOS_PREDICT2_5, "wan": WAN}
 
 
-def family_of(folder: Path) -> WorldFamily:
+def find_family(folder: Path) -> WorldFamily:
     """Find the family of a folder in diffusers' format by the pipeline in its model_index.json.
 
     CheckpointError if the file is missing, or the family or kind is not supported.

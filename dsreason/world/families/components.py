@@ -34,7 +34,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def transformer_config(folder: Path, name: str) -> dict[str, Any]:
+def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
     """The configuration of a folder's transformer, of diffusers' class `name`: its config.json, and the class's defaults for
     what is not in it."""
     import diffusers
@@ -69,7 +69,7 @@ def load_scheduler(folder: Path) -> Any:
     return getattr(diffusers, name).from_config(config)
 
 
-def scheduler_sigmas(folder: Path, steps: int) -> Tensor:
+def read_sigmas(folder: Path, steps: int) -> Tensor:
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     scheduler = load_scheduler(folder)
     scheduler.set_timesteps(steps)

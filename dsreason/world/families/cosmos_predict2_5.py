@@ -13,7 +13,7 @@ from dsreason.models.weights import find_weights
 from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
 from dsreason.world.families.components import WEIGHTS, free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
-from dsreason.world.families.tiny import tiny_vae
+from dsreason.world.families.tiny import build_tiny_vae
 from dsreason.world.types import Conditioning
 
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
@@ -22,7 +22,7 @@ GIVEN_FRAME_TIME = 1e-4
 
 
 @torch.no_grad()
-def embeddings(
+def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """Yield the normalised hidden states of all layers, concatenated: `[1, max_length, layers x hidden size]`.
@@ -34,27 +34,29 @@ def embeddings(
     tokenizer = load_tokenizer(folder / "tokenizer")
     encoder = load_encoder(Qwen2_5_VLForConditionalGeneration, folder / "text_encoder", device, dtype)
     for prompt in prompts:
-        yield _embedding(encoder, token_ids(tokenizer, prompt, max_length).to(device))
+        yield _embed(encoder, tokenize(tokenizer, prompt, max_length).to(device))
     del encoder
     free_memory()
 
 
 def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
     tokenizer = load_tokenizer(folder / "tokenizer")
-    return [len(tokenizer.apply_chat_template(turns(prompt), return_dict=True)["input_ids"]) for prompt in prompts]
+    return [
+        len(tokenizer.apply_chat_template(make_messages(prompt), return_dict=True)["input_ids"]) for prompt in prompts
+    ]
 
 
-def turns(prompt: str) -> list[dict[str, Any]]:
+def make_messages(prompt: str) -> list[dict[str, Any]]:
     return [
         {"role": role, "content": [{"type": "text", "text": text}]}
         for role, text in (("system", SYSTEM), ("user", prompt))
     ]
 
 
-def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
+def tokenize(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
     """`[1, max_length]`: the prompt in its chat format, padded or cut on the right."""
     encoded = tokenizer.apply_chat_template(
-        turns(prompt),
+        make_messages(prompt),
         add_generation_prompt=False,
         add_vision_id=False,
         max_length=max_length,
@@ -65,7 +67,7 @@ def token_ids(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
     return torch.tensor([encoded["input_ids"]])
 
 
-def _embedding(encoder: nn.Module, ids: Tensor) -> Tensor:
+def _embed(encoder: nn.Module, ids: Tensor) -> Tensor:
     states = encoder(ids, output_hidden_states=True, logits_to_keep=1).hidden_states[1:]
     normalised = [
         (state - state.mean(dim=-1, keepdim=True)) / (state.std(dim=-1, keepdim=True) + 1e-8) for state in states
@@ -93,11 +95,11 @@ def accept_projected(transformer: nn.Module) -> None:
         setattr(transformer, PROJECTION, OptionalProjection(*layer))
 
 
-def text_width(config: Mapping[str, Any], projected: bool) -> int:
+def compute_text_width(config: Mapping[str, Any], projected: bool) -> int:
     return int(config["encoder_hidden_states_channels" if projected else "crossattn_proj_in_channels"])
 
 
-def unsupported_transformer(config: Mapping[str, Any]) -> str:
+def explain_unsupported(config: Mapping[str, Any]) -> str:
     if config["use_crossattn_projection"]:
         return ""
     return (
@@ -106,7 +108,7 @@ def unsupported_transformer(config: Mapping[str, Any]) -> str:
     )
 
 
-def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def load_text_projection(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Load the layer that maps 28 layers x 3584 features (98 MB per prompt in bfloat16) to 1024 (1 MB)."""
     tensors: dict[str, Tensor] = {}
     names = [f"{PROJECTED}.weight", f"{PROJECTED}.bias"]
@@ -115,7 +117,7 @@ def project_text(folder: Path, device: torch.device | str, dtype: torch.dtype) -
     return lambda text: nn.functional.gelu(nn.functional.linear(text, weight, bias))
 
 
-def velocity(
+def compute_velocity(
     transformer: nn.Module,
     x: Tensor,
     s: Tensor,
@@ -147,7 +149,7 @@ def velocity(
     return known_velocity + (1 - given_mask) * predicted
 
 
-class SharedAttention:
+class CosmosSharedAttention:
     """diffusers' `CosmosAttnProcessor2_0` for self-attention, with heads instead of tokens on each rank."""
 
     def __init__(self, group: Group) -> None:
@@ -175,7 +177,7 @@ class SharedAttention:
         return attn.to_out[1](attn.to_out[0](attended))  # type: ignore[no-any-return]
 
 
-def parallelise(transformer: nn.Module, group: Group) -> None:
+def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Tokens are cut before the first block. What belongs to tokens (noise levels of frames, positions) is cut before each:
     the transformer hands the whole of it to every block."""
     model: Any = transformer
@@ -200,7 +202,7 @@ def parallelise(transformer: nn.Module, group: Group) -> None:
 
     for number, block in enumerate(model.transformer_blocks):
         block.register_forward_pre_hook(before_block(number == 0))
-        block.attn1.set_processor(SharedAttention(group))
+        block.attn1.set_processor(CosmosSharedAttention(group))
     model.norm_out.register_forward_pre_hook(
         lambda module, arguments: (arguments[0], *(own_times(part) for part in arguments[1:]))
     )
@@ -245,7 +247,7 @@ def build_tiny(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
             crossattn_proj_in_channels=layers * hidden_size,
             encoder_hidden_states_channels=32,
         ).save_pretrained(folder / "transformer")
-        tiny_vae().save_pretrained(folder / "vae")
+        build_tiny_vae().save_pretrained(folder / "vae")
     UniPCMultistepScheduler(
         use_karras_sigmas=True,
         use_flow_sigmas=True,
@@ -272,14 +274,14 @@ COSMOS_PREDICT2_5 = WorldFamily(
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"),
     max_conditional_frames=2,
     guidance_offset=1.0,  # the pipeline computes v + scale · (v − v_negative)
-    embeddings=embeddings,
+    embeddings=iter_embeddings,
     count_tokens=count_tokens,
-    velocity=velocity,
+    velocity=compute_velocity,
     solver_times=lambda scheduler: scheduler.sigmas[:-1],
-    parallelise=parallelise,
-    project_text=project_text,
+    parallelise=share_tokens,
+    project_text=load_text_projection,
     accept_projected=accept_projected,
-    text_width=text_width,
-    unsupported_transformer=unsupported_transformer,
+    text_width=compute_text_width,
+    unsupported_transformer=explain_unsupported,
     build_tiny=build_tiny,
 )

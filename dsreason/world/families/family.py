@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dsreason.world.families.components import scheduler_sigmas, transformer_config
+from dsreason.world.families.components import read_sigmas, read_transformer_config
 from dsreason.world.types import Conditioning
 
 
@@ -93,7 +93,7 @@ class WorldFamily:
     """The autoencoder computes in float32 whatever the type of training is."""
     clean: Callable[[str], str] = lambda prompt: prompt
     """Turns a prompt into what the encoder gets."""
-    sigmas: Callable[[Path, int], Tensor] = scheduler_sigmas
+    sigmas: Callable[[Path, int], Tensor] = read_sigmas
     """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
     project_text: ProjectText | None = None
     """Projection for embeddings that are too large to keep. Used only if this layer is not trained, and `projects_text`."""
@@ -104,14 +104,14 @@ class WorldFamily:
     unsupported_transformer: Callable[[Mapping[str, Any]], str] = lambda config: ""
     """Why a transformer of this configuration cannot be trained; empty if it can."""
 
-    def transformer_config(self, folder: Path) -> dict[str, Any]:
+    def read_transformer_config(self, folder: Path) -> dict[str, Any]:
         """The config.json of a folder's transformer, with its class's defaults for what is not in it."""
-        return transformer_config(folder, self.transformer)
+        return read_transformer_config(folder, self.transformer)
 
     def projects_text(self, folder: Path) -> bool:
         """Whether the transformer of a folder has a first layer for text that makes embeddings smaller. What is projected is
         known by its width."""
-        config = self.transformer_config(folder)
+        config = self.read_transformer_config(folder)
         return self.project_text is not None and self.text_width(config, True) != self.text_width(config, False)
 
     def encode_text(

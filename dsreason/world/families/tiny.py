@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def tiny_vae() -> Any:
+def build_tiny_vae() -> Any:
     """The video autoencoder that Wan and Cosmos share, with its compression of 4 in time and 8 in space."""
     from diffusers import AutoencoderKLWan
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsreason.world.context_parallel import Group, attend_over_group, gather_tokens, own_part
 from dsreason.world.families.components import free_memory, load_encoder, load_tokenizer, write_index
 from dsreason.world.families.family import WorldFamily
-from dsreason.world.families.tiny import tiny_vae
+from dsreason.world.families.tiny import build_tiny_vae
 from dsreason.world.types import Conditioning
 
 TIMES = 1000.0
@@ -39,7 +39,7 @@ TINY_WORDS = (
 
 
 @torch.no_grad()
-def embeddings(
+def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """The encoder's last hidden states: `[1, max_length, hidden size]`, zero behind the prompt's end."""
@@ -67,7 +67,7 @@ def clean(prompt: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
 
 
-def velocity(
+def compute_velocity(
     transformer: nn.Module,
     x: Tensor,
     s: Tensor,
@@ -83,7 +83,7 @@ def velocity(
     )[0].float()
 
 
-class SharedAttention:
+class WanSharedAttention:
     """diffusers' `WanAttnProcessor` for self-attention, with heads instead of tokens on each rank."""
 
     def __init__(self, group: Group) -> None:
@@ -114,7 +114,7 @@ def rotate(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).type_as(tensor)
 
 
-def parallelise(transformer: nn.Module, group: Group) -> None:
+def share_tokens(transformer: nn.Module, group: Group) -> None:
     """Tokens are cut before the first block; positions, which the transformer hands to every block, before each."""
     model: Any = transformer
 
@@ -128,7 +128,7 @@ def parallelise(transformer: nn.Module, group: Group) -> None:
 
     for number, block in enumerate(model.blocks):
         block.register_forward_pre_hook(before_block(number == 0))
-        block.attn1.set_processor(SharedAttention(group))
+        block.attn1.set_processor(WanSharedAttention(group))
     model.proj_out.register_forward_hook(lambda module, arguments, output: gather_tokens(output, 1, group))
 
 
@@ -169,7 +169,7 @@ def build_tiny(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
             ffn_dim=192,
             num_layers=num_layers,
         ).save_pretrained(folder / "transformer")
-        tiny_vae().save_pretrained(folder / "vae")
+        build_tiny_vae().save_pretrained(folder / "vae")
     UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0).save_pretrained(
         folder / "scheduler"
     )
@@ -184,7 +184,7 @@ def build_tiny(folder: Path, seed: int = 0, num_layers: int = 2) -> None:
     write_index(folder, "WanPipeline", components)
 
 
-def unsupported(index: dict[str, Any]) -> str:
+def explain_unsupported(index: dict[str, Any]) -> str:
     second = index.get("transformer_2")
     if (second and second[0]) or index.get("boundary_ratio") is not None:
         return "has two transformers (Wan 2.2 A14B); only models with one, such as Wan 2.1, are trained"
@@ -201,14 +201,14 @@ WAN = WorldFamily(
     lora_targets=("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"),
     max_conditional_frames=0,
     guidance_offset=0.0,  # the pipeline computes v_negative + scale · (v − v_negative)
-    embeddings=embeddings,
+    embeddings=iter_embeddings,
     clean=clean,
     count_tokens=count_tokens,
-    velocity=velocity,
+    velocity=compute_velocity,
     solver_times=lambda scheduler: scheduler.timesteps / TIMES,
-    parallelise=parallelise,
+    parallelise=share_tokens,
     build_tiny=build_tiny,
     text_width=lambda config, projected: int(config["text_dim"]),
     float32_vae=True,  # as in diffusers' examples for Wan
-    unsupported=unsupported,
+    unsupported=explain_unsupported,
 )

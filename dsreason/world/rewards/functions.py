@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsreason.rewards.functions import find_function, with_options
-from dsreason.rewards.worker import BOUND, LARGEST, Kind, shown
+from dsreason.rewards.functions import bind_options, find_function
+from dsreason.rewards.worker import BOUND, LARGEST, FunctionKind, describe_value
 from dsreason.world.rewards import pixels
 from dsreason.world.types import WorldRow
 
@@ -48,7 +48,7 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
         ConfigError: it does not exist, its file does not import, or it cannot be called as fn(clips, samples) with its options.
     """
     named_function = find_function(name, BUILT_IN, ADVICE)
-    function = with_options(named_function, dict(options or {}), name, {"clips": None, "samples": []})
+    function = bind_options(named_function, dict(options or {}), name, {"clips": None, "samples": []})
 
     def on_pixels(clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Any:
         with torch.no_grad():
@@ -60,9 +60,9 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
     """Return what a function of (clips, samples) returned, as plain numbers. ValueError if it is not one finite number a clip."""
     try:
-        scores = as_numbers(result)
+        scores = to_numbers(result)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one from tensors
-        raise ValueError(f"returned {shown(result)}; it must return a finite number for each clip") from None
+        raise ValueError(f"returned {describe_value(result)}; it must return a finite number for each clip") from None
     count = len(arguments[1])
     if scores.shape != (count,):
         raise ValueError(f"returned values of shape {list(scores.shape)} for {count} clips; it must return [{count}]")
@@ -75,7 +75,7 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
     return scores.tolist(), {}
 
 
-def as_numbers(result: Any) -> NDArray[np.float64]:
+def to_numbers(result: Any) -> NDArray[np.float64]:
     """Convert to numbers. numpy by itself would read numbers out of texts, and take the real part of complex ones."""
     if isinstance(result, Tensor):
         result = result.detach().cpu().to(torch.promote_types(result.dtype, torch.float64)).numpy()
@@ -85,7 +85,7 @@ def as_numbers(result: Any) -> NDArray[np.float64]:
     return values.astype(np.float64)
 
 
-KIND = Kind(find_clip_reward, check_scores)
+KIND = FunctionKind(find_clip_reward, check_scores)
 
 
 def check_functions(names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:

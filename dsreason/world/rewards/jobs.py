@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from dsreason.errors import ConfigError
-from dsreason.rewards.functions import with_options
+from dsreason.rewards.functions import bind_options
 from dsreason.user_code import find_code
 from dsreason.world.rewards.functions import BUILT_IN, ClipReward, check_scores
-from dsreason.world.rewards.wire import Request, bfloat16_bits
+from dsreason.world.rewards.wire import ScoringRequest, decode_bfloat16
 from dsreason.world.types import WorldRow
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Job:
     """An enqueued request, and what came of it: `answers[function]` are status and JSON of the answer to a pull."""
 
     uuid: str
-    request: Request | None
+    request: ScoringRequest | None
     """None once it was scored."""
     names: Sequence[str]
     """The functions that it asks for."""
@@ -73,7 +73,7 @@ class Jobs:
         with self._changed:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
-    def hold(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int) -> bool:
         """Reserve room for this much of a body; return whether there was enough."""
         with self._changed:
             free = self._bytes + num_bytes <= self.most_bytes
@@ -85,7 +85,7 @@ class Jobs:
         with self._changed:
             self._bytes -= num_bytes
 
-    def add(self, request: Request, names: Sequence[str], num_bytes: int) -> str | None:
+    def add(self, request: ScoringRequest, names: Sequence[str], num_bytes: int) -> str | None:
         """The job's name; None if too many wait. Its bytes are held."""
         job = Job(str(uuid.uuid4()), request, names, num_bytes)
         with self._changed:
@@ -144,7 +144,7 @@ def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder
         except BaseException as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
             log.error("job %s failed", job.uuid, exc_info=error)
             for name in job.names:
-                jobs.keep(job, name, failure(name, error), replace=False)
+                jobs.keep(job, name, build_failure(name, error), replace=False)
         jobs.finish(job)
 
 
@@ -161,24 +161,24 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
         began = time.monotonic()
         try:
             with torch.no_grad():
-                scores = named_scores(name, functions[name](clips, samples), samples)
+                scores = name_scores(name, functions[name](clips, samples), samples)
         except BaseException as error:  # noqa: BLE001  somebody else's code, which may exit; the answer says so
             log.error('job %s, reward "%s" failed', job.uuid, name, exc_info=error)
-            jobs.keep(job, name, failure(name, error), replace=False)
+            jobs.keep(job, name, build_failure(name, error), replace=False)
         else:
-            info = input_info(job.request)
+            info = describe_input(job.request)
             durations = {"duration": f"{time.monotonic() - began:.2f}", "decoded_duration": f"{decoded:.2f}"}
             answer = {"scores": scores, "input_info": info, **durations, "type": name}
             jobs.keep(job, name, (200, answer), replace=False)
 
 
-def failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
+def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
     """The answer to a pull. An error's own text may fail as well, which `traceback` bears."""
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}
 
 
-def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
+def select_functions(request: ScoringRequest, functions: Mapping[str, ClipReward]) -> list[str]:
     """Return the names of the functions that a request asks for. ValueError if it names none, or one that is not served."""
     names = [name for name, weight in request.reward_fn.items() if weight > 0]
     unknown = [name for name in names if name not in functions]
@@ -190,18 +190,18 @@ def wanted(request: Request, functions: Mapping[str, ClipReward]) -> list[str]:
     return names
 
 
-def to_pixels(request: Request, decoder: Decoder | None) -> Tensor:
+def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
     """float32 `[B, 3, T, H, W]` in 0..1."""
     array = request.array
     if request.media_type == "latent":
         assert decoder is not None  # otherwise the request was not taken
-        latents = bfloat16_bits(array) if array.dtype == np.uint8 else array.astype(np.float32)
+        latents = decode_bfloat16(array) if array.dtype == np.uint8 else array.astype(np.float32)
         return decoder.decode(torch.from_numpy(np.ascontiguousarray(latents))).float().cpu()
     pixels = torch.from_numpy(array.astype(np.float32)).div_(255)
     return pixels.permute(0, 3, 1, 2)[:, :, None] if request.media_type == "image" else pixels
 
 
-def to_rows(job: str, request: Request) -> list[WorldRow]:
+def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
     """Return what functions get to know of the clips: `meta` has `fps`, and what else the request says of each clip or of all."""
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
@@ -214,13 +214,13 @@ def to_rows(job: str, request: Request) -> list[WorldRow]:
     return rows
 
 
-def named_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
+def name_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
     """A function's result as the protocol's scores: `{name: [B]}`, or its own keys where it returns a dict of them."""
     scores_by_name = result if isinstance(result, Mapping) and result else {name: result}
     return {str(key): check_scores(values, ((), samples))[0] for key, values in scores_by_name.items()}
 
 
-def input_info(request: Request) -> dict[str, Any]:
+def describe_input(request: ScoringRequest) -> dict[str, Any]:
     array = request.array
     lowest, highest = (f"{float(value):.3f}" for value in (array.min(), array.max()))
     facts = {"shape": list(array.shape), "dtype": f"torch.{array.dtype}", "min": lowest, "max": highest}
@@ -239,7 +239,7 @@ def find_functions(name: str) -> dict[str, ClipReward]:
     code = find_code(name, f"reward-serve {name}", [], advice)
     if not isinstance(code, ModuleType):
         attribute = name.rpartition(":")[2]
-        return {attribute: with_options(code, {}, name, {"clips": None, "samples": []})}
+        return {attribute: bind_options(code, {}, name, {"clips": None, "samples": []})}
     functions: dict[str, ClipReward] = {
         key: value
         for key, value in vars(code).items()

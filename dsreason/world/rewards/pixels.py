@@ -37,12 +37,12 @@ def sharpness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 def motion(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
     """Mean absolute difference between a frame and the next; 0 for a still, or a single frame."""
-    return _mean(clips.mean(1).diff(dim=1).abs())
+    return _average(clips.mean(1).diff(dim=1).abs())
 
 
 def flicker(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
     """Mean absolute second difference of the frames' brightness: 0 if it is steady or fades evenly. Weigh it negatively."""
-    return _mean(clips.mean(dim=(1, 3, 4)).diff(n=2, dim=1).abs())
+    return _average(clips.mean(dim=(1, 3, 4)).diff(n=2, dim=1).abs())
 
 
 def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
@@ -51,13 +51,13 @@ def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
     Raises:
         DataError: a prompt names none of them.
     """
-    channels = torch.tensor([_channel(sample) for sample in samples])
-    return _channel_shares(clips).gather(1, channels[:, None])[:, 0]
+    channels = torch.tensor([_find_channel(sample) for sample in samples])
+    return _compute_channel_shares(clips).gather(1, channels[:, None])[:, 0]
 
 
 def red(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
     """`colour`, whatever the prompt says."""
-    return _channel_shares(clips)[:, 0]
+    return _compute_channel_shares(clips)[:, 0]
 
 
 def solid(clips: Tensor, samples: Sequence[WorldRow], share: float = SOLID_SHARE) -> Tensor:
@@ -76,19 +76,19 @@ def red_solid(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
     return red(clips, samples) * solid(clips, samples)
 
 
-def _mean(values: Tensor) -> Tensor:
+def _average(values: Tensor) -> Tensor:
     """Average over all but the first axis; 0 if there are no values."""
     return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 
-def _channel_shares(clips: Tensor) -> Tensor:
+def _compute_channel_shares(clips: Tensor) -> Tensor:
     """`[B, 3]`: how much each channel exceeds both others, over all pixels, in shares of the three."""
     highest = clips.topk(2, dim=1).values
     excess = (clips - highest[:, 1:]).clamp(min=0).flatten(2).sum(2)  # only the largest channel exceeds the second
     return excess / excess.sum(1, keepdim=True).clamp(min=1e-6)
 
 
-def _channel(sample: WorldRow) -> int:
+def _find_channel(sample: WorldRow) -> int:
     match = re.search(rf"\b({'|'.join(COLOURS)})\b", sample.prompt, re.IGNORECASE)
     if match is None:
         raise DataError(

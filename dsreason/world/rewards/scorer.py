@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsreason.errors import ConfigError, DsReasonError, RewardError
-from dsreason.rewards.functions import reward_labels
-from dsreason.rewards.pool import Call, Pool
-from dsreason.rewards.worker import described
+from dsreason.rewards.functions import make_reward_labels
+from dsreason.rewards.pool import Pool, RewardCall
+from dsreason.rewards.worker import describe_error
 from dsreason.world.rewards.functions import BUILT_IN, KIND, check_functions, check_scores, find_clip_reward
-from dsreason.world.rewards.service import RewardService, service_total
+from dsreason.world.rewards.service import RewardService, compute_total
 from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 
@@ -27,10 +27,10 @@ Values = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Scores:
+class ClipScores:
     """Scores of `B` clips.
 
-    Example: `Scores(total=[1.5, 0.2], by_name={"colour": [1, 0.1], "dance_grpo/overall_reward": [0.5, 0.1]})`.
+    Example: `ClipScores(total=[1.5, 0.2], by_name={"colour": [1, 0.1], "dance_grpo/overall_reward": [0.5, 0.1]})`.
     """
 
     total: Tensor
@@ -52,7 +52,7 @@ class Pending:
     futures: Sequence[Future[Values]]
     """Pending results of the built-in functions, the worker processes and the service."""
 
-    def result(self) -> Scores:
+    def result(self) -> ClipScores:
         """Waits for the scores. RewardError: a function or the service failed, or took too long."""
         values = dict(self.here)
         for future in self.futures:
@@ -63,8 +63,8 @@ class Pending:
         for label, weight in functions.items():
             total += weight * by_name[label]
         if self.config.services:
-            total += torch.from_numpy(service_total(self.config, values))
-        return Scores(total, by_name)
+            total += torch.from_numpy(compute_total(self.config, values))
+        return ClipScores(total, by_name)
 
 
 class ClipScorer:
@@ -81,7 +81,7 @@ class ClipScorer:
 
     def __init__(self, config: WorldRewardConfig, *, start_limit: float = 120.0) -> None:
         self.config = config
-        self.labels = reward_labels(list(config.functions))
+        self.labels = make_reward_labels(list(config.functions))
         label_of = dict(zip(config.functions, self.labels, strict=True))
         self._own = [name for name in label_of if name not in BUILT_IN and config.workers]
         self._label = label_of
@@ -138,15 +138,15 @@ class ClipScorer:
             # A copy of the latents: the caller may go on with theirs.
             sent = pixels if self.config.media == "video" else latents.detach().to("cpu", torch.float16).numpy()
             prompts = [row.prompt for row in rows]
-            futures.append(in_background(partial(self._service.score, sent, prompts, fps, of_rows(rows))))
+            futures.append(run_in_background(partial(self._service.score, sent, prompts, fps, name_clips(rows))))
         return Pending(self.config, self.labels, len(rows), here, futures)
 
     def _call_here(self, names: Sequence[str], clips: NDArray[np.uint8], samples: Sequence[WorldRow]) -> Values:
         return {self._label[name]: call_here(name, self._here[name], clips, samples) for name in names}
 
     def _call_own(self, clips: NDArray[np.uint8], samples: list[WorldRow]) -> Values:
-        subject = of_rows(samples)
-        calls = [Call(number, (clips, samples), subject) for number in range(len(self._own))]
+        subject = name_clips(samples)
+        calls = [RewardCall(number, (clips, samples), subject) for number in range(len(self._own))]
         results = self._pool.run(calls)
         return {self._label[name]: result.score for name, result in zip(self._own, results, strict=True)}
 
@@ -163,7 +163,7 @@ def open_scorer(config: WorldRewardConfig) -> ClipScorer:
     return ClipScorer(config)
 
 
-def in_background(call: Callable[[], Values]) -> Future[Values]:
+def run_in_background(call: Callable[[], Values]) -> Future[Values]:
     """Its result, from a thread that a process which ends does not wait for: a service may take minutes."""
     future: Future[Values] = Future()
 
@@ -185,13 +185,13 @@ def call_here(
     scores: list[float] = []
     for first in range(0, len(samples), size):
         arguments = (clips[first : first + size], samples[first : first + size])
-        subject = f'reward "{name}", {of_rows(arguments[1])}:'
+        subject = f'reward "{name}", {name_clips(arguments[1])}:'
         try:
             result = function(*arguments)
         except DsReasonError:
             raise
         except Exception as error:
-            raise RewardError(f"{subject} {described(error)}") from error
+            raise RewardError(f"{subject} {describe_error(error)}") from error
         try:
             scores += check_scores(result, arguments)[0]
         except ValueError as error:
@@ -199,7 +199,7 @@ def call_here(
     return scores
 
 
-def of_rows(rows: Sequence[WorldRow]) -> str:
+def name_clips(rows: Sequence[WorldRow]) -> str:
     """Return which clips, for messages: `clips of "train.txt:1" to "train.txt:4"`."""
     first, last = rows[0].id, rows[-1].id
     return f'clip of "{first}"' if len(rows) == 1 else f'clips of "{first}" to "{last}"'

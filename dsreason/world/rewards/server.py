@@ -34,8 +34,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsreason.secrets import hide_secrets
 from dsreason.world.rewards.functions import ClipReward
-from dsreason.world.rewards.jobs import Decoder, Job, Jobs, score_jobs, wanted
-from dsreason.world.rewards.wire import read_body, strict_json
+from dsreason.world.rewards.jobs import Decoder, Job, Jobs, score_jobs, select_functions
+from dsreason.world.rewards.wire import parse_strict_json, read_body
 
 log = logging.getLogger(__name__)
 
@@ -174,13 +174,13 @@ class LimitedConnection(H11Protocol):
         if len(self.connections) > (min(MOST_CONNECTIONS, files // 2) if files > 0 else MOST_CONNECTIONS):
             transport.write(NO_PLACE)
             transport.close()
-        self._limit_headers()
+        self._start_header_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._limit_headers()
+        self._start_header_timer()
 
-    def _limit_headers(self) -> None:
+    def _start_header_timer(self) -> None:
         last_request = self.cycle
 
         def close_if_idle() -> None:
@@ -191,7 +191,7 @@ class LimitedConnection(H11Protocol):
 
 
 @router.post("/ping")
-async def ping() -> dict[str, str]:
+async def answer_ping() -> dict[str, str]:
     return {"message": "Ping request received"}
 
 
@@ -205,11 +205,11 @@ async def enqueue(request: Request) -> dict[str, str]:
     content, uuid = bytearray(), None
     try:
         async for piece in iter_body(request, most_bytes):
-            if not jobs.hold(len(piece)):
+            if not jobs.reserve(len(piece)):
                 raise queue_full
             content += piece
         body = await run_in_threadpool(read_body, content)
-        names = wanted(body, service.functions)
+        names = select_functions(body, service.functions)
         if body.media_type == "latent" and not service.decodes:
             raise ValueError("latents cannot be decoded here: send media_type video, or start the server with --vae")
         uuid = jobs.add(body, names, len(content))
@@ -241,7 +241,7 @@ async def push(request: Request) -> dict[str, str]:
     service, fields = find_service(request), await read_form(request, PUSH_BYTES)
     job = find_job(service.jobs, fields)
     try:
-        scores = strict_json(fields.get("scores", ""))
+        scores = parse_strict_json(fields.get("scores", ""))
     except ValueError as error:
         raise ValueError(f"scores are not JSON: {error}") from None
     name = fields.get("type")
@@ -253,7 +253,7 @@ async def push(request: Request) -> dict[str, str]:
 
 
 @router.post("/latent_attr")
-async def latent_attr() -> None:
+async def refuse_latent_attr() -> None:
     raise HTTPException(501, "the decoder of latents is chosen when the server starts, with --vae")
 
 

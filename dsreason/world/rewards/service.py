@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from dsreason.errors import ConfigError, RewardError
-from dsreason.problems import first_problem
-from dsreason.rewards.http import Refused, Retry, RewardServer, variable
-from dsreason.rewards.remote import Answer, Score
-from dsreason.world.rewards.wire import ENQUEUE_TYPE, FORM_TYPE, REPLICA, Request, enqueue_body, pull_body
+from dsreason.problems import describe_first_problem
+from dsreason.rewards.http import Refused, Retry, RewardServer, read_variable
+from dsreason.rewards.remote import ScoreEntry, ScoresAnswer
+from dsreason.world.rewards.wire import ENQUEUE_TYPE, FORM_TYPE, REPLICA, ScoringRequest, enqueue_body, pull_body
 from dsreason.world.schema import WorldRewardConfig
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class RewardService:
 
     def __init__(self, config: WorldRewardConfig, *, pause: float = 1.0, poll: float = 0.2) -> None:
         self.config, self.pause, self.poll = config, pause, poll
-        token = variable("TOKEN")
-        self.enqueue = RewardServer(_address(config.enqueue_url, "enqueue_url"), token)
-        self.fetch = RewardServer(_address(config.fetch_url, "fetch_url"), token)
+        token = read_variable("TOKEN")
+        self.enqueue = RewardServer(_find_url(config.enqueue_url, "enqueue_url"), token)
+        self.fetch = RewardServer(_find_url(config.fetch_url, "fetch_url"), token)
         self._stop = threading.Event()
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class RewardService:
         """
         keys = score_keys(self.config)
         infos = [{"video_fps": fps}] * len(prompts)
-        request = Request(prompts, sent_weights(self.config), infos, self.config.media, array)
+        request = ScoringRequest(prompts, choose_sent_weights(self.config), infos, self.config.media, array)
         ticket = self._enqueue(enqueue_body(request), subject, time.monotonic() + self.config.time_limit)
         return {
             f"{name}/{key}": values
@@ -100,34 +100,34 @@ class RewardService:
             seconds_left = max(0.1, deadline - time.monotonic())
             try:
                 _, answer = self.enqueue.post(body, {"Content-Type": ENQUEUE_TYPE}, seconds_left)
-                return self._ticket(answer, subject, deadline)
+                return self._read_ticket(answer, subject, deadline)
             except Refused as error:
-                raise self._error(self.enqueue, subject, str(error)) from None
+                raise self._make_error(self.enqueue, subject, str(error)) from None
             except Retry as error:
                 pause, attempt = error.pause(self.pause, attempt), attempt + 1
                 if time.monotonic() + pause >= deadline:
                     limit = self.config.time_limit
-                    raise self._error(
+                    raise self._make_error(
                         self.enqueue, subject, f"{error} ({attempt} attempts within {limit:g} s)"
                     ) from error
                 log.warning("reward service %s: %s; trying again in %.1f s", self.enqueue.place, error, pause)
             if self._stop.wait(pause):
-                raise self._error(self.enqueue, subject, "cancelled")
+                raise self._make_error(self.enqueue, subject, "cancelled")
 
-    def _ticket(self, answer: bytes, subject: str, deadline: float) -> Ticket:
-        quoted_answer = self.enqueue.quoted(answer.decode(errors="replace"))
+    def _read_ticket(self, answer: bytes, subject: str, deadline: float) -> Ticket:
+        quoted_answer = self.enqueue.quote(answer.decode(errors="replace"))
         try:
             ticket_fields = json.loads(answer)
             uuid, replica = ticket_fields["uuid"], ticket_fields.get("replica_id")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             uuid = replica = None
         if not (isinstance(uuid, str) and 0 < len(uuid) <= LONGEST_NAME):
-            raise self._error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {quoted_answer}')
+            raise self._make_error(self.enqueue, subject, f'the response is not {{"uuid": …}}: {quoted_answer}')
         if replica is not None and not is_header(replica):
-            raise self._error(
+            raise self._make_error(
                 self.enqueue, subject, f"the response has a replica_id that no header can hold: {quoted_answer}"
             )
-        return Ticket(uuid, f"job {self.enqueue.quoted(uuid)}", replica or None, subject, deadline)
+        return Ticket(uuid, f"job {self.enqueue.quote(uuid)}", replica or None, subject, deadline)
 
     def _pull(self, ticket: Ticket, name: str, keys: Sequence[str], count: int) -> dict[str, list[float]]:
         headers = {"Content-Type": FORM_TYPE} | ({REPLICA: ticket.replica} if ticket.replica else {})
@@ -137,45 +137,51 @@ class RewardService:
             try:
                 status, answer = self.fetch.post(body, headers, min(seconds_left, REQUEST_LIMIT), expected=[400])
                 if status != 400:
-                    return self._scores(answer, ticket, name, keys, count)
+                    return self._read_scores(answer, ticket, name, keys, count)
                 failures, wait, pause = 0, pause, min(pause * 1.5, LONGEST_POLL)
-                last_answer = f"status 400 ({self.fetch.quoted(answer.decode(errors='replace').strip())})"
+                last_answer = f"status 400 ({self.fetch.quote(answer.decode(errors='replace').strip())})"
             except Refused as error:
-                raise self._error(self.fetch, ticket.subject, f'scores of "{name}", {ticket.shown}: {error}') from None
+                raise self._make_error(
+                    self.fetch, ticket.subject, f'scores of "{name}", {ticket.shown}: {error}'
+                ) from None
             except Retry as error:
                 wait, failures, last_answer = error.pause(self.pause, failures), failures + 1, str(error)
                 if failures == FAILED_PULLS:
                     text = f'scores of "{name}", {ticket.shown}: {error} ({failures} attempts in a row)'
-                    raise self._error(self.fetch, ticket.subject, text) from error
+                    raise self._make_error(self.fetch, ticket.subject, text) from error
             if self._stop.wait(min(wait, max(0.0, ticket.deadline - time.monotonic()))):
-                raise self._error(self.fetch, ticket.subject, "cancelled")
-        raise self._error(
+                raise self._make_error(self.fetch, ticket.subject, "cancelled")
+        raise self._make_error(
             self.fetch,
             ticket.subject,
             f'no scores of "{name}" within {self.config.time_limit:g} s; the last answer to {ticket.shown} was {last_answer}. '
             "The service may have dropped the job: see its log, or raise reward.time_limit",
         )
 
-    def _scores(
+    def _read_scores(
         self, answer: bytes, ticket: Ticket, name: str, keys: Sequence[str], count: int
     ) -> dict[str, list[float]]:
         scores_by_key: dict[str, list[float]] = {}
         try:
-            scores = Answer.model_validate_json(answer).scores
+            scores = ScoresAnswer.model_validate_json(answer).scores
             for key in keys:
                 if key not in scores:
-                    listed = self.fetch.quoted(", ".join(sorted(scores)))
-                    raise self._error(self.fetch, ticket.subject, f'"{name}" has no score {key}; it has {listed}')
-                scores_by_key |= Score(scores={key: scores[key]}).scores
+                    listed = self.fetch.quote(", ".join(sorted(scores)))
+                    raise self._make_error(self.fetch, ticket.subject, f'"{name}" has no score {key}; it has {listed}')
+                scores_by_key |= ScoreEntry(scores={key: scores[key]}).scores
         except ValidationError as error:
-            problem = self.fetch.quoted(first_problem(error, self.fetch.without_token))
-            raise self._error(self.fetch, ticket.subject, f'the scores of "{name}" cannot be used: {problem}') from None
+            problem = self.fetch.quote(describe_first_problem(error, self.fetch.mask_token))
+            raise self._make_error(
+                self.fetch, ticket.subject, f'the scores of "{name}" cannot be used: {problem}'
+            ) from None
         for key, values in scores_by_key.items():
             if len(values) != count:
-                raise self._error(self.fetch, ticket.subject, f"{name}/{key}: {len(values)} numbers for {count} clips")
+                raise self._make_error(
+                    self.fetch, ticket.subject, f"{name}/{key}: {len(values)} numbers for {count} clips"
+                )
         return scores_by_key
 
-    def _error(self, server: RewardServer, subject: str, text: str) -> RewardError:
+    def _make_error(self, server: RewardServer, subject: str, text: str) -> RewardError:
         return RewardError(f"reward service {server.place}, {subject}: {text}")
 
 
@@ -192,7 +198,7 @@ def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
     return keys_by_url
 
 
-def sent_weights(config: WorldRewardConfig) -> dict[str, float]:
+def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
     """Return the greatest weight by function; 1 if that is 0, since the service would leave the function out."""
     weights: dict[str, float] = {}
     for service in config.services:
@@ -200,7 +206,7 @@ def sent_weights(config: WorldRewardConfig) -> dict[str, float]:
     return {name: weight or 1.0 for name, weight in weights.items()}
 
 
-def service_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
+def compute_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
     """`[B]`: clip(sum of clip(score, clip_min, clip_max)·weight, ± 5)·scale, as cosmos-rl's client has it."""
     total: NDArray[np.float64] | float = 0.0
     for service in config.services:
@@ -209,8 +215,8 @@ def service_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float
     return np.clip(total, -MOST_TOTAL, MOST_TOTAL) * config.scale
 
 
-def _address(given: str | None, key: str) -> str:
-    url = given or variable(key.upper())
+def _find_url(given: str | None, key: str) -> str:
+    url = given or read_variable(key.upper())
     if not url:
         name = key.upper()
         raise ConfigError(

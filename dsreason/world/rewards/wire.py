@@ -39,10 +39,10 @@ KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """Content of an enqueued body.
 
-    Example: `Request(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
+    Example: `ScoringRequest(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
     """
 
     prompts: Sequence[str]
@@ -55,7 +55,7 @@ class Request:
     """Further keys, such as `geneval_tags`."""
 
 
-def enqueue_body(request: Request) -> bytes:
+def enqueue_body(request: ScoringRequest) -> bytes:
     head = {key: getattr(request, key) for key in KNOWN} | dict(request.extra)
     buffer = io.BytesIO()
     buffer.write(json.dumps(head, allow_nan=False).encode() + b"\n")
@@ -67,7 +67,7 @@ def pull_body(uuid: str, name: str) -> bytes:
     return urlencode({"uuid": uuid, "type": name}).encode()
 
 
-def read_body(body: bytes | bytearray) -> Request:
+def read_body(body: bytes | bytearray) -> ScoringRequest:
     """The request in a body. ValueError says what is wrong with it. The array shares the body's memory."""
     end = body.find(b"\n", 0, MAX_HEAD_BYTES)
     if end < 0:
@@ -75,7 +75,7 @@ def read_body(body: bytes | bytearray) -> Request:
             f"no line break between the JSON and the array within {MAX_HEAD_BYTES} bytes; send fewer clips or shorter prompts"
         )
     try:
-        head = strict_json(bytes(body[:end]))
+        head = parse_strict_json(bytes(body[:end]))
     except ValueError as error:
         raise ValueError(f"the first line is not JSON: {error}") from None
     if not isinstance(head, dict):
@@ -99,10 +99,10 @@ def read_body(body: bytes | bytearray) -> Request:
     if not isinstance(weights, dict) or not all(_is_number(weight) for weight in weights.values()):
         raise ValueError("reward_fn must be an object of names and weights")
     extra = {key: value for key, value in head.items() if key not in KNOWN}
-    return Request(prompts, weights, infos, media_type, array, extra)
+    return ScoringRequest(prompts, weights, infos, media_type, array, extra)
 
 
-def strict_json(text: str | bytes) -> Any:
+def parse_strict_json(text: str | bytes) -> Any:
     """Parse a JSON text. ValueError if it is not valid, such as with NaN or with a number that is too large to be finite."""
     try:
         value = json.loads(text)
@@ -125,7 +125,7 @@ def _check_array(media_type: Media, array: Array) -> None:
         )
 
 
-def bfloat16_bits(array: Array) -> Array:
+def decode_bfloat16(array: Array) -> Array:
     """uint8 `[…, 2·w]`, the bytes of bfloat16 numbers, as float32 `[…, w]`."""
     if array.shape[-1] % 2:
         raise ValueError(f"latents of type uint8 must have an even last axis, it is {array.shape[-1]}")

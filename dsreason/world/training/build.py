@@ -16,28 +16,28 @@ from dsreason.checkpoints.checkpoint_folder import TrainerState, read_checkpoint
 from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import build_engine
-from dsreason.engine.reference import ReferencePolicy, room_for_shares
+from dsreason.engine.reference import ReferencePolicy, allocate_share_buffer
 from dsreason.errors import ConfigError
-from dsreason.job.ranks import World, errors_on_all_ranks, first_rank_first
+from dsreason.job.ranks import World, run_first_rank_first, share_errors
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.monitor.metrics import Metrics
-from dsreason.train.common.digest import rows_digest
+from dsreason.train.common.digest import compute_rows_digest
 from dsreason.train.common.job import TrainingJob, open_curves, open_job
 from dsreason.train.common.preflight import DTYPES
 from dsreason.train.common.run import TrainingRun, start_run
 from dsreason.train.common.run_folder import start_state
-from dsreason.world.context_parallel import parallelise
+from dsreason.world.context_parallel import share_tokens
 from dsreason.world.data import WorldDataset
-from dsreason.world.families import family_of
+from dsreason.world.families import find_family
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
-from dsreason.world.lora import add_lora, lora_metadata
+from dsreason.world.lora import add_lora, build_lora_metadata
 from dsreason.world.models import load_transformer, load_vae
 from dsreason.world.rewards.scorer import ClipScorer, open_scorer
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training.clips import Share
+from dsreason.world.training.clips import ClipShare
 from dsreason.world.training.export import export_file, write_export
 from dsreason.world.training.gradients import EpsilonCheck
-from dsreason.world.training.inputs import Clip, open_inputs, read_ahead, used_prompts
+from dsreason.world.training.inputs import Clip, list_prompts, open_inputs, read_ahead
 from dsreason.world.training.preflight import (
     check,
     find_model,
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Weights:
+class RunWeights:
     """The transformer in its engine, the other weights of the run, and the step that all of them are of."""
 
     engine: DeepSpeedEngine
@@ -108,12 +108,12 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
     with ExitStack() as stack:
         job = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
         config, world, folder = job.config, job.world, job.model_path
-        with job.watchdog.phase("open_data"), first_rank_first(world):
+        with job.watchdog.track_phase("open_data"), run_first_rank_first(world):
             training, validation = open_data(config)
         order, share = step_order(config, len(training)), compute_share(config, world)
-        with job.watchdog.phase("load_model"):
+        with job.watchdog.track_phase("load_model"):
             codec = load_vae(folder, world.device, DTYPES[config.train.precision])
-            prompts = used_prompts(config, (training, validation), order)
+            prompts = list_prompts(config, (training, validation), order)
             inputs = open_inputs(config, folder, prompts, codec, world)
             weights = load_weights(job)
         metrics = open_curves(job, weights.state, stack, training=training, validation=validation, digest=digest_rows)
@@ -121,7 +121,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
         clips = read_ahead(config, training, order, share, weights.state.step)
         clip_maker = ClipMaker(
             config=config,
-            family=family_of(folder),
+            family=find_family(folder),
             model_path=folder,
             transformer=weights.engine,
             codec=codec,
@@ -146,7 +146,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
 
 
 def start_world_run(
-    job: TrainingJob[WorldConfig], weights: Weights, stack: ExitStack, *, metrics: Metrics, total_steps: int
+    job: TrainingJob[WorldConfig], weights: RunWeights, stack: ExitStack, *, metrics: Metrics, total_steps: int
 ) -> TrainingRun[WorldConfig]:
     """Start the run around the engine, whose exports have the averaged weights if there are any. Every rank calls it."""
     config, lora = job.config, weights.lora
@@ -181,19 +181,19 @@ def start_world_run(
 
 
 def digest_rows(rows: WorldDataset) -> dict[str, Any]:
-    """Digest prompts and the names of clips, see `rows_digest`."""
-    return rows_digest(len(rows), lambda number: [rows[number].prompt, PurePath(rows[number].clip or "").name])
+    """Digest prompts and the names of clips, see `compute_rows_digest`."""
+    return compute_rows_digest(len(rows), lambda number: [rows[number].prompt, PurePath(rows[number].clip or "").name])
 
 
-def compute_share(config: WorldConfig, world: World) -> Share:
+def compute_share(config: WorldConfig, world: World) -> ClipShare:
     """Return which share of the clips this rank computes."""
     size = config.train.context_parallel_size
-    return Share(world.rank // size, world.size // size, leads=world.rank % size == 0)
+    return ClipShare(world.rank // size, world.size // size, leads=world.rank % size == 0)
 
 
-def open_rewards(config: WorldConfig, share: Share, stack: ExitStack) -> ClipScorer | None:
+def open_rewards(config: WorldConfig, share: ClipShare, stack: ExitStack) -> ClipScorer | None:
     """Open the rewards, until `stack` closes, on one rank of each group that computes a clip together. Collective."""
-    with errors_on_all_ranks():
+    with share_errors():
         if share.leads and (config.reward.functions or config.reward.services):
             return stack.enter_context(open_scorer(config.reward))
     return None
@@ -202,7 +202,7 @@ def open_rewards(config: WorldConfig, share: Share, stack: ExitStack) -> ClipSco
 def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, dict[str, Any] | None]:
     """Build the transformer in its partitions, with its optimizer. Return it and the adapter's metadata, if it has one."""
     config, folder = job.config, job.model_path
-    family, metadata = family_of(folder), None
+    family, metadata = find_family(folder), None
     log.info("loading %s", folder)
     transformer = load_transformer(folder, DTYPES[config.train.precision], job.deepspeed, job.world.device)
     if config.model.freeze_text_projection:
@@ -210,11 +210,11 @@ def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, d
     if config.lora.rank:
         targets = config.lora.targets or family.lora_targets
         add_lora(transformer, rank=config.lora.rank, alpha=config.lora.scale, targets=targets, seed=config.train.seed)
-        metadata = lora_metadata(transformer)
+        metadata = build_lora_metadata(transformer)
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if (group := build_context_group(config, job.world)) is not None:
-        parallelise(transformer, family, group)
+        share_tokens(transformer, family, group)
     return build_engine(transformer, config.optim, job.deepspeed, family.blocks), metadata
 
 
@@ -227,14 +227,14 @@ def build_context_group(config: WorldConfig, world: World) -> Any:
     return groups[world.rank // size]
 
 
-def load_weights(job: TrainingJob[WorldConfig]) -> Weights:
+def load_weights(job: TrainingJob[WorldConfig]) -> RunWeights:
     """Build the engine, load the checkpoint to continue from, and build the reference and the averages that the run needs."""
     config, checkpoint = job.config, job.checkpoint
     engine, lora = build_transformer(job)
     with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
     needed = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
     # The policy's place while others are in the engine, one at a time: for 14B it is 28 GB a host.
-    room = room_for_shares(engine) if with_kl or any(needed.values()) else None
+    room = allocate_share_buffer(engine) if with_kl or any(needed.values()) else None
     # Before a checkpoint is loaded: it is the model that training began with.
     reference = ReferencePolicy(engine, room) if with_kl else None
     state = start_state(engine, checkpoint, config, job.model_path, job.world, with_frozen=lora is None)
@@ -243,4 +243,4 @@ def load_weights(job: TrainingJob[WorldConfig]) -> Weights:
     if checkpoint is not None:
         for name, average in averages.items():
             average.load(checkpoint, name, read_checkpoint(checkpoint).world_size)
-    return Weights(engine, lora, state, reference, averages)
+    return RunWeights(engine, lora, state, reference, averages)

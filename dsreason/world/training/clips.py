@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsreason.world.noise import generator, noise
+from dsreason.world.noise import draw_noise, make_generator
 from dsreason.world.sampler import Kept
 from dsreason.world.schema import WorldConfig
 from dsreason.world.types import Conditioning, WorldRow
 
 
 @dataclass(frozen=True, order=True)
-class Place:
-    """One clip of a step: `Place(prompt=3, clip=0)` is the first of the fourth prompt, counted over all ranks."""
+class ClipIndex:
+    """One clip of a step: `ClipIndex(prompt=3, clip=0)` is the first of the fourth prompt, counted over all ranks."""
 
     prompt: int
     clip: int
 
 
 @dataclass(frozen=True)
-class Share:
+class ClipShare:
     """A rank's share of the clips. The ranks of one context-parallel group have the same."""
 
     index: int
@@ -35,10 +35,10 @@ class Share:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class ClipMicroBatch:
     """Clips that go through one forward, in sampling and in training alike. All tensors are on the CPU."""
 
-    places: tuple[Place, ...]
+    places: tuple[ClipIndex, ...]
     counted: bool
     """False for a stand-in, which only keeps the ranks in step."""
     rows: tuple[WorldRow, ...]
@@ -58,7 +58,7 @@ class MicroBatch:
         """`[B, 1, T, 1, 1]`: 1 for sampled frames; None if no frame is given."""
         return None if self.conditioning is None else 1 - self.conditioning.mask
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> ClipMicroBatch:
         def moved(tensor: Tensor | None) -> Any:
             return None if tensor is None else tensor.to(device)
 
@@ -75,10 +75,10 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledClips:
     """A sampled micro-batch with what its training needs. All tensors are on the CPU."""
 
-    batch: MicroBatch
+    batch: ClipMicroBatch
     latents: Tensor
     """`[B, C, T, h, w]`, float32."""
     trajectory: Mapping[int, Kept]
@@ -87,16 +87,16 @@ class Sample:
     """`[B]`, float32; zero until the rewards have arrived."""
     fixed: Mapping[str, Mapping[int, Tensor]]
     """Velocities of other policies, `[B, C, T, h, w]`: "reference" and "old", by number of the trained step or time. In
-    bfloat16 where that loses nothing, see `halved`."""
+    bfloat16 where that loses nothing, see `halve`."""
 
 
-def halved(tensor: Tensor) -> Tensor:
+def halve(tensor: Tensor) -> Tensor:
     """Convert to bfloat16 if that keeps every value, as for a velocity that comes straight out of a transformer in bfloat16."""
     half = tensor.bfloat16()
     return half if torch.equal(half.to(tensor), tensor) else tensor
 
 
-def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tuple[Place, ...], bool]]:
+def share_out(places: Sequence[ClipIndex], share: ClipShare, size: int) -> list[tuple[tuple[ClipIndex, ...], bool]]:
     """Group this rank's clips by at most `size`, with whether they count; every rank has the same number of groups.
 
     Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
@@ -107,35 +107,35 @@ def share_out(places: Sequence[Place], share: Share, size: int) -> list[tuple[tu
     return [(group, True) if group else ((places[0],), False) for group in groups]
 
 
-def own_places(count: int, share: Share) -> list[Place]:
+def own_places(count: int, share: ClipShare) -> list[ClipIndex]:
     """This rank's share of `count` prompts of one clip each."""
     begin, end = (i * count // share.count for i in (share.index, share.index + 1))
-    return [Place(number, 0) for number in range(begin, end)]
+    return [ClipIndex(number, 0) for number in range(begin, end)]
 
 
-def start_noise(places: Sequence[Place], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
+def start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
     """`[B, C, T, h, w]`: what sampling begins with; with `world.same_noise` one for the whole group."""
-    clips = [Place(place.prompt, 0) for place in places] if config.world.same_noise else places
+    clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
     return clip_noise(clips, shape, config.train.seed, step, "start")
 
 
-def clip_noise(places: Sequence[Place], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
+def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
     """`[B, C, T, h, w]`, each clip's own: the same on any number of ranks."""
     drawn = [
-        noise(tuple(shape), seed=seed, step=step, prompt=place.prompt, clip=place.clip, purpose=purpose)
+        draw_noise(tuple(shape), seed=seed, step=step, prompt=place.prompt, clip=place.clip, purpose=purpose)
         for place in places
     ]
     return torch.stack(drawn)
 
 
-def given_frames(config: WorldConfig, step: int, prompt: int) -> int:
+def draw_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
     """Latent frames of the row's clip that are given, drawn once for a group."""
     low, high = config.world.conditional_frames
-    return int(generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
+    return int(make_generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
 
 
-def conditioning_of(
-    places: Sequence[Place], clean_of: Callable[[Place], Tensor], config: WorldConfig, step: int
+def build_conditioning(
+    places: Sequence[ClipIndex], clean_of: Callable[[ClipIndex], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
     """Return what is given of the clips at these places; None if no clip of the run has given frames.
 
@@ -147,5 +147,5 @@ def conditioning_of(
     clean = torch.stack([clean_of(place) for place in places])
     mask = torch.zeros(len(places), 1, clean.shape[2], 1, 1)
     for row, place in enumerate(places):
-        mask[row, :, : given_frames(config, step, place.prompt)] = 1
+        mask[row, :, : draw_given_frames(config, step, place.prompt)] = 1
     return Conditioning(clean * mask, mask)

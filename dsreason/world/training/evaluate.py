@@ -14,17 +14,17 @@ from torch import nn
 
 from dsreason.config.load import dump_config
 from dsreason.errors import CheckpointError
-from dsreason.files.cache import cache_dir
-from dsreason.job.ranks import first_rank_first, init_world, on_rank_zero, shutdown
+from dsreason.files.cache import get_cache_dir
+from dsreason.job.ranks import init_world, run_first_rank_first, run_on_rank_zero, shutdown
 from dsreason.monitor.progress import open_progress
 from dsreason.train.common.preflight import DTYPES
-from dsreason.user_code import code_file
+from dsreason.user_code import find_code_file
 from dsreason.world import lora
-from dsreason.world.base import FILE, base_of
-from dsreason.world.cache import fingerprint
-from dsreason.world.evaluation.history import small_video
+from dsreason.world.base import FILE, find_base
+from dsreason.world.cache import compute_fingerprint
+from dsreason.world.evaluation.history import locate_small_video
 from dsreason.world.evaluation.results import CLIPS, ClipResult, check_settings, clip_file, open_results, write_clip
-from dsreason.world.families import family_of
+from dsreason.world.families import find_family
 from dsreason.world.models import (
     check_components,
     check_installed,
@@ -33,13 +33,13 @@ from dsreason.world.models import (
     resolve_world_model,
 )
 from dsreason.world.rewards.functions import BUILT_IN
-from dsreason.world.schema import LoRAConfig, WorldConfig
+from dsreason.world.schema import WorldConfig, WorldLoRAConfig
 from dsreason.world.training.build import compute_share, open_rewards
-from dsreason.world.training.inputs import open_inputs, validation_rows
+from dsreason.world.training.inputs import list_validation_rows, open_inputs
 from dsreason.world.training.preflight import check_conditioning, check_rewards, open_data
 from dsreason.world.training.validate import ValidationClip, build_validation_dataset, sample_clips
 from dsreason.world.training.velocity import ClipMaker
-from dsreason.world.video import small, write_mp4
+from dsreason.world.video import shrink, write_mp4
 
 SECTIONS = ("model", "data", "world", "reward", "validation")
 """Settings that decide what is sampled and how it is scored."""
@@ -54,13 +54,13 @@ PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
 
 def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
     """The model's local folder, and the folder of the adapter where `model.path` is the export of one."""
-    cache, model_path = cache_dir() / "models", Path(config.model.path).expanduser()
+    cache, model_path = get_cache_dir() / "models", Path(config.model.path).expanduser()
     if (model_path / lora.FILE).is_file():
         if not (model_path / FILE).is_file():
             raise CheckpointError(
                 f"model.path {model_path}: is an adapter without {FILE}, which says what it belongs to; export it again"
             )
-        return base_of(model_path, lambda base: resolve_world_model(base, cache)), model_path
+        return find_base(model_path, lambda base: resolve_world_model(base, cache)), model_path
     return resolve_world_model(config.model, cache), None
 
 
@@ -70,8 +70,8 @@ def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
     folder, adapter = find_evaluated(config)
     check_components(folder)
     if not overwrite:
-        check_settings(results, settings_of(for_evaluation(config), weights_of(folder, adapter)))
-    check_conditioning(config, family_of(folder))
+        check_settings(results, collect_settings(adapt_to_evaluation(config), identify_weights(folder, adapter)))
+    check_conditioning(config, find_family(folder))
     if config.reward.functions or config.reward.services:
         check_rewards(config)
     open_data(config)
@@ -79,16 +79,18 @@ def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
 
 def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> None:
     """Evaluate this rank's share of the missing clips, each written as soon as it is scored. Every rank calls it."""
-    config = for_evaluation(config)
+    config = adapt_to_evaluation(config)
     with ExitStack() as stack:
         world = init_world()
         stack.callback(shutdown)
-        with first_rank_first(world):
+        with run_first_rank_first(world):
             folder, adapter = find_evaluated(config)
             datasets = open_data(config)
-        rows = validation_rows(config, datasets)
-        on_rank_zero(
-            lambda: open_results(results, settings_of(config, weights_of(folder, adapter)), overwrite=overwrite)
+        rows = list_validation_rows(config, datasets)
+        run_on_rank_zero(
+            lambda: open_results(
+                results, collect_settings(config, identify_weights(folder, adapter)), overwrite=overwrite
+            )
         )
         codec, dtype = load_vae(folder, world.device, DTYPES[config.train.precision]), DTYPES[config.train.precision]
         prompts = dict.fromkeys([config.data.negative_prompt, *(row.prompt for row in rows)])
@@ -96,7 +98,7 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
         share = compute_share(config, world)
         maker = ClipMaker(
             config=config,
-            family=family_of(folder),
+            family=find_family(folder),
             model_path=folder,
             transformer=load_model(folder, adapter, dtype, world.device),
             codec=codec,
@@ -106,42 +108,42 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
             device=world.device,
         )
         dataset = build_validation_dataset(rows, datasets)
-        missing = on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
+        missing = run_on_rank_zero(lambda: [n for n in range(len(rows)) if not clip_file(results, n).is_file()])
         progress = stack.enter_context(open_progress(rank=world.rank, total_steps=len(missing)))
-        with progress.phase("clips", len(missing), "clips") as advance:
+        with progress.track_phase("clips", len(missing), "clips") as advance:
             for numbers in cut(missing, config.train.micro_batch_size * world.size):
                 clips = sample_clips(maker, dataset, numbers, advance)
-                on_rank_zero(partial(save, clips, results, inputs.size.fps))
+                run_on_rank_zero(partial(save, clips, results, inputs.size.fps))
 
 
-def for_evaluation(config: WorldConfig) -> WorldConfig:
+def adapt_to_evaluation(config: WorldConfig) -> WorldConfig:
     """Return the configuration with all clips kept, separate clips for each rank, and the weights as they are in the folder."""
     validation = config.validation.model_copy(update={"show": config.validation.max_samples})
     train = config.train.model_copy(update={"context_parallel_size": 1})
-    return config.model_copy(update={"validation": validation, "train": train, "lora": LoRAConfig()})
+    return config.model_copy(update={"validation": validation, "train": train, "lora": WorldLoRAConfig()})
 
 
-def weights_of(folder: Path, adapter: Path | None) -> str:
+def identify_weights(folder: Path, adapter: Path | None) -> str:
     """Tells models apart that are or were in the same place."""
-    fingerprints = [fingerprint(*(folder / part for part in PARTS))]
-    fingerprints += [] if adapter is None else [fingerprint(adapter / lora.FILE)]
+    fingerprints = [compute_fingerprint(*(folder / part for part in PARTS))]
+    fingerprints += [] if adapter is None else [compute_fingerprint(adapter / lora.FILE)]
     return "-".join(part_fingerprint[:16] for part_fingerprint in fingerprints)
 
 
-def settings_of(config: WorldConfig, weights: str) -> dict[str, Any]:
-    """Return what must be the same where an evaluation goes on, and alike in two that are compared; `weights` as `weights_of`."""
+def collect_settings(config: WorldConfig, weights: str) -> dict[str, Any]:
+    """Return the settings that must be equal if an evaluation continues or two are compared; `weights` as `identify_weights`."""
     sections = {name: dict(dump_config(config)[name]) for name in SECTIONS}
     for section, names in IGNORED.items():
         for name in names:
             del sections[section][name]
     sections["model"]["weights"] = weights
-    sections["reward"]["code"] = code_of(config.reward.functions)
+    sections["reward"]["code"] = fingerprint_code(config.reward.functions)
     return sections | {"train": {"seed": config.train.seed, "precision": config.train.precision}}
 
 
-def code_of(rewards: Iterable[str]) -> dict[str, str]:
+def fingerprint_code(rewards: Iterable[str]) -> dict[str, str]:
     """Return, by the name of each reward that is not built in, a fingerprint of its file."""
-    files = {name: code_file(name) for name in rewards if name not in BUILT_IN}
+    files = {name: find_code_file(name) for name in rewards if name not in BUILT_IN}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 
 
@@ -161,7 +163,7 @@ def save(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
     for clip in clips:
         assert clip.pixels is not None
         write_mp4(clip.pixels, results / CLIPS / f"{clip.number}.mp4", fps)
-        write_mp4(small(clip.pixels), small_video(results / CLIPS, clip.number), fps)
+        write_mp4(shrink(clip.pixels), locate_small_video(results / CLIPS, clip.number), fps)
         picture = (clip.look.small * 255).round().astype(int).ravel().tolist()
         write_clip(
             results,

@@ -11,14 +11,14 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from dsreason.checkpoints.checkpoint_folder import CARD, SavedRun, check_content, read_checkpoint
-from dsreason.checkpoints.export import appearing_folder, check_target_empty, parse_size, write_weights
-from dsreason.checkpoints.model_card import model_card, recorded
-from dsreason.checkpoints.shards import DTYPES, checkpoint_tensors
-from dsreason.engine.average import WeightAverage, average_file, saved_average
-from dsreason.engine.engine import frozen_names, full_parameters, hf_name
-from dsreason.job.ranks import World, errors_on_all_ranks, on_rank_zero
+from dsreason.checkpoints.export import check_target_empty, parse_size, write_folder_atomically, write_weights
+from dsreason.checkpoints.model_card import build_model_card, read_run_record
+from dsreason.checkpoints.shards import DTYPES, iter_checkpoint_tensors
+from dsreason.engine.average import WeightAverage, get_average_file, read_saved_average
+from dsreason.engine.engine import iter_full_parameters, list_frozen_names, to_hf_name
+from dsreason.job.ranks import World, run_on_rank_zero, share_errors
 from dsreason.world.base import FILE as BASE
-from dsreason.world.base import base_note
+from dsreason.world.base import describe_base
 from dsreason.world.families.components import WEIGHTS
 from dsreason.world.lora import FILE, save_lora
 
@@ -49,33 +49,33 @@ def write_export(
     text encoder and tokenizer are those of `source`, the folder that the model was loaded from. Of an adapter there is one
     file, whose metadata has its rank and alpha.
     """
-    tensors = trained_tensors(engine, average, dtype, without_frozen=lora is not None)
-    on_rank_zero(lambda: check_target_empty(output))
-    with errors_on_all_ranks():
+    tensors = iter_trained_tensors(engine, average, dtype, without_frozen=lora is not None)
+    run_on_rank_zero(lambda: check_target_empty(output))
+    with share_errors():
         try:
             if world.is_main:
-                texts = texts_of(run, step, source, dtype)
+                texts = write_texts(run, step, source, dtype)
                 write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
         finally:
             for _ in tensors:  # take part in gathering; on rank 0, in what remains of it if writing failed
                 pass
 
 
-def texts_of(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
+def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
     """The model card, and which model the export belongs to."""
-    card = model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
-    return {CARD: card, BASE: base_note(recorded(run).get("config", {}).get("model", {}), source)}
+    card = build_model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
+    return {CARD: card, BASE: describe_base(read_run_record(run).get("config", {}).get("model", {}), source)}
 
 
-def trained_tensors(
+def iter_trained_tensors(
     engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, whole; collective. `without_frozen`: only those that are trained."""
     if average is not None:
         yield from average.full()
     trained = set() if average is None else set(average.shares)
-    without = trained | set(frozen_names(engine) if without_frozen else ())
-    yield from full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled(), without=without)
+    without = trained | set(list_frozen_names(engine) if without_frozen else ())
+    yield from iter_full_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled(), without=without)
 
 
 def write_folder(
@@ -88,7 +88,7 @@ def write_folder(
     texts: Mapping[str, str],
 ) -> None:
     """The folder appears under its name only when it is complete. SaveError if it cannot be written."""
-    with appearing_folder(output) as partial:
+    with write_folder_atomically(output) as partial:
         if lora is None:
             copy_pipeline(source, partial)
             write_weights(tensors, partial / "transformer", DTYPES[dtype], max_bytes, stem=WEIGHTS)
@@ -112,19 +112,19 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
     check_content(checkpoint)
     check_target_empty(output)
     lora = saved.state.extra.get("lora")
-    tensors = saved_tensors(checkpoint, saved, with_frozen=lora is None)
+    tensors = iter_saved_tensors(checkpoint, saved, with_frozen=lora is None)
     run = checkpoint.absolute().parent.parent
     source = Path(saved.state.model_path)
-    texts = texts_of(run, saved.state.step, source, dtype)
+    texts = write_texts(run, saved.state.step, source, dtype)
     write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
 
 
-def saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def iter_saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, averaged where it was: one after the other, since all of them are 56 GB for 14B."""
-    averaged = (checkpoint / average_file("ema", 0)).is_file()
-    trained = {hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}
-    for name, tensor in checkpoint_tensors(checkpoint, saved, with_frozen=with_frozen):
+    averaged = (checkpoint / get_average_file("ema", 0)).is_file()
+    trained = {to_hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}
+    for name, tensor in iter_checkpoint_tensors(checkpoint, saved, with_frozen=with_frozen):
         if averaged and name in trained:
-            yield from saved_average(checkpoint, "ema", {name: tensor.shape}, saved.world_size)
+            yield from read_saved_average(checkpoint, "ema", {name: tensor.shape}, saved.world_size)
         else:
             yield name, tensor

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from deepspeed import DeepSpeedEngine
 
 from dsreason.config.schema import OptimConfig
-from dsreason.engine.engine import full_shape
+from dsreason.engine.engine import get_full_shape
 from dsreason.job.ranks import gather_objects
-from dsreason.world.training.clips import MicroBatch, Share
+from dsreason.world.training.clips import ClipMicroBatch, ClipShare
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class EpsilonCheck:
             return math.nan
         optim = self.optim
         count = sum(
-            full_shape(parameter).numel() for parameter in engine.module.parameters() if parameter.requires_grad
+            get_full_shape(parameter).numel() for parameter in engine.module.parameters() if parameter.requires_grad
         )
         ratio = min(norm, optim.max_grad_norm or norm) / math.sqrt(count) / optim.eps
         if 0 < ratio < LITTLE and not self.has_warned:
@@ -50,7 +50,7 @@ class EpsilonCheck:
         return ratio
 
 
-def count_clips(batches: Sequence[MicroBatch], share: Share) -> int:
+def count_clips(batches: Sequence[ClipMicroBatch], share: ClipShare) -> int:
     """Count the clips of an optimizer step over all ranks. Collective."""
     local = sum(len(batch) for batch in batches if batch.counted and share.leads)
     return sum(gather_objects(local))
@@ -62,7 +62,7 @@ def add_values(sums: dict[str, float], values: Mapping[str, float]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def sum_over_ranks(sums: Mapping[str, float], share: Share) -> dict[str, float]:
+def sum_over_ranks(sums: Mapping[str, float], share: ClipShare) -> dict[str, float]:
     """Sum over all ranks; a context-parallel group, whose ranks all have the same sums, counts once. Collective."""
     parts = gather_objects(dict(sums) if share.leads else {})
     names = dict.fromkeys(name for part in parts for name in part)

@@ -14,13 +14,13 @@ from dsreason.data.order import StepOrder
 from dsreason.engine.average import WeightAverage
 from dsreason.engine.engine import take_optimizer_step
 from dsreason.job.ranks import World
-from dsreason.world.losses import nft_decay
+from dsreason.world.losses import compute_nft_decay
 from dsreason.world.schema import WorldConfig, WorldConfigSection
 from dsreason.world.training import nft, sft, update
 from dsreason.world.training.build import WorldTrainer, build_world
-from dsreason.world.training.clips import MicroBatch, Sample
+from dsreason.world.training.clips import ClipMicroBatch, SampledClips
 from dsreason.world.training.gradients import count_clips
-from dsreason.world.training.rollout import rollout
+from dsreason.world.training.rollout import sample_rollout
 from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
@@ -35,7 +35,7 @@ def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None 
 
 def train(trainer: WorldTrainer) -> None:
     run = trainer.run
-    run.before_steps(trainer.validate)
+    run.begin_steps(trainer.validate)
     while run.state.step < run.total_steps:
         run.poll_checkpoint()
         started, first = time.perf_counter(), run.state.step
@@ -44,13 +44,13 @@ def train(trainer: WorldTrainer) -> None:
         rollout_seconds = train_started - started
         for part in parts:
             run.profiler.begin(run.state.step + 1)
-            with trainer.job.watchdog.phase("step"):
+            with trainer.job.watchdog.track_phase("step"):
                 metrics = train_on_part(trainer, part, first + 1)
                 now = time.perf_counter()
                 times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
                 finish_step(trainer, part, metrics | times | rollout_metrics)
             rollout_seconds, train_started = 0.0, now  # a rollout's further steps cost no sampling
-        run.after_steps(first, trainer.validate)
+        run.finish_steps(first, trainer.validate)
     run.finish()
 
 
@@ -62,13 +62,13 @@ def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
     run, maker, watchdog = trainer.run, trainer.clip_maker, trainer.job.watchdog
     config, step = maker.config.world, run.state.step
     if config.algorithm == "sft":
-        with watchdog.phase("data"):
+        with watchdog.track_phase("data"):
             indices = trainer.order.indices(step)
-            batches, skipped = sft.next_batches(maker, trainer.training, indices, trainer.clips, step + 1)
+            batches, skipped = sft.read_next_batches(maker, trainer.training, indices, trainer.clips, step + 1)
             run.count_skipped(skipped)
         return [list(batches)], {}
-    with watchdog.phase("rollout"):
-        samples, metrics = rollout(
+    with watchdog.track_phase("rollout"):
+        samples, metrics = sample_rollout(
             maker,
             trainer.training,
             trainer.order.indices(step // config.optimizer_steps_per_rollout),
@@ -77,7 +77,7 @@ def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
             watchdog=watchdog,
             memory=run.memory,
         )
-    with watchdog.phase("prepare"):
+    with watchdog.track_phase("prepare"):
         if config.algorithm == "nft":
             samples = nft.add_reference(maker, trainer.reference, samples, step + 1)
         else:
@@ -89,7 +89,7 @@ def train_on_part(trainer: WorldTrainer, part: Part, rollout_step: int) -> dict[
     """Run one optimizer step, however its clips are cut into micro-batches and over ranks. Return its metrics."""
     run, maker = trainer.run, trainer.clip_maker
     engine, step = run.engine, run.state.step + 1
-    with run.memory.phase("train"):
+    with run.memory.track_phase("train"):
         metrics = accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=trainer.job.world)
         if step == rollout_step and "policy/ratio_error" in metrics:
             trainer.ratio_check.check(metrics["policy/ratio_error"], step)
@@ -118,19 +118,19 @@ def update_averages(averages: Mapping[str, WeightAverage], config: WorldConfig, 
     """Update the averages after an optimizer step."""
     train = config.train
     if "old" in averages:
-        averages["old"].blend(nft_decay(config.world.nft_decay, step))
+        averages["old"].update(compute_nft_decay(config.world.nft_decay, step))
     if train.ema_decay is not None and step % train.ema_every == 0:
-        averages["ema"].blend(train.ema_decay)
+        averages["ema"].update(train.ema_decay)
 
 
-def list_tensors(item: MicroBatch | Sample) -> dict[str, Tensor]:
+def list_tensors(item: ClipMicroBatch | SampledClips) -> dict[str, Tensor]:
     """Return what is saved of a step whose loss is not finite."""
-    if isinstance(item, MicroBatch):
+    if isinstance(item, ClipMicroBatch):
         return {"noise": item.start} | ({} if item.clean is None else {"clean": item.clean})
     return {"noise": item.batch.start, "latents": item.latents, "advantages": item.advantages}
 
 
-def describe_clips(item: MicroBatch | Sample) -> list[Any]:
+def describe_clips(item: ClipMicroBatch | SampledClips) -> list[Any]:
     """Return row, prompt and place of each clip, to save beside its tensors."""
     batch = get_batch(item)
     return [
@@ -139,8 +139,8 @@ def describe_clips(item: MicroBatch | Sample) -> list[Any]:
     ]
 
 
-def get_batch(item: MicroBatch | Sample) -> MicroBatch:
-    return item if isinstance(item, MicroBatch) else item.batch
+def get_batch(item: ClipMicroBatch | SampledClips) -> ClipMicroBatch:
+    return item if isinstance(item, ClipMicroBatch) else item.batch
 
 
 def finish_step(trainer: WorldTrainer, part: Part, metrics: dict[str, float]) -> None:

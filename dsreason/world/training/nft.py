@@ -13,10 +13,10 @@ from dsreason.engine.engine import add_gradient
 from dsreason.engine.reference import ReferencePolicy
 from dsreason.job.ranks import World
 from dsreason.phases import record_phase
-from dsreason.world.losses import kl_velocity, nft_loss, optimality
-from dsreason.world.noise import generator
+from dsreason.world.losses import compute_kl_velocity, compute_nft_loss, compute_optimality
+from dsreason.world.noise import make_generator
 from dsreason.world.schema import WorldConfigSection
-from dsreason.world.training.clips import Place, Sample, clip_noise, halved
+from dsreason.world.training.clips import ClipIndex, SampledClips, clip_noise, halve
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
@@ -30,17 +30,19 @@ def count_times(config: WorldConfigSection) -> int:
     return min(steps, config.nft_times or max(1, int(steps * MOST)))
 
 
-def draw_levels(maker: ClipMaker, places: Sequence[Place], step: int) -> Tensor:
+def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Tensor:
     """`[B, times]`: noise levels of the sampler's, in an order drawn for each clip. Level 0 is not among them."""
     levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
-        generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[:count]
+        make_generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[
+            :count
+        ]
         for place in places
     ]
     return torch.stack([levels[torch.from_numpy(order)] for order in orders])
 
 
-def add_noise(maker: ClipMaker, sample: Sample, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return x_s `[B, C, T, h, w]`, s `[B]` and the noise of a clip's time `number`, on the transformer's device."""
     places = sample.batch.places
     times = draw_levels(maker, places, step)[:, number]
@@ -51,24 +53,24 @@ def add_noise(maker: ClipMaker, sample: Sample, number: int, step: int) -> tuple
 
 
 @torch.no_grad()
-def add_velocities(maker: ClipMaker, sample: Sample, step: int, name: str) -> Sample:
+def add_velocities(maker: ClipMaker, sample: SampledClips, step: int, name: str) -> SampledClips:
     """Return the sample with the velocities, at its times, of the weights that the transformer holds. Collective."""
     velocities = {}
     for number in range(count_times(maker.config.world)):
         x, s, noise = add_noise(maker, sample, number, step)
         batch = replace(sample.batch.to(maker.device), start=noise)
-        velocities[number] = halved(build_velocity(maker, batch, maker.config.world.guidance_scale)(x, s)).cpu()
+        velocities[number] = halve(build_velocity(maker, batch, maker.config.world.guidance_scale)(x, s)).cpu()
     return replace(sample, fixed={**sample.fixed, name: velocities})
 
 
-def add_old_velocities(maker: ClipMaker, sample: Sample, step: int) -> Sample:
+def add_old_velocities(maker: ClipMaker, sample: SampledClips, step: int) -> SampledClips:
     """Return the sample with the velocities of the policy that sampled; the caller has put it in place."""
     return add_velocities(maker, sample, step, "old")
 
 
 def add_reference(
-    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[Sample]], step: int
-) -> list[list[Sample]]:
+    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]], step: int
+) -> list[list[SampledClips]]:
     """Return the samples with the reference's velocities, if there is a KL. Collective."""
     if reference is None:
         return [list(part) for part in parts]
@@ -76,20 +78,20 @@ def add_reference(
         return [[add_velocities(maker, sample, step, "reference") for sample in part] for part in parts]
 
 
-def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each clip at its time `number`, `[B]`, and its metrics, `[B]`."""
     config, device = maker.config.world, maker.device
     x, s, noise = add_noise(maker, sample, number, step)
     batch = replace(sample.batch.to(device), start=noise)
     v = build_velocity(maker, batch, config.guidance_scale)(x, s)
     old = sample.fixed["old"][number].to(device, torch.float32)
-    result = nft_loss(
+    result = compute_nft_loss(
         v,
         old,
         noisy=x,
         clean=sample.latents.to(device),
         times=s,
-        optimal=optimality(sample.advantages.to(device), config.advantage_clip),
+        optimal=compute_optimality(sample.advantages.to(device), config.advantage_clip),
         beta=config.nft_beta,
         scale=config.advantage_clip,
         free=batch.free,
@@ -98,18 +100,18 @@ def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: int) -> tu
     metrics = {
         "policy/positive": result.positive,
         "policy/negative": result.negative,
-        "policy/old_distance": kl_velocity(v.detach(), old, batch.free),
+        "policy/old_distance": compute_kl_velocity(v.detach(), old, batch.free),
     }
     if "reference" in sample.fixed:
         reference = sample.fixed["reference"][number].to(device, torch.float32)
-        kl = kl_velocity(v, reference, batch.free)
+        kl = compute_kl_velocity(v, reference, batch.free)
         loss = loss + config.kl_coef * kl
         metrics["policy/kl"] = kl.detach()
     return loss, metrics
 
 
 def accumulate_gradients(
-    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[Sample], *, rollout_step: int, world: World
+    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[SampledClips], *, rollout_step: int, world: World
 ) -> dict[str, float]:
     """Run forward and backward of every clip at each of its times; the gradient is that of the whole optimizer step.
 

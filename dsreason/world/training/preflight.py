@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dsreason.config.deepspeed import zero_section
-from dsreason.data.order import Part, StepOrder
-from dsreason.engine.schedule import warmup_note
+from dsreason.config.deepspeed import read_zero_section
+from dsreason.data.order import StepOrder, WeightedRows
+from dsreason.engine.schedule import describe_long_warmup
 from dsreason.errors import ConfigError, DataError
-from dsreason.files.cache import cache_dir
+from dsreason.files.cache import get_cache_dir
 from dsreason.monitor.profile import check_profiled_steps
 from dsreason.monitor.sinks.wandb import check_wandb
-from dsreason.problems import nearest
-from dsreason.train.common.preflight import DTYPES, check_deepspeed, coarse_to_fine
+from dsreason.problems import find_nearest
+from dsreason.train.common.preflight import DTYPES, check_deepspeed, order_coarse_to_fine
 from dsreason.world.cache import TextCache
 from dsreason.world.context_parallel import check_sizes
 from dsreason.world.data import WorldDataset, open_world_data
-from dsreason.world.families import WorldFamily, family_of
+from dsreason.world.families import WorldFamily, find_family
 from dsreason.world.families.cosmos_predict2_5 import PROJECTED
 from dsreason.world.latents import SPACE, TIME
 from dsreason.world.models import check_components, check_installed, resolve_world_model
@@ -50,20 +50,20 @@ def check(config: WorldConfig) -> None:
     check_deepspeed(config)
     check_rewards(config)
     folder = find_model(config)
-    family, layers = family_of(folder), check_components(folder)
+    family, layers = find_family(folder), check_components(folder)
     check_lora(config, layers)
     check_unused(config)
     check_conditioning(config, family)
     check_exchange(config)
     check_bad_rows(config)
     if config.world.algorithm in ("flow_grpo", "ddrl"):
-        trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
+        list_trained_steps(config, [float(s) for s in compute_sigmas(config, folder)])
     check_division(config, folder)
     training, validation = open_data(config)
     order = step_order(config, len(training))
     num_steps = total_steps(config, order)
     check_profiled_steps(config.monitor.profile, num_steps)
-    if note := warmup_note(num_steps, config.optim):
+    if note := describe_long_warmup(num_steps, config.optim):
         log.warning("%s", note)
     check_texts(config, folder, training, order)
     if needs_clips(config):
@@ -74,7 +74,7 @@ def check(config: WorldConfig) -> None:
 def find_model(config: WorldConfig) -> Path:
     """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
     check_installed()
-    return resolve_world_model(config.model, cache_dir() / "models")
+    return resolve_world_model(config.model, get_cache_dir() / "models")
 
 
 def open_data(config: WorldConfig) -> tuple[WorldDataset, WorldDataset]:
@@ -92,7 +92,7 @@ def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
     if max_steps is not None and not sft:
         max_steps //= world.optimizer_steps_per_rollout
     return StepOrder(
-        [Part(np.arange(num_rows))],
+        [WeightedRows(np.arange(num_rows))],
         batch_size=config.samples_per_step if sft else world.prompts_per_step,
         epochs=train.epochs,
         max_steps=max_steps,
@@ -109,7 +109,7 @@ def total_steps(config: WorldConfig, order: StepOrder) -> int:
     return order.num_steps * config.world.optimizer_steps_per_rollout
 
 
-def trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
+def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
     """Steps that add noise, and so can be trained. ConfigError if none does, or if one that is named does not."""
     world = config.world
     stds = [
@@ -163,7 +163,7 @@ def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
     for target in config.lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
-            near = nearest(target, names)
+            near = find_nearest(target, names)
             advice = f"did you mean {near}?" if near else f"there are {', '.join(names[:12])}"
             raise ConfigError(f"lora.targets: no linear layer of the transformer is called {target!r}; {advice}")
 
@@ -220,7 +220,7 @@ def check_exchange(config: WorldConfig) -> None:
         "world.algorithm = nft": config.world.algorithm == "nft",
         "train.ema_decay": config.train.ema_decay is not None,
     }
-    if zero_section(config.deepspeed).get("zero_quantized_weights") and any(uses.values()):
+    if read_zero_section(config.deepspeed).get("zero_quantized_weights") and any(uses.values()):
         names = " and ".join(name for name, used in uses.items() if used)
         raise ConfigError(
             f"{config.deepspeed}: zero_optimization.zero_quantized_weights rounds the weights, which {names} must exchange "
@@ -233,10 +233,10 @@ def check_division(config: WorldConfig, folder: Path) -> None:
     data, size = config.data, config.train.context_parallel_size
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
-        check_sizes(family_of(folder).transformer_config(folder), shape, size)
+        check_sizes(find_family(folder).read_transformer_config(folder), shape, size)
 
 
-def keeps_projected(config: WorldConfig) -> bool:
+def is_projection_kept(config: WorldConfig) -> bool:
     """Return whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
     if config.lora.rank == 0:
         return config.model.freeze_text_projection
@@ -250,12 +250,12 @@ def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order
         ConfigError: a layer is to be frozen that the model does not have.
         StorageError: it does not.
     """
-    family, model = family_of(folder), config.model
+    family, model = find_family(folder), config.model
     if model.freeze_text_projection and family.project_text is None:
         raise ConfigError(f"model.freeze_text_projection: {family.name} has no such layer; remove it")
     rows = dict.fromkeys(index for step in range(order.num_steps) for index in order.indices(step))
-    dtype, project = DTYPES[config.train.precision], keeps_projected(config)
-    texts = TextCache.open(family, folder, model.max_prompt_length, dtype, cache_dir(), project=project)
+    dtype, project = DTYPES[config.train.precision], is_projection_kept(config)
+    texts = TextCache.open(family, folder, model.max_prompt_length, dtype, get_cache_dir(), project=project)
     texts.check_room(list(dict.fromkeys(training[row].prompt for row in rows)))
 
 
@@ -263,7 +263,7 @@ def needs_clips(config: WorldConfig) -> bool:
     return config.world.algorithm in ("sft", "ddrl") or config.world.conditional_frames[1] > 0
 
 
-def why_clips(config: WorldConfig) -> str:
+def explain_need_of_clips(config: WorldConfig) -> str:
     if config.world.algorithm in ("sft", "ddrl"):
         return f"world.algorithm ({config.world.algorithm})"
     return f"world.conditional_frames {config.world.conditional_frames}"
@@ -273,17 +273,18 @@ def check_bad_rows(config: WorldConfig) -> None:
     """Raise ConfigError if clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
-            f'data.on_bad_row ("skip") leaves clips out in sft only, and {why_clips(config)} needs those of all rows of a '
+            f'data.on_bad_row ("skip") leaves clips out in sft only, and {explain_need_of_clips(config)} needs those '
+            f"of all rows of a "
             'rollout; set "error", and remove the rows that it names'
         )
 
 
 def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
     """Read a few clips, spread over the rows. DataError for one that cannot be used, if that is an error."""
-    for index in coarse_to_fine(len(dataset))[:NUM_CLIPS]:
+    for index in order_coarse_to_fine(len(dataset))[:NUM_CLIPS]:
         try:
             dataset.read_clip(dataset[index], clip_size(config.data))
         except DataError as error:
             if config.data.on_bad_row == "error" or dataset[index].clip is None:
-                raise DataError(f"{name}: {error} ({why_clips(config)} needs clips)") from error
+                raise DataError(f"{name}: {error} ({explain_need_of_clips(config)} needs clips)") from error
             log.warning("%s: left out: %s", name, error)

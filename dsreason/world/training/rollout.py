@@ -12,27 +12,27 @@ from torch import Tensor
 
 from dsreason.engine.average import WeightAverage
 from dsreason.errors import DsReasonError, RewardError
-from dsreason.job.ranks import errors_on_all_ranks, gather_objects
+from dsreason.job.ranks import gather_objects, share_errors
 from dsreason.job.watchdog import Watchdog
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.world.data import WorldDataset
 from dsreason.world.latents import LatentCodec
-from dsreason.world.losses import equal_groups, exponential, group_advantages
-from dsreason.world.noise import window
-from dsreason.world.rewards.scorer import Pending, Scores
+from dsreason.world.losses import compute_exponential, find_equal_groups, group_advantages
+from dsreason.world.noise import draw_window
+from dsreason.world.rewards.scorer import ClipScores, Pending
 from dsreason.world.sampler import Kept
 from dsreason.world.sampler import sample as sample_latents
 from dsreason.world.schema import WorldConfig, WorldConfigSection
 from dsreason.world.steps import Step, step_of
-from dsreason.world.training.clips import MicroBatch, Place, Sample, clip_noise, share_out
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, SampledClips, clip_noise, share_out
 from dsreason.world.training.nft import add_old_velocities
-from dsreason.world.training.preflight import trained_steps
-from dsreason.world.training.show import Look, look_at, looks
+from dsreason.world.training.preflight import list_trained_steps
+from dsreason.world.training.show import Look, average_looks, look_at
 from dsreason.world.training.velocity import ClipMaker, build_velocity, restore_given_frames
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingPlan:
     """The steps of a rollout's sampler."""
 
     steps: tuple[Step, ...]
@@ -44,23 +44,23 @@ class Plan:
 class PendingBatch:
     """A sampled micro-batch whose rewards are being made."""
 
-    batch: MicroBatch
-    result: Callable[[], Scores]
+    batch: ClipMicroBatch
+    result: Callable[[], ClipScores]
     """Waits for the scores."""
     looks: list[Look]
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredClip:
     """The reward and the look of a clip; small, so that all ranks can have those of all clips."""
 
-    place: Place
+    place: ClipIndex
     total: float
     by_name: dict[str, float]
     look: Look
 
 
-def rollout(
+def sample_rollout(
     maker: ClipMaker,
     dataset: WorldDataset,
     indices: Sequence[int],
@@ -69,7 +69,7 @@ def rollout(
     old: WeightAverage | None,
     watchdog: Watchdog,
     memory: MemoryLedger,
-) -> tuple[list[list[Sample]], dict[str, float]]:
+) -> tuple[list[list[SampledClips]], dict[str, float]]:
     """Sample and score clips of the prompts of these rows. Collective.
 
     The same seed, step, prompt and number in the group give the same clip on any number of ranks.
@@ -84,19 +84,19 @@ def rollout(
     config = maker.config
     plan = plan_steps(config, maker.sigmas, step)
     parts = []
-    with watchdog.phase("data"), errors_on_all_ranks():
+    with watchdog.track_phase("data"), share_errors():
         for places in split_places(config.world):
             groups = share_out(places, maker.share, config.train.micro_batch_size)
             with_clean = config.world.algorithm == "ddrl"
             parts.append(maker.inputs.micro_batches(groups, dataset, indices, step, with_clean=with_clean))
     started = time.perf_counter()
     pending: list[PendingBatch] = []
-    with memory.phase("rollout"), nullcontext() if old is None else old.in_place():
+    with memory.track_phase("rollout"), nullcontext() if old is None else old.in_place():
         samples = [[sample_batch(maker, batch, plan, step, pending) for batch in part] for part in parts]
         if old is not None:
             samples = [[add_old_velocities(maker, sample, step) for sample in part] for part in samples]
     sampled = time.perf_counter()
-    with watchdog.phase("reward"):
+    with watchdog.track_phase("reward"):
         scored = collect_scores(pending)
     metrics = {
         "time/generate": sampled - started,
@@ -106,17 +106,17 @@ def rollout(
     return add_advantages(config.world, samples, scored), metrics
 
 
-def split_places(config: WorldConfigSection) -> list[list[Place]]:
+def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
     """Split the rollout's clips over the optimizer steps, each with its share of the prompts."""
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
     return [
-        [Place(prompt, clip) for prompt in range(begin, end) for clip in range(config.num_generations)]
+        [ClipIndex(prompt, clip) for prompt in range(begin, end) for clip in range(config.num_generations)]
         for begin, end in zip(bounds, bounds[1:], strict=False)
     ]
 
 
-def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> Plan:
+def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
     """Plan the rollout's sampling steps: noisy if they are trained, along the ODE otherwise.
 
     Args:
@@ -126,9 +126,9 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> Plan:
     pairs = list(zip(levels, levels[1:], strict=False))
     trained: Sequence[int] = ()
     if world.algorithm != "nft":
-        trained = trained_steps(config, levels)
+        trained = list_trained_steps(config, levels)
         if world.window:
-            trained = window(world.window, len(pairs), seed=config.train.seed, step=step)
+            trained = draw_window(world.window, len(pairs), seed=config.train.seed, step=step)
         elif world.trained_steps is not None:
             trained = sorted(set(world.trained_steps))
     steps = [
@@ -137,10 +137,12 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> Plan:
         else step_of("ode", s, s_next)
         for number, (s, s_next) in enumerate(pairs)
     ]
-    return Plan(tuple(steps), tuple(trained))
+    return SamplingPlan(tuple(steps), tuple(trained))
 
 
-def sample_batch(maker: ClipMaker, batch: MicroBatch, plan: Plan, step: int, pending: list[PendingBatch]) -> Sample:
+def sample_batch(
+    maker: ClipMaker, batch: ClipMicroBatch, plan: SamplingPlan, step: int, pending: list[PendingBatch]
+) -> SampledClips:
     """Sample the clips of a micro-batch, start to score them, and append the pending scores to `pending`."""
     config, on_device = maker.config, batch.to(maker.device)
 
@@ -159,7 +161,7 @@ def sample_batch(maker: ClipMaker, batch: MicroBatch, plan: Plan, step: int, pen
         number: Kept(kept_step.x.cpu(), kept_step.x_next.cpu(), kept_step.log_prob.cpu())
         for number, kept_step in sampled.trajectory.items()
     }
-    return Sample(batch, latents.cpu(), trajectory, torch.zeros(len(batch)), {})
+    return SampledClips(batch, latents.cpu(), trajectory, torch.zeros(len(batch)), {})
 
 
 def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
     return (codec.decode(latents) * 255).round().to(torch.uint8)
 
 
-def start_scoring(maker: ClipMaker, batch: MicroBatch, latents: Tensor) -> PendingBatch:
+def start_scoring(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> PendingBatch:
     """Start to score the clips, and measure what they look like.
 
     An error waits, too: raised here, it would leave the other ranks waiting in the next forward.
@@ -182,61 +184,61 @@ def start_scoring(maker: ClipMaker, batch: MicroBatch, latents: Tensor) -> Pendi
     return PendingBatch(batch, pending.result, batch_looks)
 
 
-def raise_later(error: DsReasonError) -> Callable[[], Scores]:
-    def result() -> Scores:
+def raise_later(error: DsReasonError) -> Callable[[], ClipScores]:
+    def result() -> ClipScores:
         raise error
 
     return result
 
 
-def collect_scores(pending: Sequence[PendingBatch]) -> list[Scored]:
+def collect_scores(pending: Sequence[PendingBatch]) -> list[ScoredClip]:
     """Return the rewards of all ranks' clips, in the order of their places. Collective.
 
     Raises:
         RewardError: on every rank, if one of the rewards failed or is not finite.
     """
-    local: list[Scored] = []
-    with errors_on_all_ranks():
+    local: list[ScoredClip] = []
+    with share_errors():
         for item in pending:
             scores, batch = item.result(), item.batch
             if not torch.isfinite(scores.total).all():
                 raise RewardError(f"the reward of {batch.rows[0].id} and those after it is {scores.total.tolist()}")
             for i, place in enumerate(batch.places):
                 by_name = {name: float(v[i]) for name, v in scores.by_name.items()}
-                local.append(Scored(place, float(scores.total[i]), by_name, item.looks[i]))
+                local.append(ScoredClip(place, float(scores.total[i]), by_name, item.looks[i]))
     return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.place)
 
 
-def build_reward_table(config: WorldConfigSection, scored: Sequence[Scored]) -> Tensor:
+def build_reward_table(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> Tensor:
     """`[P, G]`, float64."""
     values = torch.tensor([clip.total for clip in scored], dtype=torch.float64)
     return values.view(config.prompts_per_step, config.num_generations)
 
 
 def add_advantages(
-    config: WorldConfigSection, samples: Sequence[Sequence[Sample]], scored: Sequence[Scored]
-) -> list[list[Sample]]:
+    config: WorldConfigSection, samples: Sequence[Sequence[SampledClips]], scored: Sequence[ScoredClip]
+) -> list[list[SampledClips]]:
     """Return the samples with their advantages, which follow from the rewards of all ranks' clips."""
     table = group_advantages(build_reward_table(config, scored), std=config.advantage_std, clip=config.advantage_clip)
     if config.algorithm == "ddrl" and config.exponential_advantages:
-        table = exponential(table)
+        table = compute_exponential(table)
 
-    def add(sample: Sample) -> Sample:
+    def add(sample: SampledClips) -> SampledClips:
         values = [float(table[place.prompt, place.clip]) for place in sample.batch.places]
         return replace(sample, advantages=torch.tensor(values, dtype=torch.float32))
 
     return [[add(sample) for sample in part] for part in samples]
 
 
-def summarise(config: WorldConfigSection, scored: Sequence[Scored]) -> dict[str, float]:
+def summarise(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> dict[str, float]:
     """Summarise a rollout in metrics: rewards, each by its name, and what would show that they are cheated."""
     table, size = build_reward_table(config, scored), config.num_generations
     metrics = {
         "reward/mean": float(table.mean()),
         "reward/std": float(table.std(dim=1).mean()),
-        "reward/zero_std_fraction": float(equal_groups(table).double().mean()),
+        "reward/zero_std_fraction": float(find_equal_groups(table).double().mean()),
     }
     for name in scored[0].by_name:
         metrics[f"reward/{name}/mean"] = sum(clip.by_name[name] for clip in scored) / len(scored)
     groups = [[clip.look for clip in scored[i : i + size]] for i in range(0, len(scored), size)]
-    return metrics | looks(groups, "clips")
+    return metrics | average_looks(groups, "clips")

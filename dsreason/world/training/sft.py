@@ -11,22 +11,22 @@ from torch import Tensor
 
 from dsreason.engine.engine import add_gradient
 from dsreason.errors import DataError
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
+from dsreason.job.ranks import World, gather_objects, share_errors
 from dsreason.phases import record_phase
 from dsreason.world.data import WorldDataset
-from dsreason.world.losses import flow_matching_loss
-from dsreason.world.noise import generator
-from dsreason.world.training.clips import MicroBatch, Place, own_places, share_out
+from dsreason.world.losses import compute_flow_matching_loss
+from dsreason.world.noise import make_generator
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, own_places, share_out
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
-from dsreason.world.training.inputs import Clip, loss_rows, read_clips
+from dsreason.world.training.inputs import Clip, list_loss_rows, read_clips
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 log = logging.getLogger(__name__)
 
 
-def next_batches(
+def read_next_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Iterator[list[Clip]], step: int
-) -> tuple[list[MicroBatch], list[str]]:
+) -> tuple[list[ClipMicroBatch], list[str]]:
     """Return this rank's clips of the next step, and the rows, of all ranks, that are left out. Collective.
 
     Args:
@@ -36,7 +36,7 @@ def next_batches(
     Raises:
         DataError: a clip cannot be used and `data.on_bad_row` is "error", or no clip of the step can be used.
     """
-    with errors_on_all_ranks():
+    with share_errors():
         step_clips = next(clips)
     batches, skipped = make_batches(maker, dataset, indices, step_clips, step)
     if not batches:
@@ -46,7 +46,7 @@ def next_batches(
 
 def make_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
-) -> tuple[list[MicroBatch], list[str]]:
+) -> tuple[list[ClipMicroBatch], list[str]]:
     """Return the clips of this rank's share of the rows, in the same number of micro-batches on every rank, and the rows, of
     all ranks, that are left out. The list is empty if no rank has a usable clip. Collective.
 
@@ -54,9 +54,9 @@ def make_batches(
         clips: of this rank's places, see `own_places`.
     """
     config, share = maker.config, maker.share
-    clean: dict[Place, Tensor] = {}
+    clean: dict[ClipIndex, Tensor] = {}
     bad: list[str] = []
-    with errors_on_all_ranks():
+    with share_errors():
         for place, clip in zip(own_places(len(indices), share), clips, strict=True):
             if not isinstance(clip, DataError):
                 clean[place] = maker.inputs.latents.encode(clip[None])[0]
@@ -68,34 +68,36 @@ def make_batches(
     skipped = [text for _, texts in reports for text in texts]
     if sum(count for count, _ in reports) == 0:
         return [], skipped
-    groups = share_out([Place(number, 0) for number in range(len(indices))], share, config.train.micro_batch_size)
+    groups = share_out([ClipIndex(number, 0) for number in range(len(indices))], share, config.train.micro_batch_size)
     batches = []
-    with errors_on_all_ranks():
+    with share_errors():
         for group, counted in groups:
             places = tuple(place for place in group if place in clean) if counted else ()
-            batches.append(maker.inputs.real_batch(places or group[:1], bool(places), clean, dataset, indices, step))
+            batches.append(
+                maker.inputs.make_real_batch(places or group[:1], bool(places), clean, dataset, indices, step)
+            )
     return batches, skipped
 
 
-def draw_times(places: Sequence[Place], shift: float, seed: int, step: int) -> Tensor:
+def draw_times(places: Sequence[ClipIndex], shift: float, seed: int, step: int) -> Tensor:
     """`[B]`, float32: s = shift u / (1 + (shift - 1) u) with logit-normal u (Stable Diffusion 3, 2403.03206)."""
-    drawn = [generator(seed, step, place.prompt, place.clip, "time").standard_normal() for place in places]
+    drawn = [make_generator(seed, step, place.prompt, place.clip, "time").standard_normal() for place in places]
     u = torch.sigmoid(torch.tensor(drawn, dtype=torch.float64))
     return (shift * u / (1 + (shift - 1) * u)).float()
 
 
-def compute_clip_losses(maker: ClipMaker, batch: MicroBatch, step: int) -> Tensor:
+def compute_clip_losses(maker: ClipMaker, batch: ClipMicroBatch, step: int) -> Tensor:
     """Return the velocity's error on each clip, at a noise level drawn for it: `[B]`."""
     config, batch = maker.config, batch.to(maker.device)
     times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(maker.device)
     s = times.view(-1, 1, 1, 1, 1)
     assert batch.clean is not None
     v = build_velocity(maker, batch, 1.0)((1 - s) * batch.clean + s * batch.start, times)
-    return flow_matching_loss(v, batch.clean, batch.start, batch.free)
+    return compute_flow_matching_loss(v, batch.clean, batch.start, batch.free)
 
 
 def accumulate_gradients(
-    maker: ClipMaker, engine: DeepSpeedEngine, batches: Sequence[MicroBatch], *, step: int, world: World
+    maker: ClipMaker, engine: DeepSpeedEngine, batches: Sequence[ClipMicroBatch], *, step: int, world: World
 ) -> dict[str, float]:
     """Run forward and backward of every clip; the gradient is that of the whole optimizer step. Return the metrics."""
     num_clips = count_clips(batches, maker.share)
@@ -112,9 +114,9 @@ def accumulate_gradients(
 def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float | None:
     """Return the mean loss on the held-out clips, with noise and noise levels that never change; None if none of them can be
     used. Collective."""
-    rows = loss_rows(maker.config, validation)
+    rows = list_loss_rows(maker.config, validation)
     local_rows = [rows[place.prompt] for place in own_places(len(rows), maker.share)]
-    with errors_on_all_ranks():
+    with share_errors():
         clips = read_clips(validation, maker.inputs.size, local_rows)
     batches, skipped = make_batches(maker, validation, rows, clips, step=0)
     if not batches:

@@ -41,7 +41,7 @@ def look_at(clips: Tensor) -> list[Look]:
     return looks
 
 
-def looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
+def average_looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
     """Return `brightness` and `motion` of all clips, and `diversity`, the mean distance of a prompt's clips from their mean in
     small pictures; it is left out without groups of several clips."""
     every = [look for group in groups for look in group]

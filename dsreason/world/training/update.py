@@ -14,13 +14,13 @@ from dsreason.engine.reference import ReferencePolicy
 from dsreason.errors import DsReasonError
 from dsreason.job.ranks import World, gather_objects
 from dsreason.phases import record_phase
-from dsreason.world.losses import flow_matching_loss, kl_mean, kl_velocity, policy_loss
+from dsreason.world.losses import compute_flow_matching_loss, compute_kl_mean, compute_kl_velocity, compute_policy_loss
 from dsreason.world.sampler import Velocity
 from dsreason.world.schema import WorldConfigSection
-from dsreason.world.steps import Step, log_prob, mean
-from dsreason.world.training.clips import MicroBatch, Sample, clip_noise, halved
+from dsreason.world.steps import Step, compute_mean, log_prob
+from dsreason.world.training.clips import ClipMicroBatch, SampledClips, clip_noise, halve
 from dsreason.world.training.gradients import add_values, count_clips, sum_over_ranks
-from dsreason.world.training.rollout import Plan, plan_steps
+from dsreason.world.training.rollout import SamplingPlan, plan_steps
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
@@ -30,8 +30,8 @@ DATA_COEF = 0.01
 
 @torch.no_grad()
 def add_reference(
-    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[Sample]]
-) -> list[list[Sample]]:
+    maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]]
+) -> list[list[SampledClips]]:
     """Return the samples with the reference's velocities of their trained steps, if there is a KL. Collective."""
     if reference is None:
         return [list(part) for part in parts]
@@ -39,11 +39,11 @@ def add_reference(
         return [[add_reference_velocities(maker, sample) for sample in part] for part in parts]
 
 
-def add_reference_velocities(maker: ClipMaker, sample: Sample) -> Sample:
+def add_reference_velocities(maker: ClipMaker, sample: SampledClips) -> SampledClips:
     """Return the sample with the reference's velocities; the caller has put it in place."""
     velocity = build_velocity(maker, sample.batch.to(maker.device), maker.config.world.guidance_scale)
     velocities = {
-        number: halved(evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])).cpu()
+        number: halve(evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])).cpu()
         for number, kept_step in sample.trajectory.items()
     }
     return replace(sample, fixed={**sample.fixed, "reference": velocities})
@@ -55,7 +55,7 @@ def evaluate_velocity(velocity: Velocity, x: Tensor, level: Tensor) -> Tensor:
 
 
 def accumulate_gradients(
-    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[Sample], *, rollout_step: int, world: World
+    maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[SampledClips], *, rollout_step: int, world: World
 ) -> dict[str, float]:
     """Run forward and backward of every clip at every trained step; the gradient is that of the whole optimizer step.
 
@@ -92,34 +92,36 @@ def accumulate_gradients(
     return totals
 
 
-def compute_loss(maker: ClipMaker, sample: Sample, number: int, step: Step) -> tuple[Tensor, dict[str, Tensor], float]:
+def compute_loss(
+    maker: ClipMaker, sample: SampledClips, number: int, step: Step
+) -> tuple[Tensor, dict[str, Tensor], float]:
     """Return the loss of each clip at a trained step, `[B]`; its metrics, `[B]`; and the largest distance of a ratio from 1."""
     config, device = maker.config.world, maker.device
     batch, kept_step = sample.batch.to(device), sample.trajectory[number]
     x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)
     v = evaluate_velocity(build_velocity(maker, batch, config.guidance_scale), x, maker.sigmas[number])
-    expected = mean(step, x, v)
+    expected = compute_mean(step, x, v)
     new, old = log_prob(x_next, expected, step.std, batch.free), kept_step.log_prob.to(device)
-    result = policy_loss(new, old, sample.advantages.to(device), config.clip_range)
+    result = compute_policy_loss(new, old, sample.advantages.to(device), config.clip_range)
     loss = result.loss
     metrics = {"policy/clip_fraction": result.clipped, "policy/loss": result.loss.detach()}
     if "reference" in sample.fixed:
         reference = sample.fixed["reference"][number].to(device, torch.float32)
         if config.kl == "velocity":
-            kl = kl_velocity(v, reference, batch.free)
+            kl = compute_kl_velocity(v, reference, batch.free)
         else:
-            kl = kl_mean(expected, mean(step, x, reference), step.std, batch.free)
+            kl = compute_kl_mean(expected, compute_mean(step, x, reference), step.std, batch.free)
         loss = loss + config.kl_coef * kl
         metrics["policy/kl"] = kl.detach()
     return loss, metrics, float((result.ratio - 1).abs().max())
 
 
-def has_data_term(config: WorldConfigSection, plan: Plan, number: int) -> bool:
+def has_data_term(config: WorldConfigSection, plan: SamplingPlan, number: int) -> bool:
     """Return whether DDRL's data term belongs to this trained step."""
     return config.algorithm == "ddrl" and (config.data_steps == "all" or number == plan.trained[0])
 
 
-def compute_data_loss(maker: ClipMaker, batch: MicroBatch, number: int, rollout_step: int) -> Tensor:
+def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, rollout_step: int) -> Tensor:
     """Return DDRL's data term (2512.04332): the velocity's error on the rows' own clips, at the noise level of a trained step.
     `[B]`."""
     config, batch = maker.config, batch.to(maker.device)
@@ -131,7 +133,7 @@ def compute_data_loss(maker: ClipMaker, batch: MicroBatch, number: int, rollout_
     s = float(maker.sigmas[number])
     batch = replace(batch, start=noise)
     v = evaluate_velocity(build_velocity(maker, batch, 1.0), (1 - s) * clean + s * noise, maker.sigmas[number])
-    return flow_matching_loss(v, clean, noise, batch.free)
+    return compute_flow_matching_loss(v, clean, noise, batch.free)
 
 
 @dataclass

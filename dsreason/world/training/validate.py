@@ -11,36 +11,36 @@ import torch
 from torch import Tensor
 
 from dsreason.engine.average import WeightAverage
-from dsreason.files.step_names import step_name
-from dsreason.job.ranks import World, errors_on_all_ranks, gather_objects
+from dsreason.files.step_names import format_step
+from dsreason.job.ranks import World, gather_objects, share_errors
 from dsreason.monitor.metrics import Metrics
 from dsreason.monitor.progress import Progress
 from dsreason.train.common.answers import write_rows
 from dsreason.world.data import WorldDataset
-from dsreason.world.evaluation.history import small_video, write_run_page
+from dsreason.world.evaluation.history import locate_small_video, write_run_page
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.noise import compute_sigmas
-from dsreason.world.rewards.scorer import Scores
+from dsreason.world.rewards.scorer import ClipScores
 from dsreason.world.sampler import sample, solve
 from dsreason.world.steps import step_of
-from dsreason.world.training.clips import MicroBatch, Place, share_out
-from dsreason.world.training.inputs import loss_rows, validation_rows
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, share_out
+from dsreason.world.training.inputs import list_loss_rows, list_validation_rows
 from dsreason.world.training.rollout import decode_pixels, start_scoring
 from dsreason.world.training.sft import measure_held_out_loss
-from dsreason.world.training.show import Look, look_at, looks
+from dsreason.world.training.show import Look, average_looks, look_at
 from dsreason.world.training.velocity import ClipMaker, build_velocity, restore_given_frames
 from dsreason.world.types import WorldRow
-from dsreason.world.video import Pixels, gif, small, write_mp4
+from dsreason.world.video import Pixels, encode_gif, shrink, write_mp4
 
 
 @dataclass(frozen=True)
 class SampledBatch:
     """A sampled micro-batch of held-out prompts, whose rewards may still be on the way."""
 
-    batch: MicroBatch
+    batch: ClipMicroBatch
     latents: Tensor
     """`[B, C, T, h, w]`, on the CPU."""
-    result: Callable[[], Scores] | None
+    result: Callable[[], ClipScores] | None
     """Waits for the scores; None if the run has no rewards."""
     looks: list[Look]
 
@@ -79,17 +79,17 @@ class WorldResult:
             return
         folder = output_dir / "validation"
         rows = [{"id": c.row.id, "prompt": c.row.prompt, "rewards": c.rewards, **c.look.facts} for c in self.clips]
-        write_rows(folder / f"{step_name(step)}.jsonl", rows)
+        write_rows(folder / f"{format_step(step)}.jsonl", rows)
         for clip in self.clips:
             if clip.pixels is not None:
-                self.show(clip.number, clip.pixels, folder / step_name(step), step, metrics)
+                self.show(clip.number, clip.pixels, folder / format_step(step), step, metrics)
         write_run_page(output_dir)
 
     def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
         """A clip as it is, a small one for the page, and an animated picture for TensorBoard."""
         write_mp4(pixels, folder / f"{number}.mp4", self.fps)
-        write_mp4(small(pixels), small_video(folder, number), self.fps)
-        metrics.log_video(step, f"clips/{number}", gif(small(pixels), self.fps))
+        write_mp4(shrink(pixels), locate_small_video(folder, number), self.fps)
+        metrics.log_video(step, f"clips/{number}", encode_gif(shrink(pixels), self.fps))
 
 
 def validate(
@@ -110,15 +110,15 @@ def validate(
     config, (_, validation) = maker.config, datasets
     metrics: dict[str, float] = {}
     clips: list[ValidationClip] = []
-    rows = validation_rows(config, datasets)
+    rows = list_validation_rows(config, datasets)
     with nullcontext() if average is None else average.in_place():
-        if loss_rows(config, validation):
-            with progress.phase("validation: loss"):
+        if list_loss_rows(config, validation):
+            with progress.track_phase("validation: loss"):
                 loss = measure_held_out_loss(maker, validation)
             if loss is not None:
                 metrics["val/loss"] = loss
         if rows:
-            with progress.phase("validation: clips", len(rows), "clips") as advance:
+            with progress.track_phase("validation: clips", len(rows), "clips") as advance:
                 clips = sample_clips(maker, build_validation_dataset(rows, datasets), range(len(rows)), advance)
     if clips:
         metrics |= summarise(clips)
@@ -126,7 +126,7 @@ def validate(
 
 
 def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldDataset, WorldDataset]) -> WorldDataset:
-    """Build the dataset of the rows whose prompts are sampled, see `validation_rows`."""
+    """Build the dataset of the rows whose prompts are sampled, see `list_validation_rows`."""
     training, validation = datasets
     source = validation if len(validation) else training
     return WorldDataset(rows, source.read)
@@ -137,9 +137,9 @@ def sample_clips(
     maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
 ) -> list[ValidationClip]:
     """Sample a clip of each of these rows from noise that never changes, along the ODE. Collective."""
-    share, places = maker.share, [Place(number, 0) for number in numbers]
+    share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
     groups = share_out(places, share, maker.config.train.micro_batch_size)
-    with errors_on_all_ranks():
+    with share_errors():
         batches = maker.inputs.micro_batches(groups, dataset, range(len(dataset)), 0, with_clean=False)
     sampled: list[SampledBatch] = []
     for batch in batches:
@@ -147,12 +147,12 @@ def sample_clips(
         if batch.counted and share.leads:
             sampled.append(look_and_score(maker, batch, latents))
         advance(len(batch) * share.count if batch.counted else 0)
-    with errors_on_all_ranks():
+    with share_errors():
         local = [clip for item in sampled for clip in build_clips(maker, item)]
     return sorted((clip for part in gather_objects(local) for clip in part), key=lambda clip: clip.number)
 
 
-def solve_ode(maker: ClipMaker, batch: MicroBatch) -> Tensor:
+def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
     """Sample latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
     config = maker.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
@@ -172,7 +172,7 @@ def refuse_noise(number: int) -> Tensor:
     raise ValueError(f"step {number} of an ODE has no noise")
 
 
-def look_and_score(maker: ClipMaker, batch: MicroBatch, latents: Tensor) -> SampledBatch:
+def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
     """Measure what the clips look like, and start to score them if the run has rewards."""
     if maker.scorer is None:
         return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
@@ -200,4 +200,4 @@ def summarise(clips: Sequence[ValidationClip]) -> dict[str, float]:
         f"val/reward/{name}/mean".replace("//", "/"): sum(clip.rewards[name] for clip in clips) / len(clips)
         for name in clips[0].rewards
     }
-    return metrics | looks([[clip.look for clip in clips]], "val")
+    return metrics | average_looks([[clip.look for clip in clips]], "val")

@@ -13,9 +13,9 @@ from dsreason.world.families import WorldFamily
 from dsreason.world.latents import LatentCodec
 from dsreason.world.noise import compute_sigmas
 from dsreason.world.rewards.scorer import ClipScorer
-from dsreason.world.sampler import Velocity, guided
+from dsreason.world.sampler import Velocity, apply_guidance
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training.clips import MicroBatch, Share
+from dsreason.world.training.clips import ClipMicroBatch, ClipShare
 from dsreason.world.training.inputs import Inputs
 
 
@@ -30,7 +30,7 @@ class ClipMaker:
     """The transformer, or the DeepSpeed engine around it."""
     codec: LatentCodec
     inputs: Inputs
-    share: Share
+    share: ClipShare
     scorer: ClipScorer | None
     """None on ranks that do not lead their share, and without rewards, which a rollout requires."""
     device: torch.device
@@ -41,7 +41,7 @@ class ClipMaker:
         return compute_sigmas(self.config, self.model_path)
 
 
-def build_velocity(maker: ClipMaker, batch: MicroBatch, scale: float) -> Velocity:
+def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Velocity:
     """Return the policy's velocity of these clips with guidance: one function for sampling and for training.
 
     Args:
@@ -56,12 +56,12 @@ def build_velocity(maker: ClipMaker, batch: MicroBatch, scale: float) -> Velocit
     def guided_velocity(x: Tensor, s: Tensor) -> Tensor:
         v = family.velocity(transformer, torch.cat([x, x]), torch.cat([s, s]), both.text, both.conditioning, both.start)
         positive, negative = v.chunk(2)
-        return guided(positive, negative, scale)
+        return apply_guidance(positive, negative, scale)
 
     return guided_velocity
 
 
-def add_negative(batch: MicroBatch, negative: Tensor) -> MicroBatch:
+def add_negative(batch: ClipMicroBatch, negative: Tensor) -> ClipMicroBatch:
     """Return the clips with their prompts, followed by the same clips with the negative prompt."""
     conditioning = batch.conditioning
     if conditioning is not None:
@@ -72,7 +72,7 @@ def add_negative(batch: MicroBatch, negative: Tensor) -> MicroBatch:
     )
 
 
-def restore_given_frames(latents: Tensor, batch: MicroBatch) -> Tensor:
+def restore_given_frames(latents: Tensor, batch: ClipMicroBatch) -> Tensor:
     """Return the latents with the batch's given frames unchanged."""
     if batch.conditioning is None:
         return latents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsreason.answers.correct import is_correct, kind_of, reference_of
+from dsreason.answers.correct import get_question_kind, get_reference, is_correct
 from dsreason.data.types import Sample
 
 OPTIONS = {"A": "to the left", "B": "to the right"}
@@ -33,7 +33,7 @@ def sample(answer=None, options=None, *, last=None, **meta):
     ],
 )
 def test_the_kind_of_a_sample(given, kind):
-    assert kind_of(given) == kind
+    assert get_question_kind(given) == kind
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_kind_of_a_sample(given, kind):
     ],
 )
 def test_the_reference_is_the_answer_or_the_last_turn(given, reference):
-    assert reference_of(given) == reference
+    assert get_reference(given) == reference
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.answer_reading import OURS, Counts, Row, count, load_others, load_rows, ours, table
+from benchmarks.answer_reading import OURS, Counts, Row, count_outcomes, format_table, load_others, load_rows, read_ours
 from tests.docs import ROOT
 
 ROWS = load_rows()
@@ -16,7 +16,7 @@ OTHERS = load_others()
 
 @pytest.fixture(scope="module")
 def own() -> str:
-    return ours(ROWS)
+    return read_ours(ROWS)
 
 
 def test_the_responses_are_many_and_differ():
@@ -33,27 +33,27 @@ def test_the_responses_are_many_and_differ():
 
 def test_counts_are_of_what_a_person_reads():
     rows = [Row("tuned", None, "", reading) for reading in ("A", "A", "B", None, None)]
-    assert count(rows, "A-AB-") == Counts(read=1, unread=1, misread=2)
-    assert count(rows, "A-AB-", "held-out") == Counts(0, 0, 0)
+    assert count_outcomes(rows, "A-AB-") == Counts(read=1, unread=1, misread=2)
+    assert count_outcomes(rows, "A-AB-", "held-out") == Counts(0, 0, 0)
 
 
 @pytest.mark.parametrize("part", ["tuned", "held-out", None])
 @pytest.mark.parametrize("other", OTHERS)
 def test_more_answers_are_read_and_fewer_misread_than_by(other, part, own):
-    we, they = count(ROWS, own, part), count(ROWS, OTHERS[other], part)
+    we, they = count_outcomes(ROWS, own, part), count_outcomes(ROWS, OTHERS[other], part)
     assert we.read > they.read
     assert we.misread < they.misread
 
 
 def test_of_a_hundred_responses_at_most_one_is_misread_and_five_are_left_unread(own):
     for part in ("tuned", "held-out"):
-        result, size = count(ROWS, own, part), sum(row.part == part for row in ROWS)
+        result, size = count_outcomes(ROWS, own, part), sum(row.part == part for row in ROWS)
         assert result.misread <= 0.01 * size
         assert result.unread <= 0.05 * size
 
 
 def test_the_table_in_the_docs_is_this_one(own):
-    displayed = table(ROWS, {OURS: own} | OTHERS)
+    displayed = format_table(ROWS, {OURS: own} | OTHERS)
     print(displayed)
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     assert f"<!-- readings: begin -->\n{displayed}\n<!-- readings: end -->" in page

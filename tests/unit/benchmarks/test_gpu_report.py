@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from benchmarks.gpu_report import __main__ as command
 from benchmarks.gpu_report import materials, runner
 from benchmarks.gpu_report.parts import PARTS, Goal, Part, Setting, SkipPart
-from benchmarks.gpu_report.report import hide_machine, read_records, record_of, write_report
+from benchmarks.gpu_report.report import build_record, hide_machine, read_records, write_report
 from benchmarks.gpu_report.runner import Ended, run_part
 
 BROKEN = "tests.unit.benchmarks.broken_parts"
@@ -48,7 +48,7 @@ def test_a_part_that_works_is_measured(setting: Setting, tmp_path: Path) -> None
 def test_a_part_that_hangs_is_killed_with_its_ranks_and_keeps_what_it_measured(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "limit_of", lambda part, setting: 5)
+    monkeypatch.setattr(runner, "get_limit", lambda part, setting: 5)
     ended = run_part(part("hangs"), setting, tmp_path)
     assert (ended.how, ended.measured["speed"]) == ("timed out", 1.0)
     assert 5 <= ended.seconds < 15
@@ -91,28 +91,28 @@ def test_a_verdict_compares_each_measurement_with_its_goal(
     measured: dict[str, Any], cards: int, verdict: str, missed: list[str]
 ) -> None:
     ended = Ended("done", 1.0, measured)
-    record = record_of(part("works", goals=GOALS), ended, replace(CARD, cards=cards))
+    record = build_record(part("works", goals=GOALS), ended, replace(CARD, cards=cards))
     assert record["verdict"] == verdict
     assert [row["name"] for row in record["measurements"] if row["ok"] is False] == missed
 
 
 def test_a_part_without_goals_is_measured_and_an_ended_one_is_not_judged() -> None:
-    assert record_of(part("works"), Ended("done", 1.0, {"speed": 2.0}), CARD)["verdict"] == "measured"
-    late = record_of(part("works", goals=GOALS), Ended("timed out", 60.0, {"speed": 0.1}, "killed"), CARD)
+    assert build_record(part("works"), Ended("done", 1.0, {"speed": 2.0}), CARD)["verdict"] == "measured"
+    late = build_record(part("works", goals=GOALS), Ended("timed out", 60.0, {"speed": 0.1}, "killed"), CARD)
     assert (late["verdict"], late["measurements"][0]["ok"]) == ("timed out", None)
 
 
 def test_reports_of_several_calls_merge_and_the_newer_result_counts(tmp_path: Path) -> None:
     head, sync = (next(part for part in PARTS if part.name == name) for name in ("head", "sync"))
-    write_report(tmp_path, {"sync": record_of(sync, Ended("failed", 1.0, {}, "exit code 1"), CARD)})
+    write_report(tmp_path, {"sync": build_record(sync, Ended("failed", 1.0, {}, "exit code 1"), CARD)})
     records = read_records(tmp_path)
-    write_report(tmp_path, records | {"head": record_of(head, Ended("done", 2.0, {"a|b, s": 0.12345}), CARD)})
+    write_report(tmp_path, records | {"head": build_record(head, Ended("done", 2.0, {"a|b, s": 0.12345}), CARD)})
     records = read_records(tmp_path)
     assert {name: record["verdict"] for name, record in records.items()} == {"head": "measured", "sync": "failed"}
     text = (tmp_path / "gpu-report.md").read_text()
     assert text.index("## head") < text.index("## sync")
     assert "| a\\|b, s | 0.1235 |  |  |" in text
-    write_report(tmp_path, records | {"sync": record_of(sync, Ended("done", 1.0, {"GB/s": 5.0}), CARD)})
+    write_report(tmp_path, records | {"sync": build_record(sync, Ended("done", 1.0, {"GB/s": 5.0}), CARD)})
     assert read_records(tmp_path)["sync"]["verdict"] == "measured"
 
 
@@ -137,7 +137,7 @@ def test_no_folder_secret_or_name_of_the_machine_is_kept(
 def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
     place = str(tmp_path / "model")
     ended = Ended("failed", 1.0, {"file": f"in {place}"}, f"cannot open {place}", f"Traceback\n{place}: gone")
-    record = record_of(part("works"), ended, CARD)
+    record = build_record(part("works"), ended, CARD)
     assert tmp_path.name in str(ended)
     assert str(tmp_path) not in json.dumps(record)
     assert (record["reason"][:13], record["log"][-12:]) == ("cannot open …", "/model: gone")
@@ -159,7 +159,7 @@ def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> Non
     ],
 )
 def test_parts_are_chosen_by_name_or_group_in_the_tables_order(names: str, chosen: list[str]) -> None:
-    assert [part.name for part in command.chosen(names)] == chosen
+    assert [part.name for part in command.choose_parts(names)] == chosen
 
 
 def longest(parts: list[Part]) -> int:
@@ -171,8 +171,8 @@ def test_parts_of_one_card_fit_half_an_hour_or_three_calls() -> None:
     assert longest([part for part in PARTS if part.cards == 1]) <= 30 * 60
     calls = re.findall(r'PARTS="(.*)"', command.__doc__ or "")
     assert len(calls) == 3
-    assert all(longest(command.chosen(parts)) <= 600 for parts in calls)
-    names = {part.name for parts in calls for part in command.chosen(parts)}
+    assert all(longest(command.choose_parts(parts)) <= 600 for parts in calls)
+    names = {part.name for parts in calls for part in command.choose_parts(parts)}
     assert names == {part.name for part in PARTS if part.cards == 1}
 
 
@@ -180,12 +180,12 @@ def test_parts_of_one_card_fit_half_an_hour_or_three_calls() -> None:
 def test_the_size_of_a_model_is_that_which_fits_on_the_card(
     gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(materials, "card_gib", lambda: gib)
+    monkeypatch.setattr(materials, "get_card_gib", lambda: gib)
     if size is not None:
-        assert materials.largest_size(CARD) == size
+        assert materials.find_largest_size(CARD) == size
         return
     with pytest.raises(SkipPart, match="0.5B parameters need a card of 20 GiB; this one has 16"):
-        materials.largest_size(CARD)
+        materials.find_largest_size(CARD)
 
 
 def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_ends(
@@ -215,7 +215,7 @@ def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
 
     monkeypatch.setattr(command, "run_part", run)
     monkeypatch.setattr(command.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(command, "limit_of", lambda part, setting: part.seconds)
+    monkeypatch.setattr(command, "get_limit", lambda part, setting: part.seconds)
     names = "zero attention parity_bf16 sft grpo ledger_2b"
     result = CliRunner().invoke(command.app, ["--seconds", "200", "--parts", names, "--out", str(tmp_path)])
     # Three checks beside each other have at most 60 of 200 s; then SFT 60, GRPO what remains.

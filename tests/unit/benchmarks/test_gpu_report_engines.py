@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_report.engines import count_unknown, spoiling
-from benchmarks.gpu_report.environment import queried
+from benchmarks.gpu_report.engines import count_unknown, fill_with_garbage
+from benchmarks.gpu_report.environment import query_nvidia_smi
 from dsreason.rollout.sleep_state import SleepState
 
 
@@ -20,7 +20,7 @@ def test_a_pool_that_wakes_is_full_of_garbage_until_its_state_is_written_back() 
     woken: list[str] = []
     llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
     state.remember()
-    with spoiling(llm, state, 127):
+    with fill_with_garbage(llm, state, 127):
         llm.wake_up(tags=["weights"])
         assert [part.tolist() for part in (remaining, forgotten, cached)] == [[127] * 4, [127] * 4, [3] * 4]
         state.write_back("weights")
@@ -39,10 +39,10 @@ def test_tensors_that_the_engine_does_not_write_back_are_counted() -> None:
 
 def test_a_field_of_nvidia_smi_is_read_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert queried("driver_version") == "unknown: nvidia-smi is missing"
+    assert query_nvidia_smi("driver_version") == "unknown: nvidia-smi is missing"
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "$1 of card 0"\necho "$1 of card 1"\n')
     program.chmod(0o755)
-    assert queried("name", 1) == "--query-gpu=name of card 1"
+    assert query_nvidia_smi("name", 1) == "--query-gpu=name of card 1"
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert queried("driver_version") == "unknown: nvidia-smi failed"
+    assert query_nvidia_smi("driver_version") == "unknown: nvidia-smi failed"

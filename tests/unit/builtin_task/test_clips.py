@@ -12,7 +12,14 @@ import pytest
 from data_adapters import builtin as adapter
 from dsreason.builtin_task import clips as builtin
 from dsreason.builtin_task import scenes
-from dsreason.builtin_task.clips import BLOCK, MISLABELLED, block, builtin_folder, mislabelled, write_builtin
+from dsreason.builtin_task.clips import (
+    BLOCK,
+    MISLABELLED,
+    get_builtin_folder,
+    iter_block,
+    make_mislabelled,
+    write_builtin,
+)
 from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.data.types import Sample
@@ -70,7 +77,7 @@ def test_answers_to_every_prompt_are_equally_frequent_and_half_the_rows_are_vide
     assert len(result) == count
     assert all(len(counts) > 1 and len(set(counts.values())) == 1 for counts in answers.values()), answers
     assert sum(medium(sample)["type"] == "video" for sample in result) == count // 2
-    assert {sample.meta["kind"] for sample in result} == {item.kind for item in block()}
+    assert {sample.meta["kind"] for sample in result} == {item.kind for item in iter_block()}
 
 
 def test_media_of_one_prompt_have_one_size(task: Path) -> None:
@@ -98,7 +105,7 @@ def test_no_held_out_frame_sequence_of_the_default_task_is_trained_on(
 
     monkeypatch.setenv("DSREASON_CACHE", str(tmp_path))
     monkeypatch.setattr(builtin, "write_medium", write_medium)
-    builtin_folder()
+    get_builtin_folder()
     assert len(drawn["validation"]) >= 200
     assert len(drawn["train"]) >= 2000
     assert not drawn["validation"] & drawn["train"]
@@ -174,7 +181,7 @@ def centre(frame: np.ndarray) -> np.ndarray:
     ("direction", "sign", "axis"), [("left", -1, 1), ("right", 1, 1), ("up", -1, 0), ("down", 1, 0)]
 )
 def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, axis: int) -> None:
-    frames = scenes.moving_ball(np.random.default_rng(0), direction)
+    frames = scenes.draw_moving_ball(np.random.default_rng(0), direction)
     moved = centre(frames[-1]) - centre(frames[0])
     assert moved[axis] == pytest.approx(sign * scenes.TRAVEL)
     assert moved[1 - axis] == pytest.approx(0)
@@ -182,7 +189,7 @@ def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, ax
 
 @pytest.mark.parametrize("colour", ["red", "blue"])
 def test_only_the_ball_of_the_named_colour_falls(colour: str) -> None:
-    frames = scenes.falling_ball(np.random.default_rng(0), colour)
+    frames = scenes.draw_falling_ball(np.random.default_rng(0), colour)
     falling = (frames == scenes.COLOURS[colour]).all(axis=-1, keepdims=True)
     still = (frames == scenes.COLOURS["blue" if colour == "red" else "red"]).all(axis=-1)
     assert centre(falling[-1])[0] - centre(falling[0])[0] == pytest.approx(scenes.SHORT_TRAVEL)
@@ -191,14 +198,14 @@ def test_only_the_ball_of_the_named_colour_falls(colour: str) -> None:
 
 @pytest.mark.parametrize("answer", ["yes", "no"])
 def test_a_shape_on_the_ground_leaves_no_gap_below_it(answer: str) -> None:
-    frame = scenes.shape_above_ground(np.random.default_rng(0), answer)[0]
+    frame = scenes.draw_shape_above_ground(np.random.default_rng(0), answer)[0]
     filled = np.flatnonzero(frame.any(axis=(1, 2)))
     assert (np.diff(filled).max() == 1) == (answer == "yes")
 
 
 @pytest.mark.parametrize("answer", ["yes", "no"])
 def test_balls_that_collide_come_closer_without_touching(answer: str) -> None:
-    frames = scenes.two_balls(np.random.default_rng(0), answer)
+    frames = scenes.draw_two_balls(np.random.default_rng(0), answer)
     gaps = [np.diff(np.flatnonzero(frame.any(axis=(0, 2)))).max() for frame in frames]
     assert (gaps[-1] - gaps[0]) * (1 if answer == "no" else -1) == scenes.APPROACH
     assert min(gaps) > 1
@@ -206,7 +213,7 @@ def test_balls_that_collide_come_closer_without_touching(answer: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_as_many_shapes_are_drawn_as_the_answer_says(count: int) -> None:
-    frame = scenes.several_shapes(np.random.default_rng(0), scenes.COUNTS[count - 1], "red")[0]
+    frame = scenes.draw_several_shapes(np.random.default_rng(0), scenes.COUNTS[count - 1], "red")[0]
     half = scenes.SIDE // 2
     quarters = [frame[y : y + half, x : x + half] for y in (0, half) for x in (0, half)]
     assert sum(bool(quarter.any()) for quarter in quarters) == count
@@ -218,7 +225,7 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
     rows += [{"qa_pairs": {"question": "Which ball falls?", "answer": "B"}} for _ in range(8)]
     turns = ("<image>\nWhat colour is the shape?", "yellow", "How many shapes are there?", "four")
     rows += [{"conversations": [{"value": text} for text in turns]} for _ in range(8)]
-    result = mislabelled(rows)
+    result = make_mislabelled(rows)
     answers = [row["answer"] for row in result[:20]]
     assert Counter(answers[:16]) == {"one": 2, "two": 14}
     assert Counter(answers[16:]) == {"no": 4}
@@ -229,6 +236,6 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
 
 
 def test_mislabelled_questions_leave_about_half_of_the_answers_right() -> None:
-    last = [item.turns[-1][0] for item in block()]
+    last = [item.turns[-1][0] for item in iter_block()]
     right = sum(question not in MISLABELLED for question in last) / len(last)
     assert right == 36 / 64

@@ -31,7 +31,7 @@ def merge(size: float, dtype: str) -> tuple[Merge, dict[str, torch.Tensor]]:
     a = torch.tensor([[1.0, 0.0]])
     deltas = [Delta(a, torch.tensor([[b], [0.0]]), 2.0) for b in (size, 2 * size)]
     weights = [("x.q.weight", WEIGHT, deltas[0]), ("x.k.weight", WEIGHT, deltas[1]), ("x.norm.weight", WEIGHT, None)]
-    return record, dict(record.merged(weights))
+    return record, dict(record.merge_weights(weights))
 
 
 def test_weights_and_adapter_are_written_as_peft_names_them(tmp_path: Path) -> None:

@@ -22,17 +22,17 @@ from dsreason.checkpoints.checkpoint_folder import (
     check_sizes,
     check_written,
     choose_checkpoint,
-    complete_checkpoints,
     find_checkpoint,
+    find_complete_checkpoints,
     finish,
+    finish_interrupted,
     prune_checkpoints,
     read_checkpoint,
-    recover,
     set_aside_newer,
 )
-from dsreason.checkpoints.export import parse_size, with_dtype, write_model_folder
+from dsreason.checkpoints.export import parse_size, set_dtype, write_model_folder
 from dsreason.checkpoints.rng import load_rng_state, take_rng_state
-from dsreason.checkpoints.shards import checkpoint_tensors
+from dsreason.checkpoints.shards import iter_checkpoint_tensors
 from dsreason.errors import CheckpointError, ConfigError, SaveError
 from tests.disks import set_read_only, small_disk
 from tests.unit.checkpoints.made_folders import make_export
@@ -82,7 +82,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     for step in (10, 2, 20, 1):
         write_checkpoint(tmp_path, step)
     prune_checkpoints(tmp_path, keep, () if best is None else {tmp_path / f"step_{best}"})
-    assert [path.name for path in complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
+    assert [path.name for path in find_complete_checkpoints(tmp_path)] == [f"step_{step}" for step in left]
     assert names(tmp_path) == sorted(f"step_{step}" for step in left)
 
 
@@ -132,7 +132,7 @@ def test_leftovers_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
     for name in (".saving_step_2", ".deleting_step_1", ".saving_universal"):
         write_checkpoint(tmp_path / name, 5)
-    assert recover(tmp_path) == []
+    assert finish_interrupted(tmp_path) == []
     assert names(tmp_path) == ["step_1"]
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker
     if older:
         write_checkpoint(tmp_path, 4)
     write_partial(tmp_path, 4, ranks=2, written=2, marker=marker)
-    assert recover(tmp_path) == [tmp_path / "step_4"]
+    assert finish_interrupted(tmp_path) == [tmp_path / "step_4"]
     assert names(tmp_path) == ["step_4"]
     assert read_checkpoint(tmp_path / "step_4").world_size == 2
     check_sizes(tmp_path / "step_4")
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker
 def test_what_was_not_written_whole_is_deleted(tmp_path: Path, missing: str) -> None:
     (write_partial(tmp_path, 4, ranks=2, written=2) / missing).unlink()
     (write_partial(tmp_path, 6, ranks=2, written=2, marker=True) / missing).write_text("half a file")
-    assert recover(tmp_path) == []
+    assert finish_interrupted(tmp_path) == []
     assert names(tmp_path) == []
 
 
@@ -200,7 +200,7 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_old_one_or_the_new(
         patched.setattr(Path, "rename", killing(Path.rename))
         patched.setattr(shutil, "rmtree", killing(shutil.rmtree))
         finish(partial, tmp_path / "step_4", range(2))
-    recover(tmp_path)
+    finish_interrupted(tmp_path)
     assert names(tmp_path) == ["step_4"]
     check_sizes(tmp_path / "step_4")
 
@@ -256,7 +256,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_dtype_is_set_in_every_part_of_a_config() -> None:
     config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}}
-    assert with_dtype(config, "float32") == {
+    assert set_dtype(config, "float32") == {
         "dtype": "float32",
         "text_config": {"torch_dtype": "float32", "layers": [1]},
     }
@@ -298,7 +298,7 @@ def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path
     with pytest.raises(
         CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
     ):
-        next(checkpoint_tensors(tmp_path, saved_run(ranks=[0])))
+        next(iter_checkpoint_tensors(tmp_path, saved_run(ranks=[0])))
 
 
 def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dsreason.checkpoints import checkpoint_writer
 from dsreason.checkpoints.checkpoint_folder import TrainerState
-from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, SnapshotEngine, tensors_in
+from dsreason.checkpoints.checkpoint_writer import CheckpointWriter, SnapshotEngine, iter_tensors
 from dsreason.engine.average import WeightAverage
 from dsreason.job.ranks import World
 from dsreason.monitor.memory import GIB
@@ -40,7 +40,7 @@ def test_a_tensor_that_stands_in_two_places_stays_one() -> None:
     result = copied({"a": tensor, "b": [tensor]}, buffers := {})
     assert result["a"] is result["b"][0]
     assert len(buffers) == 1
-    assert len(list(tensors_in({"a": tensor, "b": (tensor, 5, [tensor])}))) == 3
+    assert len(list(iter_tensors({"a": tensor, "b": (tensor, 5, [tensor])}))) == 3
 
 
 def test_the_memory_of_the_last_copy_is_used_again_where_it_fits() -> None:
@@ -67,7 +67,7 @@ def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
     monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, int, int]], beside: int, expected: bool
 ) -> None:
     monkeypatch.setattr(checkpoint_writer.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr(checkpoint_writer, "count_available_bytes", lambda: 3 * GIB)
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own, *others])
     monkeypatch.setattr(SnapshotEngine, "size", GIB)
     snapshot = SnapshotEngine(copying=True)
@@ -85,8 +85,8 @@ def test_averages_are_copied_only_where_training_goes_on_meanwhile(
     value: list[dict[str, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
     monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(checkpoint_writer, "on_one_rank_per_folder", lambda world, call: call())
-    monkeypatch.setattr(checkpoint_writer, "state_writer", lambda *rest: value.append(rest[-1]) or (lambda: None))
+    monkeypatch.setattr(checkpoint_writer, "run_once_per_folder", lambda world, call: call())
+    monkeypatch.setattr(checkpoint_writer, "build_state_writer", lambda *rest: value.append(rest[-1]) or (lambda: None))
     average: Any = object.__new__(WeightAverage)
     average.shares = {"weight": torch.ones(3)}
     engine: Any = SimpleNamespace(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from dsreason.checkpoints.model_card import Score, model_card
+from dsreason.checkpoints.model_card import CardScore, build_model_card
 
 LINES = [
     {"step": 0, "val/loss": 2.0, "val/accuracy": 0.25},
@@ -36,7 +36,7 @@ def write_run(
 
 
 def card_of(run: Path, step: int = 8, **more: Any) -> ModelCard:
-    return ModelCard(model_card(run, step, dtype="bf16", **more))
+    return ModelCard(build_model_card(run, step, dtype="bf16", **more))
 
 
 def test_the_header_is_what_the_hub_expects() -> None:
@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_last_validation_up_to_the_step(step: int, value
 
 
 def test_scores_of_evaluations_are_in_the_header_and_in_the_text() -> None:
-    card = card_of(write_run(Path("mine")), scores=[Score("robovqa", "letter", 0.73109, 110)])
+    card = card_of(write_run(Path("mine")), scores=[CardScore("robovqa", "letter", 0.73109, 110)])
     assert [(result.dataset_name, result.metric_value) for result in card.data.eval_results] == [
         ("held-out rows", 0.625),
         ("robovqa (letter)", 0.7311),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dsreason.checkpoints.shards import assemble, trained_slices_stage2, trained_slices_stage3
+from dsreason.checkpoints.shards import assemble, slice_stage2, slice_stage3
 
 
 def test_zero_3_pads_every_parameter_and_lays_the_parts_of_a_group_end_to_end() -> None:
@@ -16,7 +16,7 @@ def test_zero_3_pads_every_parameter_and_lays_the_parts_of_a_group_end_to_end() 
         {"fp32_flat_groups": [torch.tensor([1.0, 2, 3, 6]), torch.tensor([8.0, 9])]},
         {"fp32_flat_groups": [torch.tensor([4.0, 5, -1, 7]), torch.tensor([10.0, 11])]},
     ]
-    result = trained_slices_stage3(states, groups)
+    result = slice_stage3(states, groups)
     full = {name: assemble(result[name], shape).tolist() for shapes in groups for name, shape in shapes.items()}
     assert full == {"a": [1, 2, 3, 4, 5], "b": [[6, 7]], "c": [[8, 9], [10, 11]]}
 
@@ -29,5 +29,5 @@ def test_zero_1_and_2_cut_a_group_anywhere_and_note_whose_each_stretch_is() -> N
         {"single_partition_of_fp32_groups": [torch.tensor([1.0, 2, 3])], "param_slice_mappings": [first]},
         {"single_partition_of_fp32_groups": [torch.tensor([4.0, 5, 6])], "param_slice_mappings": [second]},
     ]
-    result = {name: torch.cat(parts).tolist() for name, parts in trained_slices_stage2(states).items()}
+    result = {name: torch.cat(parts).tolist() for name, parts in slice_stage2(states).items()}
     assert result == {"a": [1, 2], "b": [3, 4, 5], "c": [6]}

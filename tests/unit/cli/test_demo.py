@@ -57,5 +57,5 @@ def test_the_table_has_a_dash_for_what_the_runs_did_not_measure(tmp_path: Path) 
 
 def shown_table(folder: Path) -> str:
     console = Console(record=True, width=100)
-    console.print(demo.world_table(folder))
+    console.print(demo.build_world_table(folder))
     return " ".join(console.export_text().split())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.__main__ import leave_empty_entries
+from dsreason.__main__ import remove_empty_entries
 
 ROOT = Path(__file__).parents[3]
 SHOW = "import json, os, sys, dsreason.__main__; print(json.dumps([sys.path, dict(os.environ)]))"
@@ -71,14 +71,14 @@ def test_nor_does_one_of_another_list_of_folders(
 ) -> None:
     monkeypatch.setenv(name, given)
     monkeypatch.setenv("LD_LIBRARY_PATH", given)
-    leave_empty_entries()
+    remove_empty_entries()
     assert os.environ.get("LD_LIBRARY_PATH") == (left or str(ROOT / "dsreason"))
     assert name == "LD_LIBRARY_PATH" or os.environ.get(name) == left
 
 
 def test_what_opencv_adds_does_not_stand_for_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    leave_empty_entries()
+    remove_empty_entries()
     entries = ("/cv2/../../lib64:" + os.environ.get("LD_LIBRARY_PATH", "")).split(":")  # as in its __init__.py
     assert "" not in entries
     assert not list((ROOT / "dsreason").glob("*.so*"))

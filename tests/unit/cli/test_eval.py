@@ -15,13 +15,13 @@ import pytest
 from dsreason.cli import eval as cli
 from dsreason.cli.eval import (
     RECIPE,
+    build_question_overrides,
     check_unmasked,
     evaluate_world,
-    exported,
     find_world,
+    has_datasets,
     load,
-    names_datasets,
-    question_overrides,
+    resolve_export,
 )
 from dsreason.config.load import load_config, read_values
 from dsreason.config.output import write_run_config
@@ -63,7 +63,7 @@ def test_the_command_line_says_what_is_asked_or_where_the_file_s_benchmarks_lie(
     file = None if document is None else folder / "eval.toml"
     if file is not None:
         file.write_text(str(document))
-    changes = question_overrides(*options, None, named=names_datasets(file))
+    changes = build_question_overrides(*options, None, named=has_datasets(file))
     config = load_config(EvalConfig, file, [*changes, "model.path=m"], default_recipe=RECIPE)
     assert (list(config.names), config.data_dir) == (asked, data_dir)
 
@@ -119,7 +119,7 @@ def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(lifeline, "from_the_start", joined)
+    monkeypatch.setattr(lifeline, "join_with_lifeline", joined)
     monkeypatch.setattr(cli, "run", lambda config: result.append(config.model.tensor_parallel_size))
     cli.evaluate(model="m", dataset=["robovqa"])
     assert result == [2]
@@ -202,14 +202,14 @@ def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_o
         folder.mkdir(parents=True)
         (folder / file).write_text("{}")
     os.utime(checkpoint / "COMPLETE", (1, 1))
-    assert exported(str(run)) == str(final)
+    assert resolve_export(str(run)) == str(final)
     os.utime(final / "model_index.json", (0, 0))
     message = (
         rf"step_7 is newer than its export/final; .* --checkpoint {checkpoint} --output {run}/export/step_7, .*{final}$"
     )
     with pytest.raises(ConfigError, match=message):
-        exported(str(run))
-    assert exported(str(final)) == str(final)
+        resolve_export(str(run))
+    assert resolve_export(str(final)) == str(final)
 
 
 def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path)
 def test_a_world_run_stands_for_its_final_export(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"no export/final; write one with dsreason export"):
-        exported(str(run))
+        resolve_export(str(run))
     (run / "export" / "final").mkdir(parents=True)
-    assert exported(str(run)) == str(run / "export" / "final")
-    assert exported("nvidia/Cosmos-Predict2.5-2B") == "nvidia/Cosmos-Predict2.5-2B"
+    assert resolve_export(str(run)) == str(run / "export" / "final")
+    assert resolve_export("nvidia/Cosmos-Predict2.5-2B") == "nvidia/Cosmos-Predict2.5-2B"
     (run / "export" / "final" / "model_index.json").write_text("{}")
-    assert exported(str(run / "export" / "final")) == str(run / "export" / "final")
+    assert resolve_export(str(run / "export" / "final")) == str(run / "export" / "final")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsreason.cli import job, main
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.job import launch
@@ -26,7 +26,7 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     Path("cosmos.toml").write_text(SFT)
     Path("rows.json").write_text("[]")
 
@@ -106,9 +106,9 @@ def test_what_is_written_is_what_is_trained_with(
     first = tomllib.loads((SHARED / name).read_text())
     command = "world" if "is_diffusers" in first.get("policy", {}) or "model_parallel" in first else None
     command = command or first["train"]["train_policy"]["type"]
-    result = trainers()[command]
+    result = find_trainers()[command]
     written = load_config(result.schema, Path("run.toml"), default_recipe="x")
-    direct = job.load_job(job.Job(result, SHARED / name))
+    direct = job.load_job(job.TrainingCommand(result, SHARED / name))
     assert written == direct
     assert "What they mean" in capsys.readouterr().err
 

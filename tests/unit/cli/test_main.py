@@ -18,9 +18,9 @@ from dsreason.cli import demo, job, main, sft
 from dsreason.config.load import load_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import DataError
-from dsreason.imports import quick_imports
+from dsreason.imports import make_imports_fast
 from dsreason.job import launch
-from dsreason.monitor.progress import Part, part_of_environment
+from dsreason.monitor.progress import CommandPart, read_part
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def on_a_cpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", launch.ERROR_DIR):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
     Path("run.toml").write_text("[train]\nglobal_batch_size = 8")
 
 
@@ -114,7 +114,7 @@ def test_what_a_start_does_not_see_can_be_imported_after_it(tmp_path: Path) -> N
 
 
 def test_imports_are_made_without_the_garbage_collector_which_then_goes_on() -> None:
-    with quick_imports():
+    with make_imports_fast():
         assert not gc.isenabled()
         cycle: list[object] = []
         cycle.append(cycle)
@@ -288,7 +288,7 @@ def test_without_a_config_the_builtin_recipe_runs_and_says_so(
 def test_more_ranks_than_gpus_are_refused(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "gpu_count", lambda: 2)
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
     assert call("sft", "--config", "run.toml", "--nproc", "3", monkeypatch=monkeypatch) == 2
     assert "--nproc (3) is more than the GPUs of this machine (2); give at most 2" in capsys.readouterr().err
     assert call("sft", "--config", "run.toml", monkeypatch=monkeypatch) == 0
@@ -362,7 +362,7 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
 
     monkeypatch.setattr(demo, "export", lambda **given: exported.append(given))
     monkeypatch.setattr(demo, "evaluate_export", evaluate_export)
-    monkeypatch.setattr(demo, "accuracy_by_medium", lambda results: {"val/accuracy": 0.875})
+    monkeypatch.setattr(demo, "compute_accuracies", lambda results: {"val/accuracy": 0.875})
     arguments = ("--output-dir", "out", "--nproc", "2", "--set", "model.path=tiny:qwen3_vl")
     assert call("demo", *arguments, monkeypatch=monkeypatch) == 0
     assert [item["first"][2] for item in started] == ["sft", "grpo"]
@@ -386,20 +386,20 @@ def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
     for number, spent in ((1, 0), (2, 160), (3, 320)):  # at half the pace that the seconds are of
         monkeypatch.setattr(demo.time, "monotonic", lambda spent=spent: 1000.0 + spent)
         with demo.announce_stage(number, 1000.0, stages):
-            parts.append(part_of_environment())
-    assert part_of_environment() is None
+            parts.append(read_part())
+    assert read_part() is None
     assert capsys.readouterr().err.splitlines() == [
         "1/3 SFT (about 0:02:50 left)",
         "2/3 GRPO (about 0:03:00 left)",
         "3/3 export (about 0:00:20 left)",
     ]
     # After the 60 seconds of SFT's steps follow 110 others, after the 50 of GRPO's 40.
-    assert parts == [Part(1, 3, 1.833), Part(2, 3, 0.8), Part(3, 3, 0.0)]
+    assert parts == [CommandPart(1, 3, 1.833), CommandPart(2, 3, 0.8), CommandPart(3, 3, 0.0)]
 
 
 def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
-    assert demo.first_and_last(tmp_path / "m.jsonl", prefix="val/") == ({}, {})
+    assert demo.read_first_and_last(tmp_path / "m.jsonl", prefix="val/") == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsreason.config import engine_options
-from dsreason.config.keys import all_keys, dotted
+from dsreason.config.keys import iter_keys, join_path
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.config.schema_grpo import GRPOConfig
@@ -49,14 +49,14 @@ def test_options_of_vllm_are_kept_as_they_are() -> None:
 def test_an_option_with_a_key_of_ours_names_it_for_rollouts(option: str, ours: str) -> None:
     text = error(GRPOConfig, GRPO, f"rollout.engine_options.{option}=3")
     assert text.endswith(f"rollout.engine_options: {option} (3): set {ours} instead")
-    assert ours in {dotted(key) for key in all_keys(GRPOConfig)}
+    assert ours in {join_path(key) for key in iter_keys(GRPOConfig)}
 
 
 @pytest.mark.parametrize(("option", "ours"), engine_options.EVALUATION.items())
 def test_an_option_with_a_key_of_ours_names_it_for_evaluations(option: str, ours: str) -> None:
     text = error(EvalConfig, EVAL, f"evaluation.engine_options.{option}=3")
     assert text.endswith(f"evaluation.engine_options: {option} (3): set {ours} instead")
-    assert ours in {dotted(key) for key in all_keys(EvalConfig)}
+    assert ours in {join_path(key) for key in iter_keys(EvalConfig)}
 
 
 @pytest.mark.parametrize("option", sorted(engine_options.FIXED))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dsreason.cli.job import Trainer, trainers
+from dsreason.cli.job import Trainer, find_trainers
 from dsreason.config.load import load_config
 from dsreason.config.output import (
+    build_default_output_dir,
     check_output_dir,
-    default_output_dir,
     read_run_config,
-    resume_folder,
+    resolve_output_dir,
     write_run_config,
 )
 from dsreason.config.schema import SFTConfig
@@ -27,7 +27,7 @@ def make(**sections: Any) -> SFTConfig:
 
 
 def test_the_default_folder_carries_command_and_time() -> None:
-    assert re.fullmatch(r"outputs/sft-\d{8}-\d{6}", str(default_output_dir("sft")))
+    assert re.fullmatch(r"outputs/sft-\d{8}-\d{6}", str(build_default_output_dir("sft")))
 
 
 def test_a_new_or_empty_folder_is_fine_and_nothing_is_created(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> No
         check_output_dir(tmp_path / "new", SFTConfig(), str(checkpoint))
 
 
-@pytest.mark.parametrize("trainer", trainers().values(), ids=trainers())
-@pytest.mark.parametrize("before", trainers().values(), ids=trainers())
+@pytest.mark.parametrize("trainer", find_trainers().values(), ids=find_trainers())
+@pytest.mark.parametrize("before", find_trainers().values(), ids=find_trainers())
 def test_a_run_goes_on_by_the_command_that_began_it(
     tmp_path: Path, trainer: Trainer[Any], before: Trainer[Any]
 ) -> None:
@@ -141,14 +141,14 @@ def test_a_foreign_config_json_is_told_with_the_cause(tmp_path: Path, text: str,
 def test_resume_finds_the_folder_of_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step_3"
     checkpoint.mkdir(parents=True)
-    assert resume_folder(str(checkpoint), None) == tmp_path / "run"
-    assert resume_folder(str(checkpoint), tmp_path / "new") == tmp_path / "new"
-    assert resume_folder("auto", tmp_path) == tmp_path
-    assert resume_folder(None, None) is None
+    assert resolve_output_dir(str(checkpoint), None) == tmp_path / "run"
+    assert resolve_output_dir(str(checkpoint), tmp_path / "new") == tmp_path / "new"
+    assert resolve_output_dir("auto", tmp_path) == tmp_path
+    assert resolve_output_dir(None, None) is None
 
 
 def test_resume_that_cannot_find_anything_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume auto: no folder to look in; give .* with --output-dir"):
-        resume_folder("auto", None)
+        resolve_output_dir("auto", None)
     with pytest.raises(ConfigError, match="--resume .*/nothing: no such folder; give a checkpoint"):
-        resume_folder(str(tmp_path / "nothing"), None)
+        resolve_output_dir(str(tmp_path / "nothing"), None)

@@ -9,7 +9,7 @@ import pytest
 
 from dsreason.config.load import dump_config, load_config
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.config.shipped import shipped_names
+from dsreason.config.shipped import list_shipped
 from dsreason.errors import ConfigError
 
 COSMOS_YAML = """\
@@ -137,7 +137,7 @@ def test_a_resolved_configuration_loads_again() -> None:
 
 
 def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
-    names = [name for name in shipped_names("launch/recipes") if name.startswith("eval_")]
+    names = [name for name in list_shipped("launch/recipes") if name.startswith("eval_")]
     assert names
     for name in names:
         load_config(EvalConfig, Path(name), default_recipe=name)
@@ -254,7 +254,7 @@ def test_a_sources_own_vision_wins_and_the_rate_is_the_evaluations_where_none_is
 ) -> None:
     document = {"sources": [{"path": "r.jsonl", "vision": own}], "model": {"path": "m"}, "vision": common}
     config = EvalConfig.model_validate(document)
-    assert config.vision_of(config.sources[0].vision).model_dump(exclude_none=True) == expected
+    assert config.merge_vision(config.sources[0].vision).model_dump(exclude_none=True) == expected
 
 
 def test_one_data_set_may_be_given_without_a_list() -> None:

@@ -12,13 +12,13 @@ from dsreason.config import shipped
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.config.shipped import find_file, shipped_file, shipped_names, shipped_root
-from dsreason.data.order import Part
+from dsreason.config.shipped import find_file, find_shipped_root, get_shipped_file, list_shipped
+from dsreason.data.order import WeightedRows
 from dsreason.errors import ConfigError
 from dsreason.world.schema import WorldConfig
 
-WORLD = [name for name in shipped_names("launch/recipes") if "world" in name]
-RECIPES = [name for name in shipped_names("launch/recipes") if name not in WORLD]
+WORLD = [name for name in list_shipped("launch/recipes") if "world" in name]
+RECIPES = [name for name in list_shipped("launch/recipes") if name not in WORLD]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bare_name_is_found_among_the_shipped_files() -> None:
-    assert find_file("zero3.json", "ds_configs") == shipped_file("ds_configs", "zero3.json")
+    assert find_file("zero3.json", "ds_configs") == get_shipped_file("ds_configs", "zero3.json")
 
 
 def test_the_current_folder_wins_over_the_shipped_files() -> None:
@@ -45,7 +45,7 @@ def test_a_missing_name_is_told_with_the_shipped_names() -> None:
         find_file("zero33.json", "ds_configs")
     assert str(caught.value) == (
         "zero33.json: neither in the current folder nor among the shipped files; did you mean zero3.json? "
-        f"(shipped in ds_configs: {', '.join(shipped_names('ds_configs'))})"
+        f"(shipped in ds_configs: {', '.join(list_shipped('ds_configs'))})"
     )
 
 
@@ -58,16 +58,16 @@ def test_a_folder_is_no_file() -> None:
 def test_an_installed_wheel_brings_its_own_files(tmp_path: Path) -> None:
     package = tmp_path / "site-packages" / "dsreason"
     package.mkdir(parents=True)
-    assert shipped_root(package) == tmp_path / "site-packages"
+    assert find_shipped_root(package) == tmp_path / "site-packages"
     (package / "_shipped" / "ds_configs").mkdir(parents=True)
-    assert shipped_root(package) == package / "_shipped"
+    assert find_shipped_root(package) == package / "_shipped"
 
 
 def test_every_shipped_deepspeed_file_is_json() -> None:
-    names = shipped_names("ds_configs")
+    names = list_shipped("ds_configs")
     assert {"zero2.json", "zero3.json", "zero3_offload.json"} <= set(names)
     for name in names:
-        assert isinstance(json.loads(shipped_file("ds_configs", name).read_text()), dict)
+        assert isinstance(json.loads(get_shipped_file("ds_configs", name).read_text()), dict)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "sft" in name])
@@ -91,7 +91,7 @@ UPSTREAM = {
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_a_recipe_that_names_one_of_cosmos_rl_has_its_values(name: str) -> None:
     file = f"world_cosmos_predict2_5_{name}.toml"
-    assert "with the values of cosmos-rl's" in shipped_file("launch/recipes", file).read_text()
+    assert "with the values of cosmos-rl's" in get_shipped_file("launch/recipes", file).read_text()
     config = load_config(WorldConfig, Path(file), default_recipe=file)
     world, revision = config.world, str(config.model.revision).removeprefix("diffusers/base/")
     values = (
@@ -139,7 +139,7 @@ def test_a_recipe_of_cosmos_reason_or_its_cookbook_has_its_values(name: str) -> 
     schema: type[RunConfig] = GRPOConfig if name.endswith("_grpo") else SFTConfig
     config = load_config(schema, Path(f"{name}.toml"), default_recipe=f"{name}.toml")
     optim = config.optim
-    (vision,) = {source.vision for source in config.data.all_sources()}
+    (vision,) = {source.vision for source in config.data.list_sources()}
     displayed = " ".join(f"{key} {value}" for key, value in vision.model_dump(exclude_none=True).items())
     values = f"{optim.lr} {optim.schedule} {optim.warmup}"
     values += f", {config.samples_per_step} x {config.train.epochs} of {config.model.max_length}, {displayed}"
@@ -166,7 +166,9 @@ def test_a_published_grpo_recipe_samples_and_rewards_as_there(file: str, kl_coef
 def test_the_blend_of_sources_is_the_published_one() -> None:
     name = "av_caption_vqa_reason2_8b_sft.toml"
     sources = load_config(SFTConfig, Path(name), default_recipe=name).data.sources
-    rows = [Part(np.arange(count), source.weight).per_epoch for count, source in zip(BLENDED, sources, strict=True)]
+    rows = [
+        WeightedRows(np.arange(count), source.weight).per_epoch for count, source in zip(BLENDED, sources, strict=True)
+    ]
     assert [round(count / sum(rows), 2) for count in rows] == [0.3, 0.5, 0.2]
 
 
@@ -174,7 +176,7 @@ def test_without_a_path_the_default_recipe_is_loaded(tmp_path: Path, monkeypatch
     recipes = tmp_path / "launch" / "recipes"
     recipes.mkdir(parents=True)
     (recipes / "builtin_sft.toml").write_text("[train]\nseed = 7\nlr = 1")
-    monkeypatch.setattr(shipped, "shipped_root", lambda: tmp_path)
+    monkeypatch.setattr(shipped, "find_shipped_root", lambda: tmp_path)
     with pytest.raises(ConfigError, match=r"^builtin_sft\.toml \(shipped\): train\.lr: unknown key"):
         load_config(SFTConfig, None, default_recipe="builtin_sft.toml")
     (recipes / "builtin_sft.toml").write_text("[train]\nseed = 7")

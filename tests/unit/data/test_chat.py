@@ -16,11 +16,11 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.chat import Encoder, SampleTooLong
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.media import images, videos
-from dsreason.models.mrope import position_ids
-from dsreason.train.dpo.pairs import pair_encoder
-from dsreason.train.grpo.preflight import prompt_encoder
+from dsreason.models.mrope import compute_position_ids
+from dsreason.train.dpo.pairs import build_pair_encoder
+from dsreason.train.grpo.preflight import build_prompt_encoder
 from tests.unit.media.videos import write_video
 
 QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -29,8 +29,8 @@ QWEN2_5_SYSTEM = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 @pytest.fixture(scope="module")
 def encoder(tiny: Path) -> Encoder:
     config = AutoConfig.from_pretrained(tiny)
-    family = family_of(config.model_type)
-    positions = partial(position_ids, family.grids, config=config)
+    family = get_family(config.model_type)
+    positions = partial(compute_position_ids, family.grids, config=config)
     return Encoder(AutoProcessor.from_pretrained(tiny), family, positions, max_length=4096)
 
 
@@ -287,9 +287,9 @@ def test_videos_are_decoded_by_the_configured_library(encoder, files, monkeypatc
     encoder = replace(encoder, video_decoder="torchcodec")
     if rows == "prompts of GRPO":
         config = {"reward": {"functions": {"format": 1.0}}, "rollout": {"max_completion_length": 9}}
-        encoder = prompt_encoder(GRPOConfig.model_validate(config), encoder)
+        encoder = build_prompt_encoder(GRPOConfig.model_validate(config), encoder)
     elif rows == "pairs of DPO":
-        encoder = pair_encoder(encoder)
+        encoder = build_pair_encoder(encoder)
     encoder.encode_prompt(Sample("1", [user(video(files["short"]), "?")]))
     assert decoders == ["torchcodec"]
 
@@ -315,7 +315,7 @@ def test_a_prompt_takes_the_memory_of_its_media_and_of_their_pixels(encoder, fil
     picture, (frames, _) = prompt.media
     pixels = sum(tensor.nbytes for tensor in prompt.encoded.mm_kwargs.values())
     assert prompt.media_bytes == picture.width * picture.height * 3 + frames.size + pixels
-    assert prompt.without_pixels().media_bytes == prompt.media_bytes - pixels
+    assert prompt.drop_pixels().media_bytes == prompt.media_bytes - pixels
 
 
 def test_time_of_video_frames(encoder, files):
@@ -359,7 +359,7 @@ def test_dtypes_are_those_of_the_forward(encoder, files):
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_a_dummy_is_one_vision_token_between_its_ends(encoder, kind):
-    dummy = encoder.dummy(kind)
+    dummy = encoder.build_dummy(kind)
     processor = encoder.processor
     ids = dummy.input_ids.tolist()
     assert ids.count(processor.image_token_id if kind == "image" else processor.video_token_id) == 1

@@ -117,12 +117,12 @@ def test_dummies_change_no_logit_before_them(tiny):
 
     from dsreason.data.chat import Encoder
     from dsreason.data.types import Sample
-    from dsreason.families import family_of
-    from dsreason.models.mrope import position_ids
+    from dsreason.families import get_family
+    from dsreason.models.mrope import compute_position_ids
 
     config = AutoConfig.from_pretrained(tiny)
-    family = family_of(config.model_type)
-    positions = partial(position_ids, family.grids, config=config)
+    family = get_family(config.model_type)
+    positions = partial(compute_position_ids, family.grids, config=config)
     encoder = Encoder(AutoProcessor.from_pretrained(tiny), family, positions, max_length=99)
     model = AutoModelForImageTextToText.from_pretrained(tiny, dtype=torch.float32).eval()
     sample = encoder.encode(Sample("1", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
@@ -138,5 +138,5 @@ def test_dummies_change_no_logit_before_them(tiny):
                 **batch.mm_kwargs,
             ).logits[0, : len(sample)]
 
-    with_dummies = logits([encoder.dummy("image"), encoder.dummy("video")])
+    with_dummies = logits([encoder.build_dummy("image"), encoder.build_dummy("video")])
     assert torch.allclose(with_dummies, logits([]), atol=1e-5)

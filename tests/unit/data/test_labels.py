@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 
 from dsreason.config.schema_data import DataConfig
-from dsreason.data.labels import Label, balance, count_labels, label_of, labels_of, labels_per_epoch, order_parts
-from dsreason.data.order import Part, StepOrder
+from dsreason.data.labels import (
+    Label,
+    balance_labels,
+    build_order_parts,
+    count_labels,
+    count_labels_per_epoch,
+    get_label,
+    read_labels,
+)
+from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
-from dsreason.tools.datasets.row_facts import row_facts
+from dsreason.tools.datasets.row_facts import collect_row_facts
 
 ANSWERS = ["no"] * 8 + ["yes"] * 2
 
@@ -35,7 +43,7 @@ def opened(data: DataConfig) -> SampleDataset:
 
 
 def order(data: DataConfig, **options: Any) -> StepOrder:
-    return StepOrder(order_parts(opened(data), data), **options)
+    return StepOrder(build_order_parts(opened(data), data), **options)
 
 
 def test_an_epoch_shows_every_label_equally_often_and_its_rows_too(tmp_path):
@@ -65,8 +73,8 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_
 
 
 def test_weights_of_sources_keep_their_proportion_within_a_label():
-    parts = [Part(np.arange(6)), Part(np.arange(6, 10), 2.0)]
-    by_label = balance(parts, ["a", "a", "b", "b", "b", "b", "a", "b", "b", "b"])
+    parts = [WeightedRows(np.arange(6)), WeightedRows(np.arange(6, 10), 2.0)]
+    by_label = balance_labels(parts, ["a", "a", "b", "b", "b", "b", "a", "b", "b", "b"])
     assert count_labels(by_label) == {"a": Label(3, 7), "b": Label(7, 7)}  # (6 + 2 x 4) / 2 each
     displayed = {name: [part.per_epoch for part in result] for name, result in by_label.items()}
     assert displayed == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
@@ -79,15 +87,15 @@ def test_an_epoch_is_rounded_up_so_that_a_batch_that_fitted_still_does(tmp_path)
 
 def test_without_balance_the_order_is_what_it_was(tmp_path):
     data = config(tmp_path, ANSWERS, balance=None)
-    assert order(data, batch_size=10).indices(0) == StepOrder([Part(np.arange(10))], batch_size=10).indices(0)
-    assert labels_per_epoch(opened(data), data) == {}
+    assert order(data, batch_size=10).indices(0) == StepOrder([WeightedRows(np.arange(10))], batch_size=10).indices(0)
+    assert count_labels_per_epoch(opened(data), data) == {}
 
 
 def test_held_out_rows_are_not_balanced(tmp_path):
     data = config(tmp_path, ANSWERS, validation=5)
     training, held_out = open_datasets(data)
     assert (len(training), len(held_out)) == (5, 5)
-    assert sum(label.rows for label in labels_per_epoch(training, data).values()) == 5
+    assert sum(label.rows for label in count_labels_per_epoch(training, data).values()) == 5
 
 
 def sample(answer: str | None, **meta: Any) -> Sample:
@@ -106,25 +114,25 @@ def sample(answer: str | None, **meta: Any) -> Sample:
     ],
 )
 def test_the_label_is_the_answer_or_a_field(answer, field, label):
-    assert label_of(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
+    assert get_label(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
 
 
 @pytest.mark.parametrize("answer", ["B", "(b)", "B.", "tunnel", "B) tunnel", "<answer>B</answer>", "The answer is B"])
 def test_an_option_is_one_label_however_it_is_written_and_as_inspect_counts_it(tmp_path, answer):
     data = config(tmp_path, [answer, "neither of them"], "What?\nA) ramp\nB) tunnel")
-    assert labels_of(opened(data), data) == ["B", "neither of them"]
-    assert row_facts("", opened(data)[0], None).answer == "B"
+    assert read_labels(opened(data), data) == ["B", "neither of them"]
+    assert collect_row_facts("", opened(data)[0], None).answer == "B"
 
 
 def test_the_text_of_a_long_option_is_the_label_of_its_letter(tmp_path):
     text = "It waits at the crossing until the tram has passed"
     data = config(tmp_path, [text, "A"], f"What?\nA) It goes\nB) {text}")
-    assert labels_of(opened(data), data) == ["B", "A"]
+    assert read_labels(opened(data), data) == ["B", "A"]
 
 
 def test_a_field_may_have_a_dot_in_its_name():
-    assert label_of(sample("B", **{"w.x": "rain", "label": {"a.b": "fog"}}), "w.x") == "rain"
-    assert label_of(sample("B", label={"a.b": "fog"}), "label.a.b") == "fog"
+    assert get_label(sample("B", **{"w.x": "rain", "label": {"a.b": "fog"}}), "w.x") == "rain"
+    assert get_label(sample("B", label={"a.b": "fog"}), "label.a.b") == "fog"
 
 
 def test_a_row_of_another_form_is_told_and_no_traceback(tmp_path):
@@ -134,12 +142,12 @@ def test_a_row_of_another_form_is_told_and_no_traceback(tmp_path):
     )
     data = config(tmp_path, ["B"]).model_copy(update={"adapter": str(tmp_path / "mine.py")})
     with pytest.raises(DataError, match=r"row 1: data\.balance \(answer\): a part of type None"):
-        labels_of(opened(data), data)
+        read_labels(opened(data), data)
 
 
 def test_the_last_reply_is_the_answer_where_the_sample_has_none():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}]
-    assert label_of(Sample("7", messages), "answer") == "no"
+    assert get_label(Sample("7", messages), "answer") == "no"
 
 
 @pytest.mark.parametrize(
@@ -153,13 +161,13 @@ def test_the_last_reply_is_the_answer_where_the_sample_has_none():
 )
 def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):
     with pytest.raises(DataError, match=text):
-        label_of(sample(answer, site="north", label={"weather": "rain"}), field)
+        get_label(sample(answer, site="north", label={"weather": "rain"}), field)
 
 
 def test_case_and_a_full_stop_make_no_other_label(tmp_path):
     data = config(tmp_path, ["Yes", "yes.", "YES", "no"])
-    assert labels_of(opened(data), data) == ["Yes", "Yes", "Yes", "no"]
-    assert labels_per_epoch(opened(data), data) == {"Yes": Label(3, 2), "no": Label(1, 2)}
+    assert read_labels(opened(data), data) == ["Yes", "Yes", "Yes", "no"]
+    assert count_labels_per_epoch(opened(data), data) == {"Yes": Label(3, 2), "no": Label(1, 2)}
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -167,7 +175,7 @@ def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, 
     data = config(tmp_path, ["yes", "no", None, 3], on_bad_row=on_bad_row)
     if on_bad_row == "error":
         with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no answer"):
-            order_parts(opened(data), data)
+            build_order_parts(opened(data), data)
         return
     assert sorted(order(data, batch_size=2).indices(0)) == [0, 1]
     assert "2 rows have no label and are left out" in caplog.text
@@ -177,14 +185,14 @@ def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, 
 def test_rows_without_a_label_do_not_make_the_epoch_longer(tmp_path):
     data = config(tmp_path, ["yes", "no", "no"] + [None] * 97, on_bad_row="skip")
     assert order(data, batch_size=1).rows_per_epoch == 4  # 3, rounded up to a multiple of the 2 labels
-    parts = [Part(np.arange(4), 1.5), Part(np.arange(4, 6))]
+    parts = [WeightedRows(np.arange(4), 1.5), WeightedRows(np.arange(4, 6))]
     labels = ["a", "b", None, None, "b", None]  # 2 x 1.5 + 1 rows have one
-    assert count_labels(balance(parts, labels)) == {"a": Label(1, 2), "b": Label(2, 2)}
+    assert count_labels(balance_labels(parts, labels)) == {"a": Label(1, 2), "b": Label(2, 2)}
 
 
 def test_rows_without_a_label_are_counted_by_what_is_wrong(tmp_path, caplog):
     data = config(tmp_path, ["yes", None, None, 3], on_bad_row="skip")
-    labels_of(opened(data), data)
+    read_labels(opened(data), data)
     _, *lines = caplog.messages[-1].splitlines()
     assert [re.sub(r"such as \S+/", "", line.split("; ")[0]) for line in lines] == [
         "  2 rows, rows.jsonl, row 2: the row has no answer of at most 40 characters that could be a label",
@@ -197,13 +205,13 @@ def test_a_field_that_no_row_has_stops_the_run(tmp_path):
     with pytest.raises(
         DataError, match=r"no row has such a label: 10 rows, such as .*row 1: .*as wether.*site"
     ) as error:
-        order_parts(opened(data), data)
+        build_order_parts(opened(data), data)
     assert str(error.value).count("data.balance") == 1
 
 
 def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
     data = config(tmp_path, ["no"] * 29 + ["yes"])
-    order_parts(opened(data), data)
+    build_order_parts(opened(data), data)
     assert "per epoch; add rows of them: 'yes' (1 rows, each 15 times)" in caplog.text
 
 

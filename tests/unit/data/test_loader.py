@@ -20,11 +20,11 @@ import torch
 from dsreason.config.schema import SFTConfig
 from dsreason.data import loader
 from dsreason.data.collate import find_media_tokens
-from dsreason.data.loader import StepBatches, StepLoader, assign, in_workers, of_groups
+from dsreason.data.loader import StepBatches, StepLoader, assign, run_in_workers, take_group_values
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError, DsReasonError, StorageError
 from dsreason.job import failures
-from dsreason.train.common.global_batches import step_order
+from dsreason.train.common.global_batches import build_step_order
 from dsreason.train.common.preflight import build_encoder
 from tests.integration.rows import write_mixed_rows
 from tests.unit.hostile.guard import guarded
@@ -62,7 +62,7 @@ def all_steps(
 ) -> list[list[StepBatches]]:
     """By rank, then step."""
     training, _ = open_datasets(config.data)
-    encoder, order = build_encoder(config, Path(config.model.path)), step_order(training, config)
+    encoder, order = build_encoder(config, Path(config.model.path)), build_step_order(training, config)
 
     def one_rank(rank: int, exchange: Callable[[Any], list[Any]]) -> list[StepBatches]:
         place = {"exchange": exchange, "rank": rank, "world_size": world_size, "ranks_per_row": ranks_per_row}
@@ -116,12 +116,12 @@ def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, t
 
 def test_ranks_that_compute_rows_together_must_read_the_same():
     skipped = [(), (), (), ("row 7: is empty",)]
-    assert of_groups([1, 1, 2, 2], skipped, 2) == [1, 2]
+    assert take_group_values([1, 1, 2, 2], skipped, 2) == [1, 2]
     expected = (
         r"ranks 2 and 3 compute the same rows .*size is 2\) .* rank 2 leaves out nothing, rank 3 row 7: is empty; check"
     )
     with pytest.raises(DataError, match=expected):
-        of_groups([1, 1, 2, 3], skipped, 2)
+        take_group_values([1, 1, 2, 3], skipped, 2)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -224,7 +224,7 @@ def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
             raise StorageError("s3://b/k: Forbidden", status=403)
         return task
 
-    result = in_workers(refused, [0, 1], workers=workers)
+    result = run_in_workers(refused, [0, 1], workers=workers)
     assert next(result) == 0
     with pytest.raises(StorageError) as caught:
         next(result)
@@ -237,7 +237,7 @@ def test_a_worker_that_dies_is_told() -> None:
         return task
 
     with pytest.raises(DsReasonError, match="a data worker died"):
-        next(in_workers(deadly, [0], workers=1))
+        next(run_in_workers(deadly, [0], workers=1))
 
 
 def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.M
     monkeypatch.setattr(loader, "start_worker", never_start)
     monkeypatch.setattr(loader, "START_SECONDS", 0.5)
     with pytest.raises(DsReasonError, match="a data worker has not started within 0.5 s|a data worker died"):
-        next(in_workers(str, [0], workers=2))
+        next(run_in_workers(str, [0], workers=2))
     for _ in range(100):
         if not multiprocessing.active_children():
             break
@@ -259,14 +259,14 @@ def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.M
 
 
 def test_a_signal_to_the_process_group_of_a_trainer_spares_its_workers() -> None:
-    assert next(in_workers(lambda task: os.getpgrp(), [0], workers=1)) != os.getpgrp()
+    assert next(run_in_workers(lambda task: os.getpgrp(), [0], workers=1)) != os.getpgrp()
 
 
 def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
     """As where /dev/shm is full: Python's queue drops the item, and the trainer waited for it for ever."""
 
     def wait() -> None:
-        next(in_workers(lambda task: threading.Lock(), [0], workers=1))
+        next(run_in_workers(lambda task: threading.Lock(), [0], workers=1))
 
     with pytest.raises(DsReasonError, match="a data worker died"):
         guarded(wait)
@@ -278,16 +278,16 @@ def test_a_worker_whose_trainer_has_left_the_loop_ends_in_peace() -> None:
 
 
 def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "shm" not in failures.dead_worker()
+    assert "shm" not in failures.describe_dead_worker()
     monkeypatch.setattr(failures, "SMALL_SHARED_MEMORY", 2**60)
-    assert re.search(r"; /dev/shm has \d+ MiB in total \(--shm-size=16g gives a container more", failures.dead_worker())
-    full = failures.disk_error_as_save_error(OSError(errno.ENOSPC, "No space left on device"))
-    assert str(full).startswith("perhaps /dev/shm has ")
-    read_only = failures.disk_error_as_save_error(OSError(errno.EROFS, "Read-only file system"))
-    assert str(read_only).startswith("Read-only")
-    disk_error_as_save_error = failures.disk_error_as_save_error(
-        OSError(errno.ENOSPC, "No space left on device", "/data/a")
+    assert re.search(
+        r"; /dev/shm has \d+ MiB in total \(--shm-size=16g gives a container more", failures.describe_dead_worker()
     )
+    full = failures.convert_disk_error(OSError(errno.ENOSPC, "No space left on device"))
+    assert str(full).startswith("perhaps /dev/shm has ")
+    read_only = failures.convert_disk_error(OSError(errno.EROFS, "Read-only file system"))
+    assert str(read_only).startswith("Read-only")
+    disk_error_as_save_error = failures.convert_disk_error(OSError(errno.ENOSPC, "No space left on device", "/data/a"))
     assert str(disk_error_as_save_error).startswith("/data/a: No space")
     monkeypatch.setattr(failures, "SHARED_MEMORY", tmp_path / "none")
-    assert "shm" not in failures.dead_worker()
+    assert "shm" not in failures.describe_dead_worker()

@@ -9,7 +9,7 @@ import torch
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.collate import append_dummies, collate, pack
-from dsreason.data.micro_batches import cut_into_rows, cut_samples, forward_size, whole_length
+from dsreason.data.micro_batches import count_with_parent, cut_into_rows, cut_samples, describe_forward_size
 from dsreason.data.types import EncodedSample, Segment
 from dsreason.errors import DataError
 
@@ -146,7 +146,7 @@ def test_completions_of_a_prompt_are_together_where_rows_have_a_number_of_sample
 
 
 def test_a_completion_is_as_long_as_what_it_reads() -> None:
-    assert whole_length(sample(2, sample(7))) == 9
+    assert count_with_parent(sample(2, sample(7))) == 9
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_a_completion_is_as_long_as_what_it_reads() -> None:
     ],
 )
 def test_the_log_says_what_a_forward_takes(train: dict[str, object], expected: str) -> None:
-    assert forward_size(config_of(**train)) == expected
+    assert describe_forward_size(config_of(**train)) == expected

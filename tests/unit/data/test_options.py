@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dsreason.answers.correct import is_correct, kind_of
+from dsreason.answers.correct import get_question_kind, is_correct
 from dsreason.config.schema_data import DataConfig
-from dsreason.data.messages import text_of
-from dsreason.data.options import listed_options, option_letter, with_options
+from dsreason.data.messages import get_text
+from dsreason.data.options import find_option_letter, parse_listed_options, with_options
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Sample
 from dsreason.rewards import ordinal_choice, single_choice, single_choice_lenient
@@ -66,7 +66,7 @@ def asks(question: str, answer: str | None = "B", **changes: Any) -> Sample:
     ],
 )
 def test_options_are_found_however_they_are_written(question):
-    assert listed_options(question) == OPTIONS
+    assert parse_listed_options(question) == OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -92,31 +92,31 @@ def test_options_are_found_however_they_are_written(question):
     ],
 )
 def test_a_text_without_a_list_from_a_on_has_none(question):
-    assert listed_options(question) is None
+    assert parse_listed_options(question) is None
 
 
 @pytest.mark.parametrize("between", ["\n", " "])
 def test_an_option_may_name_another(between):
     listed = between.join(["Who?", "A) The van (see B)", "B) The tram", "C) Both (A and B)"])
-    assert listed_options(listed) == {"A": "The van (see B)", "B": "The tram", "C": "Both (A and B)"}
+    assert parse_listed_options(listed) == {"A": "The van (see B)", "B": "The tram", "C": "Both (A and B)"}
 
 
 def test_lines_count_for_more_than_letters_inside_them():
-    assert listed_options("Who?\n(A) as fast as (B) is\n(B) faster") == {"A": "as fast as (B) is", "B": "faster"}
+    assert parse_listed_options("Who?\n(A) as fast as (B) is\n(B) faster") == {"A": "as fast as (B) is", "B": "faster"}
 
 
 def test_a_power_is_no_bold_text():
-    assert listed_options("How many?\n**A)** 2**3\n**B)** 2 ** 4") == {"A": "2**3", "B": "2 ** 4"}
-    assert option_letter("2**3", {"A": "2**3", "B": "2 ** 4"}) == "A"
+    assert parse_listed_options("How many?\n**A)** 2**3\n**B)** 2 ** 4") == {"A": "2**3", "B": "2 ** 4"}
+    assert find_option_letter("2**3", {"A": "2**3", "B": "2 ** 4"}) == "A"
 
 
 def test_question_marks_of_several_options_are_theirs():
-    assert listed_options("What is asked?\nA) Where?\nB) When?") == {"A": "Where?", "B": "When?"}
+    assert parse_listed_options("What is asked?\nA) Where?\nB) When?") == {"A": "Where?", "B": "When?"}
 
 
 def test_a_gap_ends_the_list():
     question = "Which?\nA) one\nB) two\nD) four"
-    assert listed_options(question) == {"A": "one", "B": "two"}
+    assert parse_listed_options(question) == {"A": "one", "B": "two"}
     assert with_options(asks(question, "D")).options is None
 
 
@@ -155,17 +155,17 @@ def test_a_gap_ends_the_list():
     ],
 )
 def test_an_answer_is_a_letter_or_the_text_of_an_option(answer, letter):
-    assert option_letter(answer, OPTIONS) == letter
+    assert find_option_letter(answer, OPTIONS) == letter
     assert with_options(asks(QUESTION, answer)).options == (OPTIONS if letter else None)
 
 
 def test_texts_that_two_options_share_are_no_answer():
-    assert option_letter("left", {"A": "left", "B": "Left."}) is None
+    assert find_option_letter("left", {"A": "left", "B": "Left."}) is None
 
 
 def test_an_option_that_begins_like_an_announcement_is_itself():
-    assert option_letter("option B", {"A": "Option B", "B": "Option A"}) == "A"
-    assert option_letter("$5", {"A": "$5", "B": "5"}) == "A"
+    assert find_option_letter("option B", {"A": "Option B", "B": "Option A"}) == "A"
+    assert find_option_letter("$5", {"A": "$5", "B": "5"}) == "A"
 
 
 def test_empty_options_of_a_row_are_none():
@@ -205,8 +205,8 @@ def dataset(tmp_path: Path) -> Any:
 
 def test_a_row_read_from_a_file_has_its_options_and_its_prompt_unchanged(dataset):
     sample = dataset[0]
-    assert (sample.options, sample.answer, kind_of(sample)) == (OPTIONS, "B", "multiple_choice")
-    assert text_of(sample.messages[0]) == QUESTION
+    assert (sample.options, sample.answer, get_question_kind(sample)) == (OPTIONS, "B", "multiple_choice")
+    assert get_text(sample.messages[0]) == QUESTION
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_wrong_letters_are_wrong_and_near_ones_nearly_right(dataset):
 @pytest.mark.parametrize("answer", ["The tram", "(B)", "The answer is B", "<think>x</think>\nB"])
 def test_strict_rewards_resolve_the_reference_and_read_completions_as_ever(answer):
     sample = with_options(asks(QUESTION, answer))
-    assert kind_of(sample) == "multiple_choice"
+    assert get_question_kind(sample) == "multiple_choice"
     letters = [f"<answer>{letter}</answer>" for letter in "ABCD"]
     assert [single_choice(letter, sample) for letter in letters] == [0, 1, 0, 0]
     assert [ordinal_choice(letter, sample) for letter in letters] == [0.5, 1, 0.5, 0]
@@ -241,6 +241,6 @@ def test_numbers_among_the_options_keep_their_distance():
     ("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)]
 )
 def test_a_yes_or_no_question_is_graded_as_one(dataset, completion, right):
-    assert kind_of(dataset[1]) == "yes_no"
+    assert get_question_kind(dataset[1]) == "yes_no"
     assert is_correct(completion, dataset[1]) == bool(right)
     assert single_choice_lenient(completion, dataset[1]) == right

@@ -7,15 +7,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dsreason.data.order import Part, StepOrder
+from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.errors import DataError
 
 
-def parts(*given: int | tuple[int, float]) -> list[Part]:
+def parts(*given: int | tuple[int, float]) -> list[WeightedRows]:
     """So many rows each, of weight 1 where none is given, numbered one after the other."""
     result, first = [], 0
     for count, weight in (item if isinstance(item, tuple) else (item, 1.0) for item in given):
-        result.append(Part(np.arange(first, first + count), weight))
+        result.append(WeightedRows(np.arange(first, first + count), weight))
         first += count
     return result
 

@@ -17,7 +17,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.job.part_of import PartOf
 from dsreason.train.common.preflight import build_encoder, check_dataset
-from dsreason.train.grpo.preflight import prompt_encoder, rollout_order
+from dsreason.train.grpo.preflight import build_prompt_encoder, build_rollout_order
 from tests.integration.rows import write_mixed_rows
 from tests.unit.data.test_loader import gathering
 
@@ -46,8 +46,8 @@ def config(rows: Path, model_path: Path, **sections: Any) -> GRPOConfig:
 def batches(settings: GRPOConfig, count: int, *, world_size: int = WORLD, **options: Any) -> list[list[Prompts]]:
     """The first `count`, by rank."""
     training, _ = open_datasets(settings.data)
-    encoder = prompt_encoder(settings, build_encoder(settings, Path(settings.model.path)))
-    order = rollout_order(training, settings)
+    encoder = build_prompt_encoder(settings, build_encoder(settings, Path(settings.model.path)))
+    order = build_rollout_order(training, settings)
 
     def one_rank(rank: int, exchange: Any) -> list[Prompts]:
         place = {"exchange": exchange, "rank": rank, "world_size": world_size}
@@ -144,13 +144,13 @@ def test_the_room_is_within_the_token_budget_of_a_micro_batch(rows, tiny_qwen3_v
     settings = config(rows, tiny_qwen3_vl, train={"max_tokens_per_micro_batch": 50}, max_completion_length=40)
     with pytest.raises(SampleTooLong, match=r"max_tokens_per_micro_batch without rollout.max_completion_length \(10\)"):
         prompt = open_datasets(settings.data)[0][0]
-        prompt_encoder(settings, build_encoder(settings, tiny_qwen3_vl)).encode_prompt(prompt)
+        build_prompt_encoder(settings, build_encoder(settings, tiny_qwen3_vl)).encode_prompt(prompt)
 
 
 def test_a_prompt_is_measured_without_its_answer(rows, tiny):
     settings = config(rows, tiny)
     training, _ = open_datasets(settings.data)
-    encoder = prompt_encoder(settings, build_encoder(settings, tiny))
+    encoder = build_prompt_encoder(settings, build_encoder(settings, tiny))
     for sample in (training[i] for i in range(len(training))):
         assert encoder.measure(sample) == len(encoder.encode_prompt(sample).encoded)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsreason.data.micro_batches import work_of
+from dsreason.data.micro_batches import compute_work
 from dsreason.data.types import EncodedSample
 
 
@@ -23,7 +23,7 @@ def sample(length: int, trained: int, images: int = 0, parent: EncodedSample | N
 
 
 def test_samples_count_their_tokens_and_media() -> None:
-    work = work_of([[sample(5, 2, images=2)], [sample(3, 3), sample(4, 0, images=1)]], packing=True)
+    work = compute_work([[sample(5, 2, images=2)], [sample(3, 3), sample(4, 0, images=1)]], packing=True)
     assert work.spans == [(5, 0), (3, 0), (4, 0)]
     assert work.tokens == 12
     assert work.trained_tokens == 2 + 2  # nothing predicts the first token of a sample
@@ -40,7 +40,7 @@ def test_samples_count_their_tokens_and_media() -> None:
 def test_a_prompt_counts_once_a_row(packing: bool, spans: list[tuple[int, int]]) -> None:
     prompt = sample(100, 0, images=1)
     completions = [sample(length, length, parent=prompt) for length in (10, 20, 5)]
-    work = work_of([completions[:2], completions[2:]], packing=packing)
+    work = compute_work([completions[:2], completions[2:]], packing=packing)
     assert work.spans == spans
     assert work.trained_tokens == 35
     assert work.grids == [(1, 2, 4)] * 2
@@ -48,5 +48,5 @@ def test_a_prompt_counts_once_a_row(packing: bool, spans: list[tuple[int, int]])
 
 def test_a_pair_of_answers_shares_its_prompt() -> None:
     prompt = sample(7, 0)
-    work = work_of([[sample(2, 2, parent=prompt), sample(3, 3, parent=prompt)]], packing=True)
+    work = compute_work([[sample(2, 2, parent=prompt), sample(3, 3, parent=prompt)]], packing=True)
     assert work.spans == [(7, 0), (2, 7), (3, 7)]

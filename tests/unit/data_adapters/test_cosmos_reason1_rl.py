@@ -15,7 +15,7 @@ from data_adapters import cosmos_reason1
 from dsreason.config.schema_data import DataConfig, SourceConfig
 from dsreason.data.sources import open_datasets
 from dsreason.errors import DataError
-from dsreason.rewards.text import COSMOS_FORMAT, FORMAT, REQUEST, format_problem
+from dsreason.rewards.text import COSMOS_FORMAT, FORMAT, REQUEST, describe_format_problem
 from tests.unit.media.videos import write_video
 
 CHOICE = {"question": "What next?", "index2ans": {"A": "grasp the cup", "B": "open the door"}, "answer": "B"}
@@ -60,7 +60,7 @@ def test_a_question_without_an_answer_can_be_asked(folder, answer):
 
 @pytest.mark.parametrize("pattern", [FORMAT, COSMOS_FORMAT])
 def test_the_request_for_a_format_is_one_that_is_rewarded(pattern):
-    assert format_problem(f"{REQUEST}\n{TEXT}", pattern) is None
+    assert describe_format_problem(f"{REQUEST}\n{TEXT}", pattern) is None
 
 
 def test_one_file_is_enough(folder):

@@ -13,9 +13,9 @@ from dsreason.config.schema import OptimConfig
 from dsreason.engine import engine as engine_module
 from dsreason.engine.engine import (
     build_engine,
-    engine_grad_norm,
-    full_parameters,
-    parameter_groups,
+    build_parameter_groups,
+    get_grad_norm,
+    iter_full_parameters,
     plan_buckets,
     set_learning_rate,
 )
@@ -48,7 +48,7 @@ def test_buffers_lie_on_the_engines_device_in_their_own_types(monkeypatch: pytes
 
 def test_matrices_decay_and_biases_do_not() -> None:
     model = Model()
-    matrices, vectors = parameter_groups(model, weight_decay=0.1)
+    matrices, vectors = build_parameter_groups(model, weight_decay=0.1)
     assert (matrices["params"], matrices["weight_decay"]) == ([model.layer.weight], 0.1)
     assert (vectors["params"], vectors["weight_decay"]) == ([model.layer.bias], 0.0)
 
@@ -62,9 +62,9 @@ def test_the_learning_rate_is_that_of_all_groups() -> None:
 
 def test_the_norm_of_a_step_that_deepspeed_refused_is_infinite() -> None:
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: 2.5)
-    assert engine_grad_norm(engine) == 2.5
+    assert get_grad_norm(engine) == 2.5
     engine.optimizer.overflow = True
-    assert engine_grad_norm(engine) == float("inf")
+    assert get_grad_norm(engine) == float("inf")
 
 
 def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
@@ -86,7 +86,7 @@ def test_whole_parameters_come_under_their_own_names_and_trained_ones_as_masters
     model.model["b"].requires_grad_(False)
     monkeypatch.setattr(engine_module, "safe_get_full_fp32_param", lambda parameter: torch.full((1,), 1.001))
     engine: Any = SimpleNamespace(module=model)
-    result = [(name, tensor.dtype) for name, tensor in full_parameters(engine)]
+    result = [(name, tensor.dtype) for name, tensor in iter_full_parameters(engine)]
     assert result == [("a", torch.bfloat16), ("b", torch.bfloat16), ("c", torch.bfloat16)]
-    result = [(name, tensor.dtype) for name, tensor in full_parameters(engine, master=True, without={"c"})]
+    result = [(name, tensor.dtype) for name, tensor in iter_full_parameters(engine, master=True, without={"c"})]
     assert result == [("a", torch.float32), ("b", torch.bfloat16)]

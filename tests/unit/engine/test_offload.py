@@ -58,7 +58,7 @@ def build_offload(stack: ExitStack, amount: OffloadAmount, num_moments: int) -> 
 )
 def test_moments_move_before_master_weights(move_bytes: int, num_moments: int, names: list[str]) -> None:
     with ExitStack() as stack:
-        assert list(build_offload(stack, OffloadAmount(True, move_bytes), num_moments).moving()) == names
+        assert list(build_offload(stack, OffloadAmount(True, move_bytes), num_moments).select_moving()) == names
 
 
 @pytest.mark.parametrize("num_moments", [0, 4])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dsreason.engine.reference import ReferencePolicy, room_for_shares
+from dsreason.engine.reference import ReferencePolicy, allocate_share_buffer
 from dsreason.errors import CheckpointError
 
 
@@ -42,14 +42,14 @@ def test_inside_are_the_first_weights_and_after_it_the_policys_also_after_an_err
     with pytest.raises(ZeroDivisionError), reference.in_place():
         raise ZeroDivisionError
     assert held(engine) == trained
-    reference.become_policy()
+    reference.update_to_policy()
     with reference.in_place():
         assert held(engine) == trained
 
 
 def test_others_share_the_room_for_the_policy_but_not_at_the_same_time() -> None:
     engine = engine_of(0, a=[1.0, 2.0])
-    room = room_for_shares(engine)
+    room = allocate_share_buffer(engine)
     first = ReferencePolicy(engine, room)
     next(engine.module.parameters()).ds_tensor.mul_(10)
     second = ReferencePolicy(engine, room)

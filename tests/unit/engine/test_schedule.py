@@ -5,11 +5,11 @@ import re
 import pytest
 
 from dsreason.config.schema import OptimConfig
-from dsreason.engine.schedule import lr_factor, warmup_note, warmup_steps
+from dsreason.engine.schedule import compute_lr_factor, count_warmup_steps, describe_long_warmup
 
 
 def factors(total: int, **optim: object) -> list[float]:
-    return [lr_factor(step, total, OptimConfig.model_validate(optim)) for step in range(total)]
+    return [compute_lr_factor(step, total, OptimConfig.model_validate(optim)) for step in range(total)]
 
 
 WARMUP_4 = [0, 1 / 3, 2 / 3, 1]
@@ -37,15 +37,15 @@ def test_floor_scales_the_decay_and_not_the_warmup() -> None:
 def test_decay_ends_at_the_floor() -> None:
     for schedule in ("linear", "cosine", "sqrt", "wsd"):
         optim = OptimConfig(warmup=2, schedule=schedule, min_lr_share=0.25)
-        assert lr_factor(10, 10, optim) == pytest.approx(0.25)
-        assert lr_factor(99, 10, optim) == pytest.approx(0.25)
+        assert compute_lr_factor(10, 10, optim) == pytest.approx(0.25)
+        assert compute_lr_factor(99, 10, optim) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
     ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 10)]
 )
 def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup: float, total: int, steps: int) -> None:
-    assert warmup_steps(total, OptimConfig(warmup=warmup)) == steps
+    assert count_warmup_steps(total, OptimConfig(warmup=warmup)) == steps
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
@@ -68,7 +68,7 @@ def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
     ],
 )
 def test_a_warmup_that_takes_all_of_ten_steps_is_told(warmup: float, note: str | None) -> None:
-    result = warmup_note(10, OptimConfig(warmup=warmup))
+    result = describe_long_warmup(10, OptimConfig(warmup=warmup))
     assert result is None if note is None else result is not None and re.match(note, result)
 
 
@@ -85,11 +85,13 @@ def test_wsd_decay_never_begins_before_the_warmup_has_ended() -> None:
     [("linear", [0, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]), ("sqrt", [0, 1, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975])],
 )
 def test_any_schedule_can_hold_before_it_decays(schedule: str, expected: list[float]) -> None:
-    result = [lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)]
+    result = [
+        compute_lr_factor(step, 10, OptimConfig(warmup=2, schedule=schedule, decay_share=0.4)) for step in range(10)
+    ]
     assert result == pytest.approx(expected, abs=1e-6)
 
 
 def test_wsd_decays_over_a_fifth_unless_it_is_told() -> None:
-    assert [lr_factor(step, 10, OptimConfig(warmup=0, schedule="wsd")) for step in (7, 8, 9)] == pytest.approx(
+    assert [compute_lr_factor(step, 10, OptimConfig(warmup=0, schedule="wsd")) for step in (7, 8, 9)] == pytest.approx(
         [1, 1, 1 - 0.5**0.5]
     )

@@ -53,7 +53,7 @@ def test_so_it_does_for_single_prompts(tiny_qwen3_vl: Path, encoder: Any, monkey
     for name in ("init_world", "shutdown"):
         monkeypatch.setattr(infer, name, lambda: WORLD)
     with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made:
-        with infer.vllm_engine(tiny_qwen3_vl, torch.float32, encoder, 64):
+        with infer.open_vllm_engine(tiny_qwen3_vl, torch.float32, encoder, 64):
             assert made.return_value.mock_calls == []
         assert made.return_value.mock_calls == [mock.call.shutdown()]
     assert made.call_args.kwargs["loaded_version"] == VERSION
@@ -73,6 +73,6 @@ def test_options_of_vllm_are_an_error_where_transformers_answers(tiny_qwen3_vl: 
 
 def test_an_unknown_option_is_named_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answerers, "run_weights", lambda path: None)
-    monkeypatch.setattr(answerers, "resolved", lambda config, own: Path("nowhere"))
+    monkeypatch.setattr(answerers, "resolve_model_folder", lambda config, own: Path("nowhere"))
     with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq: .*did you mean max_num_seqs\?"):
         check_model(config("vllm", max_num_seq=8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsreason.errors import DataError
-from dsreason.evaluation.report.compare import compare, mcnemar, newcombe_interval
+from dsreason.evaluation.report.compare import compare, compute_mcnemar, compute_newcombe_interval
 from dsreason.evaluation.types import Result
 from tests.unit.evaluation.made_results import made
 
@@ -50,23 +50,23 @@ def test_data_sets_are_compared_by_themselves_too() -> None:
     [(5, 1, 2 * (1 + 6) / 64), (1, 5, 2 * (1 + 6) / 64), (3, 3, 1.0), (0, 0, 1.0), (10, 0, 2 / 1024)],
 )
 def test_mcnemars_test_is_exact(gained: int, lost: int, p: float) -> None:
-    assert mcnemar(gained, lost) == pytest.approx(p)
+    assert compute_mcnemar(gained, lost) == pytest.approx(p)
 
 
 def test_the_interval_of_the_difference_is_newcombes() -> None:
     # Fagerland, Lydersen, Laake, BMC Med Res Methodol 14 (2014): (1, 1, 7, 12), difference -0.286, -0.507 to -0.026.
-    assert newcombe_interval(1, 1, 7, 12) == pytest.approx((-0.507, -0.026), abs=5e-4)
+    assert compute_newcombe_interval(1, 1, 7, 12) == pytest.approx((-0.507, -0.026), abs=5e-4)
 
 
 def test_the_interval_turns_with_the_sides() -> None:
-    low, high = newcombe_interval(20, 12, 2, 16)
-    assert newcombe_interval(20, 2, 12, 16) == pytest.approx((-high, -low))
+    low, high = compute_newcombe_interval(20, 12, 2, 16)
+    assert compute_newcombe_interval(20, 2, 12, 16) == pytest.approx((-high, -low))
     assert low > 0
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 0, 0), (0, 0, 0, 5), (0, 5, 0, 0), (1, 0, 0, 0), (3, 2, 0, 0)])
 def test_the_interval_is_there_at_the_edges(counts: tuple[int, int, int, int]) -> None:
-    low, high = newcombe_interval(*counts)
+    low, high = compute_newcombe_interval(*counts)
     assert -1 <= low <= (counts[1] - counts[2]) / sum(counts) <= high <= 1
 
 

@@ -17,16 +17,16 @@ from dsreason.evaluation import infer as evaluation_infer
 from dsreason.evaluation.infer import (
     InferSettings,
     check_length,
+    describe_media,
     find_model,
-    media_facts,
+    limit_length,
     prompt_encoder,
     read_prompts,
     sample_of,
     save_frames,
     stream,
-    with_room,
 )
-from dsreason.models.load import model_config
+from dsreason.models.load import read_model_config
 from dsreason.rewards.text import REQUEST
 from dsreason.rollout.protocol import Sampling
 from tests.unit.media.videos import write_video
@@ -97,9 +97,9 @@ def test_it_is_no_rank_of_a_job(monkeypatch) -> None:
 
 
 def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
-    assert cli.frame_settings(None, None, None, 900) == {"fps": 4.0, "total_pixels": 900}
-    assert cli.frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
-    assert cli.frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
+    assert cli.build_frame_settings(None, None, None, 900) == {"fps": 4.0, "total_pixels": 900}
+    assert cli.build_frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
+    assert cli.build_frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
 
 
 # ---------------------------------------------------------------- prompts
@@ -187,7 +187,7 @@ def settings_for(media: tuple[str, str], tiny: Path, **changes) -> InferSettings
 
 def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> None:
     settings = settings_for(media, tiny)
-    encoder, longest = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    encoder, longest = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     assert longest == 32768
     sample = sample_of(settings, 0, "Where?")
     length = check_length(encoder, sample, longest)
@@ -199,17 +199,17 @@ def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> 
 def test_an_answer_is_as_long_as_there_is_room_for() -> None:
     message: list[str] = []
     sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
-    assert with_room(sampling, 100, message.append) == sampling
+    assert limit_length(sampling, 100, message.append) == sampling
     assert message == []
-    assert with_room(sampling, 40, message.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
+    assert limit_length(sampling, 40, message.append) == Sampling(temperature=0.5, max_completion_length=40, seed=3)
     assert message == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
 
 
 def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny, timestamps=True)
-    encoder, _ = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     prompt = encoder.encode_prompt(sample_of(settings, 0, "Where?"))
-    still, clip = json.loads(json.dumps(media_facts(prompt)))
+    still, clip = json.loads(json.dumps(describe_media(prompt)))
     assert still == {
         "path": media[0],
         "kind": "image",
@@ -237,7 +237,7 @@ def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, t
 
 def test_a_folder_for_frames_that_cannot_be_made_is_named(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny)
-    encoder, _ = prompt_encoder(settings, tiny, model_config(tiny).dtype)
+    encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--save-frames .*file: cannot be written"):
         save_frames(encoder.encode_prompt(sample_of(settings, 0, "?")), tmp_path / "file")

@@ -11,7 +11,7 @@ import pytest
 from dsreason.checkpoints.checkpoint_folder import MARKER
 from dsreason.errors import CheckpointError
 from dsreason.evaluation.ask import models
-from dsreason.evaluation.ask.models import base_name, exported, is_checkpoint, run_weights
+from dsreason.evaluation.ask.models import export_temporarily, is_checkpoint, name_model, run_weights
 
 
 def checkpoint(run: Path, step: int, *, seconds: float) -> Path:
@@ -105,14 +105,14 @@ def test_anything_else_is_no_run_s(name: str, tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_a_name_that_says_little_has_the_run_s_before_it(model: str, name: str) -> None:
-    assert base_name(model) == name
+    assert name_model(model) == name
 
 
 def test_a_folder_s_name_does_not_depend_on_where_one_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = final_export(run, seconds=1)
     for place, value in ((run, "export/final"), (final.parent, "final"), (final, "."), (final, "../final")):
         monkeypatch.chdir(place)
-        assert base_name(value) == "mine-final"
+        assert name_model(value) == "mine-final"
 
 
 # ---------------------------------------------------------------- exports
@@ -132,8 +132,8 @@ def small_exports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_at_once_have_an_export_each_and_leave_nothing(small_exports: None, run: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
-    with exported(run, results, "fp32") as first:
-        with exported(run, results, "fp32") as second:
+    with export_temporarily(run, results, "fp32") as first:
+        with export_temporarily(run, results, "fp32") as second:
             assert first != second
         assert (first / "model.safetensors").read_text() == f"{run} fp32"
         assert not second.exists()
@@ -144,7 +144,7 @@ def test_what_a_killed_process_left_is_deleted_by_the_next(small_exports: None, 
     remaining = tmp_path / f"{models.EXPORT}killed"
     (remaining / "model").mkdir(parents=True)
     (remaining / models.LOCK).write_text("")  # nobody holds it
-    with exported(run, tmp_path, "fp32"):
+    with export_temporarily(run, tmp_path, "fp32"):
         assert not remaining.exists()
 
 
@@ -153,7 +153,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
         raise CheckpointError("damaged")
 
     monkeypatch.setattr(models, "export_checkpoint", fail)
-    with pytest.raises(CheckpointError, match="damaged"), exported(run, tmp_path / "results", "fp32"):
+    with pytest.raises(CheckpointError, match="damaged"), export_temporarily(run, tmp_path / "results", "fp32"):
         pass
     assert list((tmp_path / "results").iterdir()) == []
 
@@ -162,6 +162,6 @@ def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(CheckpointError, match=r"file: no room for the export of .*mine"),
-        exported(run, tmp_path / "file", "fp32"),
+        export_temporarily(run, tmp_path / "file", "fp32"),
     ):
         pass

@@ -11,7 +11,7 @@ import pytest
 
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import DataError
-from dsreason.evaluation.questions.questions import even_shares, load_questions
+from dsreason.evaluation.questions.questions import compute_even_shares, load_questions
 from dsreason.evaluation.types import Question
 from tests.unit.media.videos import write_video
 
@@ -179,7 +179,7 @@ def test_options_that_are_none_do_not_count(folder: Path) -> None:
     ],
 )
 def test_a_limit_is_shared_evenly_and_reached(sizes: list[int], limit: int | None, shares: list[int]) -> None:
-    assert even_shares(sizes, limit) == shares
+    assert compute_even_shares(sizes, limit) == shares
 
 
 def test_limit_takes_the_first_questions_of_each_data_set(folder: Path) -> None:

@@ -18,9 +18,9 @@ from PIL import Image
 
 from dsreason.errors import DataError
 from dsreason.evaluation.report import pictures
-from dsreason.evaluation.report.report import question_text, read_settings, write_report, write_reports
+from dsreason.evaluation.report.report import get_question_text, read_settings, write_report, write_reports
 from dsreason.evaluation.report.results import find_run, write_results
-from dsreason.evaluation.report.score import Summary
+from dsreason.evaluation.report.score import RunSummary
 from dsreason.media.videos import load_video
 from tests.unit.evaluation.made_results import made
 from tests.unit.media.videos import number_frame, read_number, write_video
@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def score_run(folder: Path, frames: int | None = None) -> Summary:
+def score_run(folder: Path, frames: int | None = None) -> RunSummary:
     return write_report(find_run(folder), frames=frames).summary
 
 
@@ -223,8 +223,8 @@ def test_the_filters_count_what_they_show(folder: Path) -> None:
     ],
 )
 def test_a_question_is_shown_without_the_options_that_follow_it(changes: dict[str, Any], text: str) -> None:
-    assert question_text(made(**changes))[: len(text) + 5].startswith(text)
-    assert ("(A)" in question_text(made(**changes))) == ("(A)" in text)
+    assert get_question_text(made(**changes))[: len(text) + 5].startswith(text)
+    assert ("(A)" in get_question_text(made(**changes))) == ("(A)" in text)
 
 
 def test_the_markdown_lists_what_is_not_right_and_why_nothing_was_answered(folder: Path) -> None:

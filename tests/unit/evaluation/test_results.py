@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from dsreason.errors import DataError
-from dsreason.evaluation.questions.identity import medium_name, question_key
+from dsreason.evaluation.questions.identity import compute_question_key, name_medium
 from dsreason.evaluation.report import results
 from dsreason.evaluation.report.results import (
     find_run,
     find_runs,
+    locate_result_file,
+    make_safe_name,
     read_file,
     read_run,
-    result_file,
-    safe_name,
     write_results,
     write_text,
 )
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["0123", "task-1-head-0-90", "a.b._.totalframe010.clipframe003", "Kitchen 2", "é"])
 def test_usual_names_stay_as_they_are(name: str) -> None:
-    assert safe_name(name) == name
+    assert make_safe_name(name) == name
 
 
 ODD_NAMES = [
@@ -117,7 +117,7 @@ ODD_NAMES += ["run", "summary", "a~b", "\ud800", "CON:", "a*b?"]
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
 def test_odd_names_become_plain_ones_inside_the_folder(tmp_path: Path, name: str) -> None:
-    file = result_file(tmp_path, name, name)
+    file = locate_result_file(tmp_path, name, name)
     write_text(file, "[]")
     assert file.resolve().parent.parent == tmp_path.resolve()
     assert read_file(file) == []
@@ -125,8 +125,8 @@ def test_odd_names_become_plain_ones_inside_the_folder(tmp_path: Path, name: str
 
 
 def test_different_texts_have_different_names() -> None:
-    texts = [*ODD_NAMES, *map(safe_name, ODD_NAMES), "a_b", "a/b/", "x" * 5001]
-    assert len({safe_name(text) for text in texts}) == len(set(texts))
+    texts = [*ODD_NAMES, *map(make_safe_name, ODD_NAMES), "a_b", "a/b/", "x" * 5001]
+    assert len({make_safe_name(text) for text in texts}) == len(set(texts))
 
 
 # ---------------------------------------------------------------- reading
@@ -159,7 +159,7 @@ def test_a_prompt_that_is_no_list_of_messages_is_an_error(tmp_path: Path, conten
 def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clips_name_has_dots(tmp_path: Path) -> None:
     video_id = "k.12._.totalframe058.clipframe018"
     [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
-    requested = question_key(COSMOS_TEXT, [medium_name({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
+    requested = compute_question_key(COSMOS_TEXT, [name_medium({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
     assert result.id == f"robovqa/{video_id}/{requested}"
 
 

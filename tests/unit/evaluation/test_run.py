@@ -16,7 +16,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.evaluation import run
 from dsreason.evaluation.ask.answerers import Answering, OnModel
-from dsreason.evaluation.ask.asking import Reply, Request
+from dsreason.evaluation.ask.asking import QuestionRequest, Reply
 from dsreason.evaluation.report.report import write_reports
 from dsreason.evaluation.report.results import find_run, read_run, write_results
 from dsreason.evaluation.types import Question, Result
@@ -35,7 +35,7 @@ class StandIn:
     def batches(self, batches: Sequence[Sequence[Question]]) -> Iterator[Sequence[Question]]:
         yield from batches
 
-    def ask(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Reply]]:
+    def ask(self, requests: Sequence[QuestionRequest]) -> Iterator[tuple[QuestionRequest, Reply]]:
         for request in requests:
             self.asked.append(request.question.video_id)
             yield request, self.answer(request.question)
@@ -156,7 +156,9 @@ def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anythi
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "VISIBILITY_TIMEOUT_S", 0)
-    monkeypatch.setattr(run, "of_rank", lambda questions, rank, size: questions[:3])  # the other two are another host's
+    monkeypatch.setattr(
+        run, "select_for_rank", lambda questions, rank, size: questions[:3]
+    )  # the other two are another host's
     with pytest.raises(DataError, match=r"m/letter: the results of 2 questions are missing .* that all hosts share"):
         evaluate(ROWS, lambda question: pytest.fail("asked"))
 
@@ -173,7 +175,7 @@ def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
 
     clips = [("x", "1"), ("x", "2"), ("y", "1")]
     questions = [question(*clip, number) for number in range(2) for clip in clips]
-    shares = [[item.id for item in run.of_rank(questions, rank, 2)] for rank in range(2)]
+    shares = [[item.id for item in run.select_for_rank(questions, rank, 2)] for rank in range(2)]
     assert shares == [["x/1/0", "y/1/0", "x/1/1", "y/1/1"], ["x/2/0", "x/2/1"]]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsreason.config.schema_eval import EvalConfig
-from dsreason.evaluation.ask.sampling import sampling
+from dsreason.evaluation.ask.sampling import choose_sampling
 from dsreason.rollout.protocol import Sampling
 from dsreason.text import QuestionKind
 
@@ -25,19 +25,19 @@ def config(answer_type: str, **generation: Any) -> EvalConfig:
 
 
 def test_a_letter_is_the_most_probable_of_ten_tokens() -> None:
-    result = sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
+    result = choose_sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
     assert result == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
 
 
 def test_reasoning_is_drawn_as_cosmos_reason1_does() -> None:
-    result = sampling(config("reasoning"), "multiple_choice")
+    result = choose_sampling(config("reasoning"), "multiple_choice")
     assert result == Sampling(temperature=0.6, top_p=0.95, top_k=0, max_completion_length=1024, seed=7000)
 
 
 def test_what_is_set_is_used() -> None:
     settings = {"temperature": 1.0, "top_p": 0.5, "top_k": 20, "max_tokens": 50}
     penalties = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    assert sampling(config("reasoning", **settings, **penalties), "open") == Sampling(
+    assert choose_sampling(config("reasoning", **settings, **penalties), "open") == Sampling(
         temperature=1.0, top_p=0.5, top_k=20, max_completion_length=50, seed=7000, **penalties
     )
 
@@ -56,7 +56,7 @@ def test_what_is_set_is_used() -> None:
     ],
 )
 def test_texts_have_more_room_than_letters(kind: QuestionKind, given: dict[str, int], tokens: int) -> None:
-    assert sampling(config("letter", **given), kind).max_completion_length == tokens
+    assert choose_sampling(config("letter", **given), kind).max_completion_length == tokens
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_texts_have_more_room_than_letters(kind: QuestionKind, given: dict[str, 
     ],
 )
 def test_each_retry_is_longer_and_hotter(answer_type: str, attempt: int, temperature: float, tokens: int) -> None:
-    result = sampling(config(answer_type), "yes_no", attempt)
+    result = choose_sampling(config(answer_type), "yes_no", attempt)
     assert result.temperature == pytest.approx(temperature)
     assert result.max_completion_length == tokens
     assert result.seed == 7000 + attempt
 
 
 def test_a_retry_is_never_cooler() -> None:
-    assert sampling(config("reasoning", temperature=1.2), "open", attempt=1).temperature == 1.2
+    assert choose_sampling(config("reasoning", temperature=1.2), "open", attempt=1).temperature == 1.2
 
 
 # ---------------------------------------------------------------- as cosmos-reason1's evaluator, with the parser `compat`
@@ -98,7 +98,7 @@ PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_pen
 def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
     attempt: int, temperature: float, tokens: int
 ) -> None:
-    result = sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
+    result = choose_sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
     assert result.temperature == pytest.approx(temperature)
     expected = Sampling(temperature=1.0, top_k=1, max_completion_length=tokens, seed=7000 + attempt)
     assert replace(result, temperature=1.0) == expected
@@ -111,7 +111,9 @@ def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
 def test_compat_reasoning_has_its_penalties_and_a_retry_is_at_most_at_0_9(
     given: float, attempt: int, temperature: float, tokens: int
 ) -> None:
-    result = sampling(compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt)
+    result = choose_sampling(
+        compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt
+    )
     assert result.temperature == pytest.approx(temperature)
     expected = Sampling(temperature=1.0, top_p=0.95, max_completion_length=tokens, seed=7000 + attempt, **PENALTIES)
     assert replace(result, temperature=1.0) == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsreason.evaluation.report.calculate_accuracy import calculate_accuracy
-from dsreason.evaluation.report.score import Mean, Share, clustered_interval, score, share, verdict
+from dsreason.evaluation.report.score import Mean, Proportion, compute_clustered_interval, judge_result, score, share
 from tests.unit.evaluation.made_results import made
 
 WRONG, UNPARSED = {"answer": "B"}, {"answer": ""}
@@ -33,7 +33,7 @@ def test_seven_of_ten_has_wilsons_interval() -> None:
 
 
 def test_nothing_has_no_share() -> None:
-    assert share(0, 0) == Share(0, 0, None, None)
+    assert share(0, 0) == Proportion(0, 0, None, None)
 
 
 def test_what_has_no_answer_is_wrong_over_all_and_left_out_over_answered() -> None:
@@ -65,17 +65,17 @@ def test_clips_are_told_by_their_media_and_rows_without_media_by_themselves() ->
 
 def test_the_clustered_interval_follows_the_spread_between_clips() -> None:
     # mean 1/2, residuals per clip 1, -1, 0: error √(3/2 · 2) / 6; t quantile with 2 degrees of freedom 4.302653
-    result = clustered_interval([1, 1, 0, 0, 1, 0], list("aabbcc"), bounds=(-9, 9))
+    result = compute_clustered_interval([1, 1, 0, 0, 1, 0], list("aabbcc"), bounds=(-9, 9))
     assert result == pytest.approx((0.5 - 4.302653 * 3**0.5 / 6, 0.5 + 4.302653 * 3**0.5 / 6), abs=1e-6)
 
 
 def test_the_clustered_interval_stays_within_its_bounds() -> None:
-    assert clustered_interval([1, 1, 0, 0], list("aabb"), bounds=(0, 1)) == (0, 1)
+    assert compute_clustered_interval([1, 1, 0, 0], list("aabb"), bounds=(0, 1)) == (0, 1)
 
 
 @pytest.mark.parametrize(("values", "clips"), [([1, 0], "aa"), ([1, 1, 1], "abc"), ([1, 0, 1, 0], "aabb")])
 def test_without_spread_between_clips_there_is_no_clustered_interval(values: list[float], clips: str) -> None:
-    assert clustered_interval(values, clips, bounds=(0, 1)) is None
+    assert compute_clustered_interval(values, clips, bounds=(0, 1)) is None
 
 
 # ---------------------------------------------------------------- how it was answered
@@ -86,7 +86,7 @@ def test_without_spread_between_clips_there_is_no_clustered_interval(values: lis
     [({}, "right"), (WRONG, "wrong"), (UNPARSED, "unparsed"), (UNANSWERED, "unanswered")],
 )
 def test_every_result_has_one_verdict(changes: dict[str, Any], expected: str) -> None:
-    assert verdict(made(**changes)) == expected
+    assert judge_result(made(**changes)) == expected
 
 
 def test_unparsed_and_truncated_are_shares_of_the_answers() -> None:

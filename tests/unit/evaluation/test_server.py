@@ -18,8 +18,8 @@ from dsreason.config.schema_eval import ServerConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.evaluation.ask import server
-from dsreason.evaluation.ask.asking import Reply, Request
-from dsreason.evaluation.ask.server import ServerAnswerer, base_url
+from dsreason.evaluation.ask.asking import QuestionRequest, Reply
+from dsreason.evaluation.ask.server import ServerAnswerer, complete_url
 from dsreason.evaluation.types import Question
 from dsreason.rollout.protocol import Sampling
 from tests.unit.evaluation.stand_in import PROXIES, StandIn, chat, serving
@@ -47,9 +47,9 @@ def ask(server: ServerAnswerer, *samples: Sample, sampling: Sampling = SAMPLING)
     return [replies[f"d/{place}/0"] for place in range(len(samples))]
 
 
-def requests_of(samples: Sequence[Sample], sampling: Sampling = SAMPLING) -> list[Request]:
+def requests_of(samples: Sequence[Sample], sampling: Sampling = SAMPLING) -> list[QuestionRequest]:
     return [
-        Request(Question(f"d/{place}/0", "d", str(place), "multiple_choice", sample, "A", {"A": "a"}), sampling)
+        QuestionRequest(Question(f"d/{place}/0", "d", str(place), "multiple_choice", sample, "A", {"A": "a"}), sampling)
         for place, sample in enumerate(samples)
     ]
 
@@ -482,4 +482,4 @@ def test_replies_that_nobody_waits_for_are_not_asked(stand_in: StandIn) -> None:
     ],
 )
 def test_v1_is_meant_where_the_address_has_no_path(given: str, used: str) -> None:
-    assert base_url(given) == used
+    assert complete_url(given) == used

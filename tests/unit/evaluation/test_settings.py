@@ -10,8 +10,8 @@ import pytest
 from dsreason.config.schema_eval import EvalConfig
 from dsreason.errors import ConfigError
 from dsreason.evaluation.report.results import write_text
-from dsreason.evaluation.settings import open_run_folder, trained_vision, vision_note
-from dsreason.models.folder import model_fingerprint
+from dsreason.evaluation.settings import describe_vision_difference, open_run_folder, read_trained_vision
+from dsreason.models.folder import compute_fingerprint
 from tests.unit.evaluation.made_results import made
 
 MODEL = {"name": "m", "fingerprint": "1"}
@@ -138,10 +138,10 @@ def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     middle = b"a" * 100_000 + b"b" + b"a" * 99_999
     for content in (b"a" * 200_000, b"a" * 199_999 + b"b", b"a" * 199_999, middle):
         (tmp_path / "model.safetensors").write_bytes(content)
-        result.add(model_fingerprint(tmp_path))
+        result.add(compute_fingerprint(tmp_path))
     assert len(result) == 4
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    assert model_fingerprint(tmp_path) not in result
+    assert compute_fingerprint(tmp_path) not in result
 
 
 @pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])
@@ -152,12 +152,12 @@ def test_a_model_of_a_run_tells_what_it_was_trained_with(tmp_path: Path, inside:
     model.mkdir(parents=True, exist_ok=True)
     if inside:
         (model / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert trained_vision(model) == {"nframes": 2}
-    note = vision_note(config(model={"path": str(model)}))
+    assert read_trained_vision(model) == {"nframes": 2}
+    note = describe_vision_difference(config(model={"path": str(model)}))
     assert note is not None and "{'nframes': 2}" in note and "{'fps': 4.0}" in note
-    assert vision_note(config(model={"path": str(model)}, vision={"nframes": 2})) is None
+    assert describe_vision_difference(config(model={"path": str(model)}, vision={"nframes": 2})) is None
 
 
 def test_another_model_has_no_such_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    assert trained_vision(tmp_path) is None
+    assert read_trained_vision(tmp_path) is None

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoProcessor
 
 from dsreason.data.prompts import PromptEncoder
 from dsreason.data.types import Sample
-from dsreason.evaluation.timestamps import TimestampEncoder, frame_times, stamp
-from dsreason.families import family_of
-from dsreason.models.mrope import position_ids
+from dsreason.evaluation.timestamps import TimestampEncoder, compute_frame_times, stamp
+from dsreason.families import get_family
+from dsreason.models.mrope import compute_position_ids
 from tests.unit.media.videos import read_number, write_video
 
 
@@ -58,14 +58,14 @@ def test_a_text_that_is_too_wide_is_drawn_smaller(width: int) -> None:
 
 
 def test_times_count_from_the_beginning_of_the_file() -> None:
-    assert frame_times({"frames_indices": [0, 10, 25], "fps": 10.0, "total_num_frames": 16}) == [0.0, 1.0, 2.5]
+    assert compute_frame_times({"frames_indices": [0, 10, 25], "fps": 10.0, "total_num_frames": 16}) == [0.0, 1.0, 2.5]
 
 
 @pytest.fixture(scope="module")
 def encoders(tiny: Path) -> tuple[PromptEncoder, TimestampEncoder]:
     config = AutoConfig.from_pretrained(tiny)
-    family = family_of(config.model_type)
-    positions = partial(position_ids, family.grids, config=config)
+    family = get_family(config.model_type)
+    positions = partial(compute_position_ids, family.grids, config=config)
     processor = AutoProcessor.from_pretrained(tiny)
     return PromptEncoder(processor, family, positions, 4096), TimestampEncoder(processor, family, positions, 4096)
 
@@ -76,7 +76,7 @@ def question(*parts: dict) -> Sample:
 
 def test_an_encoded_video_is_one_row_of_tokens_higher(encoders, tmp_path) -> None:
     bare, stamping = encoders
-    factor = bare._limits("video").factor
+    factor = bare._get_pixel_limits("video").factor
     sample = question({"type": "video", "video": str(write_video(tmp_path / "a.mp4", 40)), "fps": 2})
     plain, stamped = bare.encode_prompt(sample), stamping.encode_prompt(sample)
     frames, with_border = plain.media[0][0], stamped.media[0][0]
@@ -94,7 +94,7 @@ def test_a_trimmed_video_shows_the_times_of_the_file(encoders, tmp_path) -> None
     path = write_video(tmp_path / "a.mp4", 60)  # 10 frames a second, each shows its number
     part = {"type": "video", "video": str(path), "nframes": 2, "video_start": 2.0, "video_end": 4.5}
     frames, _ = encoders[1].encode_prompt(question(part)).media[0]
-    border = encoders[1]._limits("video").factor
+    border = encoders[1]._get_pixel_limits("video").factor
     bare = frames[:, :-border]
     assert [read_number(frame) for frame in bare] == [20, 45]
     assert np.array_equal(frames, stamp(bare, [2.0, 4.5], border=border))

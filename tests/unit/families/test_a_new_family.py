@@ -18,14 +18,14 @@ from dsreason.data.collate import collate
 from dsreason.data.messages import check_text
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, DataError
-from dsreason.families import FAMILIES, family_of
+from dsreason.families import FAMILIES, get_family
 from dsreason.families.family import Family, Tiny, Tokens, Vision
-from dsreason.families.qwen3_vl import QWEN3_VL, tiny_processor
+from dsreason.families.qwen3_vl import QWEN3_VL, build_tiny_processor
 from dsreason.models.load import load_model, resolve_model
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
-from dsreason.monitor.flops import model_flops
-from dsreason.rollout.protocol import media_token_ids
+from dsreason.monitor.flops import compute_model_flops
+from dsreason.rollout.protocol import find_media_token_ids
 from tests.unit.media.videos import write_video
 
 
@@ -52,7 +52,7 @@ def toy_processor(tokenizer: Any, unit: int, patches: dict[str, int]) -> Any:
             "vision_end_token": "</see>",
         }
     )
-    return tiny_processor(tokenizer, unit, patches)
+    return build_tiny_processor(tokenizer, unit, patches)
 
 
 TOY = Family(
@@ -117,9 +117,9 @@ def sample(tmp_path: Path) -> Sample:
 
 
 def test_it_is_found_by_its_model_type_and_named_among_the_supported(toy: Family) -> None:
-    assert family_of("toy_vl") is toy
+    assert get_family("toy_vl") is toy
     with pytest.raises(CheckpointError, match=r"Toy-VL \(toy_vl\)"):
-        family_of("other_vl")
+        get_family("other_vl")
 
 
 def test_without_the_line_it_is_refused(tmp_path: Path) -> None:
@@ -154,13 +154,13 @@ def test_a_message_that_holds_its_tokens_is_refused(encoder: Encoder, sample: Sa
 
 @pytest.mark.parametrize(("kind", "placeholder"), [("image", "<pic>"), ("video", "<clip>")])
 def test_dummies_of_idle_ranks_stand_between_its_marks(encoder: Encoder, kind: Any, placeholder: str) -> None:
-    text = encoder.processor.tokenizer.decode(encoder.dummy(kind).input_ids)
+    text = encoder.processor.tokenizer.decode(encoder.build_dummy(kind).input_ids)
     assert text.startswith("<see>") and text.endswith("</see>") and placeholder in text
 
 
 def test_its_media_tokens_are_never_sampled(encoder: Encoder, toy: Family) -> None:
     tokenizer = encoder.processor.tokenizer
-    banned = tokenizer.convert_ids_to_tokens(media_token_ids(tokenizer, toy))
+    banned = tokenizer.convert_ids_to_tokens(find_media_token_ids(tokenizer, toy))
     assert set(banned) == {"<pic>", "<clip>", "<see>", "</see>"}
 
 
@@ -171,5 +171,5 @@ def test_its_model_trains_and_its_flops_are_counted(folder: Path, encoder: Encod
     logprobs.sum().backward()
     assert logprobs.shape == (len(batch.targets),)
     assert model.get_submodule("model.visual").patch_embed.proj.weight.grad.abs().sum() > 0
-    flops = model_flops(model)
+    flops = compute_model_flops(model)
     assert min(flops.vision_patch, flops.vision_merged_token, flops.text_token, flops.head_token) > 0

@@ -12,17 +12,17 @@ from transformers import AutoModelForImageTextToText
 
 from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_lora import LoRAConfig
-from dsreason.data.collate import collate, joined, pack
+from dsreason.data.collate import collate, join_parent, pack
 from dsreason.data.sources import open_datasets
 from dsreason.errors import CheckpointError
 from dsreason.families import FAMILIES
 from dsreason.models.load import load_model
-from dsreason.models.lora import adapted_layers
+from dsreason.models.lora import find_adapted_layers
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
 from dsreason.models.tiny import build_tiny
-from dsreason.rollout.protocol import single_turn
-from dsreason.train.grpo.rollouts import Rollout, training_sample
+from dsreason.rollout.protocol import make_single_turn
+from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 from tests.integration.rows import write_mixed_rows
 
 FAMILY = FAMILIES["cosmos3_omni"]
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_names_lead_there_and_back() -> None:
     for published, in_memory in NAMES.items():
         assert FAMILY.rename(published) == in_memory
-        assert FAMILY.exported_name(in_memory) == published
+        assert FAMILY.to_exported_name(in_memory) == published
         assert FAMILY.rename(in_memory) == in_memory  # folders that have these already
 
 
@@ -123,13 +123,13 @@ def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(fol
             torch.testing.assert_close(policy(batch), torch.cat(expected), rtol=0, atol=5e-6)
         prompt = encoder.encode_prompt(samples[2])
         answers = [
-            training_sample(Rollout(prompt, single_turn(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
+            build_training_sample(Rollout(prompt, make_single_turn(ids, "", (0.0,) * len(ids), "stop", 0), 0.0, {}))
             for ids in ((5, 6, 7), (8, 9))
         ]
-        apart = torch.cat([policy(pack([joined(item)])) for item in answers])
+        apart = torch.cat([policy(pack([join_parent(item)])) for item in answers])
         torch.testing.assert_close(policy(pack(answers)), apart, rtol=0, atol=5e-6)
 
 
 def test_adapters_go_into_its_layers(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
-    assert len(adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
+    assert len(find_adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.families import FAMILIES, family_of
+from dsreason.families import FAMILIES, get_family
 
 
 def test_unsupported_model_type_names_the_supported_ones() -> None:
     with pytest.raises(CheckpointError, match=r"'qwen2_vl' is not supported.*Qwen2\.5-VL \(qwen2_5_vl\).*qwen3_vl"):
-        family_of("qwen2_vl")
+        get_family("qwen2_vl")
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_family_is_found_by_model_type(model_type: str) -> None:
-    assert family_of(model_type).model_type == model_type
+    assert get_family(model_type).model_type == model_type
 
 
 @pytest.mark.parametrize(

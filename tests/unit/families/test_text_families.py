@@ -14,7 +14,7 @@ from dsreason.data.micro_batches import align_batches
 from dsreason.data.types import Sample
 from dsreason.errors import CheckpointError, ConfigError, DataError
 from dsreason.models.load import load_model
-from dsreason.models.lora import adapted_layers
+from dsreason.models.lora import find_adapted_layers
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import load_processor, open_encoder
 from dsreason.models.tiny import build_tiny
@@ -64,7 +64,7 @@ def test_ranks_without_rows_need_no_media(encoder: Encoder) -> None:
 
 
 def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, encoder: Encoder) -> None:
-    from dsreason.train.grpo.rollouts import Rollout, training_sample
+    from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 
     tokenizer = load_processor(folder).tokenizer
     engine = TransformersEngine(folder, tokenizer, dtype=torch.float32, device=torch.device("cpu"))
@@ -73,7 +73,7 @@ def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, 
     sampling = Sampling(temperature=0.8, max_completion_length=6, seed=1)
     completions = engine.generate(prompts, sampling, version=0, streams=[0, 1])
     rollouts = [Rollout(prompt, item, 0.0, {}) for prompt, item in zip(prompts, completions, strict=True)]
-    batch = pack([training_sample(rollout) for rollout in rollouts])
+    batch = pack([build_training_sample(rollout) for rollout in rollouts])
     policy = Policy(load_model(folder, dtype=torch.float32))
     logprobs = policy(batch, 0.8, torch.as_tensor(engine.banned_ids))
     drawn = [value for completion in completions for value in completion.logprobs]
@@ -82,9 +82,9 @@ def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, 
 
 def test_adapters_go_into_its_layers_and_not_into_a_tower_it_has_not(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
-    assert len(adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
+    assert len(find_adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
     with pytest.raises(ConfigError, match=r"lora\.vision is true, but Qwen.* has no vision tower"):
-        adapted_layers(model, LoRAConfig(rank=4, vision=True))
+        find_adapted_layers(model, LoRAConfig(rank=4, vision=True))
 
 
 def test_a_folder_without_a_chat_template_is_refused(folder: Path, tmp_path: Path) -> None:

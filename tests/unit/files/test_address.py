@@ -11,7 +11,7 @@ from dsreason.config.schema_data import SourceConfig
 from dsreason.data.sources import open_source
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.address import HubAddress, S3Address, UploadAddress, parse_s3, parse_target
-from dsreason.secrets import hidden, hide_secrets, without_credentials
+from dsreason.secrets import hide_in_json, hide_secrets, mask_credentials
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"])
 def test_every_token_is_hidden_in_lists_and_tables_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "sentinel")
-    assert hidden({"a": ["--set", "b=sentinel"], "n": 1}) == {"a": ["--set", f"b=<{name}>"], "n": 1}
+    assert hide_in_json({"a": ["--set", "b=sentinel"], "n": 1}) == {"a": ["--set", f"b=<{name}>"], "n": 1}
 
 
 def test_a_value_that_would_be_found_everywhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_secrets_of_a_known_form_are_hidden(text: str, shown: str) -> None:
     ],
 )
 def test_credentials_in_addresses_are_hidden_and_nothing_else(text: str, shown: str) -> None:
-    assert without_credentials(text) == shown
+    assert mask_credentials(text) == shown
 
 
 def test_the_configuration_checks_where_to_upload() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsreason.files import atomic
-from dsreason.files.atomic import build_once, draft_of, write_file
+from dsreason.files.atomic import build_once, open_draft, write_file
 
 
 def names(folder: Path) -> list[str]:
@@ -26,7 +26,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, content: str | bytes, exp
 
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("old")
-    with pytest.raises(ZeroDivisionError), draft_of(tmp_path / "a.json") as draft:
+    with pytest.raises(ZeroDivisionError), open_draft(tmp_path / "a.json") as draft:
         draft.write_text("half")
         raise ZeroDivisionError
     assert (tmp_path / "a.json").read_text() == "old"
@@ -34,7 +34,7 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 
 
 def test_two_drafts_of_one_file_are_apart_and_the_last_stays(tmp_path: Path) -> None:
-    with draft_of(tmp_path / "a") as first, draft_of(tmp_path / "a") as second:
+    with open_draft(tmp_path / "a") as first, open_draft(tmp_path / "a") as second:
         first.write_text("first")
         second.write_text("second")
     assert (tmp_path / "a").read_text() == "first"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.files.archives import media_cache
-from dsreason.files.cache import cache_dir
+from dsreason.files.archives import get_media_cache
+from dsreason.files.cache import get_cache_dir
 
 VARIABLES = ("DSREASON_CACHE", "COSMOS_CACHE", "XDG_CACHE_HOME")
 
@@ -31,4 +31,4 @@ def test_cosmos_cache_names_the_folder_of_all_caches_and_dsreason_cache_another_
     monkeypatch.setenv("HOME", "/me")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (cache_dir(), media_cache()) == (Path(caches), Path(media))
+    assert (get_cache_dir(), get_media_cache()) == (Path(caches), Path(media))

@@ -21,7 +21,7 @@ from dsreason.config.output import check_output_dir
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import ConfigError, Stopped
 from dsreason.files import lock
-from dsreason.files.lock import FolderLock, Holder, start_time, this_process
+from dsreason.files.lock import FolderLock, Holder, describe_process, read_start_time
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def holder_of(pid: int) -> Holder:
-    return replace(this_process(), pid=pid, started=start_time(pid) or "")
+    return replace(describe_process(), pid=pid, started=read_start_time(pid) or "")
 
 
 def write_lock(folder: Path, holder: Holder) -> Path:
@@ -78,7 +78,7 @@ def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.
     os.kill(other.pid, signal.SIGKILL)
     if reaped:
         other.wait()
-    while start_time(other.pid) is not None:
+    while read_start_time(other.pid) is not None:
         time.sleep(0.01)
     check_output_dir(tmp_path, SFTConfig(), "auto")
     with FolderLock(pytest.fail) as folder_lock:
@@ -87,7 +87,7 @@ def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.
 
 
 def test_another_process_of_the_same_number_does_not_hold_a_lock(tmp_path: Path) -> None:
-    write_lock(tmp_path, replace(this_process(), started="1"))
+    write_lock(tmp_path, replace(describe_process(), started="1"))
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.take(tmp_path)
 
@@ -105,17 +105,17 @@ LOCKS: dict[str, str | dict[str, object]] = {
 @pytest.mark.parametrize("kind", LOCKS)
 def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: str) -> None:
     file, content = tmp_path / ".lock", LOCKS[kind]
-    file.write_text(content if isinstance(content, str) else json.dumps(asdict(this_process()) | content))
+    file.write_text(content if isinstance(content, str) else json.dumps(asdict(describe_process()) | content))
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.take(tmp_path)
-        assert json.loads(file.read_text()) == asdict(this_process()) | {
+        assert json.loads(file.read_text()) == asdict(describe_process()) | {
             "since": json.loads(folder_lock.content)["since"]
         }
 
 
 def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
-    write_lock(tmp_path, replace(this_process(), machine="another"))
+    write_lock(tmp_path, replace(describe_process(), machine="another"))
     stopped = pytest.raises(
         Stopped, match=r"stopped by SIGTERM while it waited to see whether the holder of .*\.lock is alive"
     )
@@ -124,15 +124,15 @@ def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, m
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:
-    file = write_lock(tmp_path, replace(this_process(), host="node-7", machine="another", pid=99))
+    file = write_lock(tmp_path, replace(describe_process(), host="node-7", machine="another", pid=99))
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.content = file.read_text()
-        threading.Thread(target=folder_lock._heartbeat, args=(file,), daemon=True).start()
+        threading.Thread(target=folder_lock._run_heartbeat, args=(file,), daemon=True).start()
         assert "is in use by process 99 on node-7" in refused(tmp_path)
 
 
 def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path: Path) -> None:
-    file = write_lock(tmp_path, replace(this_process(), machine="another"))
+    file = write_lock(tmp_path, replace(describe_process(), machine="another"))
     threading.Timer(0.2, file.unlink).start()
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.take(tmp_path)
@@ -141,7 +141,7 @@ def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path
 @pytest.mark.parametrize("left", ["nothing", "of a killed job"])
 def test_of_many_at_once_one_gets_the_folder(tmp_path: Path, left: str) -> None:
     if left != "nothing":
-        write_lock(tmp_path, replace(this_process(), started="1"))
+        write_lock(tmp_path, replace(describe_process(), started="1"))
     locks = [FolderLock(pytest.fail) for _ in range(8)]
 
     def take(mine: FolderLock) -> bool:
@@ -161,7 +161,7 @@ def test_a_job_that_another_one_took_for_gone_is_told_and_leaves_the_lock(tmp_pa
     lost: list[str] = []
     with FolderLock(lambda error: lost.append(str(error))) as folder_lock:
         folder_lock.take(tmp_path)
-        file = write_lock(tmp_path, replace(this_process(), host="node-7", pid=99))
+        file = write_lock(tmp_path, replace(describe_process(), host="node-7", pid=99))
         while not lost:
             time.sleep(0.01)
     assert "is in use by process 99 on node-7" in lost[0]

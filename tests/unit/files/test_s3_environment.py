@@ -50,7 +50,7 @@ def test_cosmos_variables_are_read_where_aws_names_no_keys(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     calls: list[Any] = []
-    monkeypatch.setattr(s3, "_client", lambda process, *rest: calls.append(rest))
+    monkeypatch.setattr(s3, "_create_client", lambda process, *rest: calls.append(rest))
     s3.connect()
     assert calls == [(endpoint, region, s3.READ_LIMIT_S, *keys)]
 
@@ -91,9 +91,9 @@ def test_boto3_signs_with_cosmos_keys(monkeypatch: pytest.MonkeyPatch, environme
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    s3._client.cache_clear()
+    s3._create_client.cache_clear()
     client = s3.connect()
-    s3._client.cache_clear()
+    s3._create_client.cache_clear()
     assert client.meta.endpoint_url == "https://store"
     assert client.meta.region_name == "here"
     assert "Credential" in (url := client.generate_presigned_url("get_object", Params={"Bucket": "b", "Key": "k"})) or (

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dsreason.errors import DsReasonError
-from dsreason.monitor.memory import status_bytes
+from dsreason.monitor.memory import read_status_bytes
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def _run(function: Callable[[], object], writer: int) -> NoReturn:
     torch.set_num_threads(1)  # OpenMP's threads are not here after a fork
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     signal.alarm(WALL_SECONDS)
-    limit = status_bytes("VmSize") + MEMORY_BYTES
+    limit = read_status_bytes("VmSize") + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         outcome = function(), None, ""

@@ -13,7 +13,7 @@ import pytest
 
 from dsreason.errors import DataError, StorageError
 from dsreason.files import archives
-from dsreason.files.archives import embedded_file, extract, unpack
+from dsreason.files.archives import extract, unpack, write_embedded
 from tests.disks import set_read_only, small_disk
 from tests.unit.hostile.guard import guarded, listing, refused
 from tests.unit.hostile.inputs import damaged, escape_by_links, header, member, tar_of, zip_of
@@ -176,13 +176,13 @@ def test_random_damage_is_an_error_or_harmless(here: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("suffix", ["." + "x" * 5000, ".a\0b", "./../x", ". png"])
 def test_the_ending_of_embedded_media_may_be_anything(here: Path, suffix: str) -> None:
-    file = guarded(lambda: embedded_file(b"content", suffix))
+    file = guarded(lambda: write_embedded(b"content", suffix))
     assert file.parent.parent == here / "cache" / "media" and file.suffix == ""
     assert file.read_bytes() == b"content"
 
 
 def test_embedded_media_must_be_bytes() -> None:
-    refused(lambda: embedded_file("text"), DataError, "must be bytes, but is str")  # type: ignore[arg-type]
+    refused(lambda: write_embedded("text"), DataError, "must be bytes, but is str")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
@@ -196,7 +196,7 @@ def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
         with pytest.raises(
             StorageError, match=rf"^{disk}/media/\w\w/\w+.png: cannot be written: .*{reason}.*COSMOS_CACHE"
         ):
-            embedded_file(bytes(2_000_000), ".png")
+            write_embedded(bytes(2_000_000), ".png")
         assert listing(disk) == {}
         assert list(disk.glob("media/*/*")) == []
 

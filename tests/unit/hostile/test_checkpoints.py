@@ -23,14 +23,14 @@ from dsreason.checkpoints.checkpoint_folder import (
     check_sizes,
     choose_checkpoint,
     delete_folder,
+    finish_interrupted,
     read_checkpoint,
     read_state,
-    recover,
     write_marker,
 )
 from dsreason.checkpoints.export import export_checkpoint
 from dsreason.checkpoints.rng import load_rng_state
-from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, checkpoint_tensors
+from dsreason.checkpoints.shards import UNREADABLE, assemble, check_names, iter_checkpoint_tensors
 from dsreason.errors import CheckpointError
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import damaged, safetensors, tensor
@@ -77,7 +77,7 @@ def mark(folder: Path) -> None:
 
 
 def tensors(checkpoint: Path) -> dict[str, list[Any]]:
-    return {name: values.tolist() for name, values in checkpoint_tensors(checkpoint, read_state(checkpoint))}
+    return {name: values.tolist() for name, values in iter_checkpoint_tensors(checkpoint, read_state(checkpoint))}
 
 
 def test_the_checkpoint_itself_can_be_read(checkpoint: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_state_with_all_that_a_run_writes_is_read(checkpoint: Path, saved: dic
 @pytest.mark.parametrize("name", [".saving_step_2", ".saving_step_x", ".saving_step_01"])
 def test_what_was_being_saved_under_the_name_of_another_step_is_thrown_away(checkpoint: Path, name: str) -> None:
     partial = checkpoint.rename(checkpoint.with_name(name))
-    assert guarded(lambda: recover(partial.parent)) == []
+    assert guarded(lambda: finish_interrupted(partial.parent)) == []
     assert not partial.exists()
 
 
@@ -298,7 +298,7 @@ def test_what_was_being_saved_with_such_a_state_is_thrown_away(
     (checkpoint / "trainer_state.json").write_text(json.dumps(saved | change))
     (checkpoint / "COMPLETE").unlink()
     partial = checkpoint.rename(checkpoint.with_name(".saving_step_1"))
-    assert guarded(lambda: recover(partial.parent)) == []
+    assert guarded(lambda: finish_interrupted(partial.parent)) == []
     assert not partial.exists()
 
 
@@ -472,6 +472,6 @@ def test_a_checkpoint_of_before_there_were_digests_is_complete(checkpoint: Path)
 def test_what_is_deleted_is_a_link_and_not_where_it_leads(here: Path, link: str) -> None:
     for target in (here.parent / "outside", here / "nowhere"):
         (here / link).symlink_to(target)
-        recover(here)
+        finish_interrupted(here)
         delete_folder(here / "step_1")
         assert [path.name for path in here.iterdir()] == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.model_card import model_card
-from dsreason.cli.job import _checkpoints_in, _resume_at
+from dsreason.checkpoints.model_card import build_model_card
+from dsreason.cli.job import _list_checkpoints, _resume_at
 from dsreason.evaluation.ask.models import run_weights
 from dsreason.train.common.saving import is_outdated
 
@@ -28,7 +28,7 @@ def write_checkpoint(run: Path, step: int, time: float) -> None:
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_restart_goes_on_from_what_the_job_itself_has_saved(here: Path, time: float, step: int) -> None:
     write_checkpoint(here, 2, FUTURE)
-    before = _checkpoints_in(here)
+    before = _list_checkpoints(here)
     assert _resume_at(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
     write_checkpoint(here, step, time)
     assert _resume_at(1, "other/checkpoints/step_1", here, before) == "auto"
@@ -44,7 +44,7 @@ def write_export(run: Path, step: int, time: float) -> Path:
     """The final one of a run that had nothing else to tell."""
     final = run / "export" / "final"
     final.mkdir(parents=True)
-    (final / "README.md").write_text(model_card(run, step, dtype="bf16"))
+    (final / "README.md").write_text(build_model_card(run, step, dtype="bf16"))
     (final / "config.json").write_text("{}")
     os.utime(final / "config.json", (time, time))
     return final

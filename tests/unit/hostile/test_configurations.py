@@ -139,7 +139,7 @@ def test_an_override_that_cannot_be_parsed(value: str) -> None:
 
 @pytest.mark.parametrize("name", ["\N{GRINNING FACE}", "a\x7fb", 'a"b\\n', "a\n\tb", "é", ""])
 def test_a_name_that_an_option_gives_stays_what_it_is(name: str) -> None:
-    assert parse_override(f"output_dir={load.as_toml(name)}").value == name
+    assert parse_override(f"output_dir={load.to_toml(name)}").value == name
 
 
 # ---------------------------------------------------------------- what DeepSpeed would do with it

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dsreason.checkpoints.export import appearing_folder
+from dsreason.checkpoints.export import write_folder_atomically
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.evaluation.settings import delete
 from dsreason.files.disk import remove
 from dsreason.job.logs import setup_logs
 from dsreason.monitor.sinks.json_lines import JSONLines
-from dsreason.storage.package import opened_package
+from dsreason.storage.package import open_package_or_logs
 from dsreason.train.common.answers import write_rows
 
 
@@ -86,7 +86,7 @@ def test_nothing_is_deleted_where_there_is_nothing(here: Path) -> None:
 def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, flag: Path) -> None:
     (here / "disk" / "empty").mkdir(parents=True)
     (here / "export").symlink_to(here / "disk" / "empty")
-    with appearing_folder(here / "export") as partial:
+    with write_folder_atomically(here / "export") as partial:
         (partial / "config.json").write_text("{}")
     assert (here / "export").is_symlink()
     assert (here / "disk" / "empty" / "config.json").exists()
@@ -94,7 +94,7 @@ def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, fla
 
 def test_an_export_appears_where_a_link_leads_to_a_folder_to_be_made(here: Path, flag: Path) -> None:
     (here / "export").symlink_to(here / "disk" / "new")
-    with appearing_folder(here / "export") as partial:
+    with write_folder_atomically(here / "export") as partial:
         (partial / "config.json").write_text("{}")
     assert (here / "export").is_symlink()
     assert (here / "disk" / "new" / "config.json").exists()
@@ -102,7 +102,7 @@ def test_an_export_appears_where_a_link_leads_to_a_folder_to_be_made(here: Path,
 
 def test_an_export_is_not_written_into_a_link_at_its_temporary_name(here: Path, flag: Path) -> None:
     (here / ".final.partial").symlink_to(flag.parent)
-    with appearing_folder(here / "final") as partial:
+    with write_folder_atomically(here / "final") as partial:
         (partial / "config.json").write_text("{}")
     assert [path.name for path in here.iterdir()] == ["final"]
 
@@ -114,7 +114,10 @@ def test_logs_are_not_sent_with_what_a_link_in_them_leads_to(link: str, here: Pa
     (here / "metrics.jsonl").write_text("{}")
     (here / link).unlink(missing_ok=True)
     (here / link).symlink_to(flag)
-    with pytest.raises(CheckpointError, match=f"{here / link}: is a link to {flag}"), opened_package(here / "logs"):
+    with (
+        pytest.raises(CheckpointError, match=f"{here / link}: is a link to {flag}"),
+        open_package_or_logs(here / "logs"),
+    ):
         pytest.fail("it was copied")
 
 
@@ -123,5 +126,5 @@ def test_logs_are_sent_where_their_folder_is_a_link_that_a_person_made(here: Pat
     (here / "disk" / "rank_0.log").write_text("x")
     (here / "logs").symlink_to("disk")
     (here / "metrics.jsonl").write_text("{}")
-    with opened_package(here / "logs") as package:
+    with open_package_or_logs(here / "logs") as package:
         assert package.files == {"rank_0.log": 1, "metrics.jsonl": 2}

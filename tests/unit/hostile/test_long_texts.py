@@ -14,12 +14,12 @@ from typing import Any, get_args
 import pytest
 
 from dsreason.answers.parsing import parse
-from dsreason.data.options import listed_options, option_letter
+from dsreason.data.options import find_option_letter, parse_listed_options
 from dsreason.data.types import Sample
 from dsreason.rewards import BUILT_IN
 from dsreason.rewards.latex import normalise
-from dsreason.screen import visible
-from dsreason.secrets import without_credentials
+from dsreason.screen import escape_control
+from dsreason.secrets import mask_credentials
 from dsreason.text import QuestionKind, split_response
 from tests.fuzz.fuzzing import within_time
 
@@ -46,7 +46,7 @@ def rewarding(name: str) -> Callable[[str], object]:
 
 
 def one_option(text: str) -> object:
-    return listed_options(f"Which?\n(A) left{text[:900]}x\n(B) right")
+    return parse_listed_options(f"Which?\n(A) left{text[:900]}x\n(B) right")
 
 
 READERS: dict[str, Callable[[str], object]] = {
@@ -57,11 +57,11 @@ READERS: dict[str, Callable[[str], object]] = {
     **{f"reward: {name}": rewarding(name) for name in REFERENCES},
     "reward: direct_math": normalise,
     "judge": importlib.import_module("dsreason.rewards.judge").plain_score,
-    "options of a question": listed_options,
+    "options of a question": parse_listed_options,
     "separators in a question": one_option,
-    "letter of an answer": lambda text: option_letter(text, OPTIONS),
-    "screen": visible,
-    "credentials": without_credentials,
+    "letter of an answer": lambda text: find_option_letter(text, OPTIONS),
+    "screen": escape_control,
+    "credentials": mask_credentials,
 }
 BEGINNINGS = [
     *(

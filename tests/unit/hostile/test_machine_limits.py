@@ -17,8 +17,8 @@ from dsreason.data import rows
 from dsreason.data.rows import JsonLinesRows, JsonListRows
 from dsreason.errors import ConfigError, DataError, DsReasonError, SaveError, StorageError
 from dsreason.evaluation.infer import read_prompts
-from dsreason.files.cache import cache_errors
-from dsreason.job.failures import dead_worker, error_for_people
+from dsreason.files.cache import convert_cache_errors
+from dsreason.job.failures import describe_dead_worker, to_readable_error
 from dsreason.models.processors import template
 from dsreason.world.data.prompts import read_prompts as read_world_prompts
 from tests.integration.command import COMMAND
@@ -61,7 +61,7 @@ def test_a_limit_is_told_as_such(
     error: Exception, given: dict[str, int], kind: type[DsReasonError], words: list[str], limits: Callable[..., None]
 ) -> None:
     limits(**given)
-    message = error_for_people(error)
+    message = to_readable_error(error)
     assert type(message) is kind
     assert all(word in str(message) for word in words), message
     assert "\n" not in str(message)
@@ -69,7 +69,7 @@ def test_a_limit_is_told_as_such(
 
 def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() -> None:
     def save() -> None:
-        with cache_errors(Path("/cache/tiny"), "DSREASON_CACHE"):
+        with convert_cache_errors(Path("/cache/tiny"), "DSREASON_CACHE"):
             raise FULL_IN_RUST
 
     refused(save, StorageError, "/cache/tiny: cannot be written", "No space left on device", "DSREASON_CACHE")
@@ -77,21 +77,21 @@ def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() ->
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("memory"), DataError("a.png: Too many open files")], ids=str)
 def test_other_errors_stay_as_they_are(error: Exception) -> None:
-    assert error_for_people(error) is error
+    assert to_readable_error(error) is error
 
 
 def test_a_dead_worker_may_have_met_the_limit_of_files(limits: Callable[..., None]) -> None:
     limits(FSIZE=10240)
-    assert "files, and what a worker hands over, are limited to 10240 bytes here (ulimit -f)" in dead_worker()
+    assert "files, and what a worker hands over, are limited to 10240 bytes here (ulimit -f)" in describe_dead_worker()
 
 
 def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> None:
-    assert template.memory_limit() == template.MEMORY_BYTES
-    limits(AS=template.address_space() + 200 * MIB)
-    assert 100 * MIB < template.memory_limit() <= 200 * MIB
-    limits(AS=template.address_space() + 10 * MIB)
+    assert template.compute_memory_limit() == template.MEMORY_BYTES
+    limits(AS=template.read_address_space() + 200 * MIB)
+    assert 100 * MIB < template.compute_memory_limit() <= 200 * MIB
+    limits(AS=template.read_address_space() + 10 * MIB)
     with pytest.raises(ConfigError, match=r"ulimit -v: \d+ MiB of address space for a process leave \d+ MiB"):
-        template.memory_limit()
+        template.compute_memory_limit()
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from dsreason.data.loader import in_workers
+from dsreason.data.loader import run_in_workers
 from dsreason.errors import ConfigError, DataError
 from dsreason.media import time_limit
 from dsreason.media.images import load_image, probe_image
-from dsreason.media.videos import codec_threads, load_video, probe_video
-from dsreason.tools.datasets.cutting import timing
+from dsreason.media.videos import count_codec_threads, load_video, probe_video
+from dsreason.tools.datasets.cutting import read_timing
 from dsreason.tools.datasets.processes import run_tasks
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import chunk, png
@@ -55,7 +55,7 @@ READ_IN_PIECES: dict[str, Callable[[], bytes]] = {
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is over its limit as soon as it is opened."""
-    monkeypatch.setattr(time_limit, "seconds_of", lambda file: 0.0)
+    monkeypatch.setattr(time_limit, "compute_seconds", lambda file: 0.0)
 
 
 @pytest.mark.usefixtures("no_time")
@@ -67,7 +67,9 @@ def test_an_image_ends_at_its_limit(here: Path, name: str) -> None:
 
 @pytest.mark.usefixtures("no_time")
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "ts", "avi"])
-@pytest.mark.parametrize("use", [probe_video, lambda file: load_video(file, [9]), timing], ids=["probe", "load", "cut"])
+@pytest.mark.parametrize(
+    "use", [probe_video, lambda file: load_video(file, [9]), read_timing], ids=["probe", "load", "cut"]
+)
 def test_a_video_ends_at_its_limit(here: Path, suffix: str, use: Callable[[Path], object]) -> None:
     write_video(here / f"a.{suffix}", codec="mpeg4" if suffix == "avi" else "libx264")
     refused(lambda: use(here / f"a.{suffix}"), DataError, f"a.{suffix}", *WORDS)
@@ -82,7 +84,7 @@ def test_a_data_worker_refuses_the_file_and_goes_on(here: Path) -> None:
             probe_video(here / "a.mkv")
         return task
 
-    assert guarded(lambda: list(in_workers(read, [1, 2], workers=1))) == [1, 2]
+    assert guarded(lambda: list(run_in_workers(read, [1, 2], workers=1))) == [1, 2]
 
 
 def endless(task: object) -> None:
@@ -97,14 +99,14 @@ def endless(task: object) -> None:
 @pytest.fixture
 def impatient(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "a.mp4").write_bytes(bytes(9))
-    monkeypatch.setattr(time_limit, "seconds_of", lambda file: 0.0)
+    monkeypatch.setattr(time_limit, "compute_seconds", lambda file: 0.0)
     monkeypatch.setattr(time_limit, "ENDLESS", 0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_data_worker_in_an_endless_call_ends_and_names_the_file() -> None:
     with pytest.raises(DataError, match="^a.mp4: reading it took"):
-        guarded(lambda: next(in_workers(endless, [0], workers=1)))
+        guarded(lambda: next(run_in_workers(endless, [0], workers=1)))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -144,12 +146,12 @@ def frugal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("frugal")
 def test_a_data_worker_that_grows_ends_and_names_the_file() -> None:
     with pytest.raises(DataError, match="^a.mp4: reading it took more than 100 MiB of memory; save it again"):
-        guarded(lambda: next(in_workers(hungry, [0], workers=1)))
+        guarded(lambda: next(run_in_workers(hungry, [0], workers=1)))
 
 
 @pytest.mark.usefixtures("frugal")
 def test_a_process_that_does_other_things_beside_may_grow_by_half_of_the_memory() -> None:
-    assert time_limit.may_grow_by() == psutil.virtual_memory().total // 2
+    assert time_limit.compute_max_growth() == psutil.virtual_memory().total // 2
     with time_limit.time_limit(Path("a.mp4")):
         used = b"x" * (200 << 20)
         time.sleep(3 * time_limit.TICK)
@@ -162,20 +164,20 @@ def test_padding_buys_an_image_no_time(here: Path, padding: str) -> None:
     os.truncate(here / "a.ppm", 20 * 2**30 if padding == "holes" else 3000)
     most = 1000 if padding == "bytes" else 10**9
     with time_limit.time_limit(here / "a.ppm", most=most):
-        (limit,) = time_limit._limits.values()
+        (limit,) = time_limit._get_pixel_limits.values()
         assert limit.seconds == pytest.approx(30, abs=0.1)
-    assert time_limit.size_on_disk(here / "a.ppm") <= 8192
+    assert time_limit.get_size_on_disk(here / "a.ppm") <= 8192
 
 
 def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (here / "a.mp4").open("wb") as file:
         file.truncate(5_000_000)
-    assert time_limit.seconds_of(5_000_000) == 80
+    assert time_limit.compute_seconds(5_000_000) == 80
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "600")
-    assert time_limit.seconds_of(5_000_000) == 650
+    assert time_limit.compute_seconds(5_000_000) == 650
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "long")
     with pytest.raises(ConfigError, match="DSREASON_MEDIA_SECONDS=long: must be a whole number of seconds"):
-        time_limit.seconds_of(5_000_000)
+        time_limit.compute_seconds(5_000_000)
 
 
 def test_a_limit_that_is_no_number_is_no_fault_of_the_picture(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +190,6 @@ def test_each_file_has_its_own_limit_and_other_threads_have_one_codec_thread(her
     (here / "a.png").write_bytes(png(4, 4))
     with time_limit.time_limit(here / "a.png"):
         assert probe_image(here / "a.png") == (4, 4)
-        assert len(time_limit._limits) == 1
-    assert time_limit._limits == {}
-    assert codec_threads() >= 1
+        assert len(time_limit._get_pixel_limits) == 1
+    assert time_limit._get_pixel_limits == {}
+    assert count_codec_threads() >= 1

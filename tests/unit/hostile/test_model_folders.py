@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.models.load import model_config
+from dsreason.models.load import read_model_config
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
-from dsreason.rollout.transformers_engine import stop_token_ids
+from dsreason.rollout.transformers_engine import read_stop_token_ids
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import change_json
 
@@ -55,7 +55,7 @@ def test_a_size_that_no_model_has_is_refused_by_its_name(
     (here / "model").mkdir()
     (here / "model/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError) as error:
-        guarded(lambda: model_config(here / "model"))
+        guarded(lambda: read_model_config(here / "model"))
     assert str(error.value).startswith(f"{here / 'model'}: config.json ")
     assert name in str(error.value)
     assert len(str(error.value)) < 1000
@@ -64,7 +64,7 @@ def test_a_size_that_no_model_has_is_refused_by_its_name(
 @pytest.mark.parametrize("family", FIELDS)
 def test_the_sizes_of_real_models_are_taken(here: Path, folders: dict[str, Path], family: str) -> None:
     shutil.copy(folders[family] / "config.json", here)
-    assert model_config(here).model_type
+    assert read_model_config(here).model_type
 
 
 @pytest.mark.parametrize("value", [None, [], "x", -1, [[1]], [1, None], True, 1.5], ids=str)
@@ -75,14 +75,14 @@ def test_an_end_that_is_no_token_is_refused(here: Path, folders: dict[str, Path]
         (here / "model/generation_config.json").unlink()
     change_json(here / "model" / file, lambda values: values.pop("eos_token_id", None))
     change_json(here / "model" / file, lambda values: values.get("text_config", values).update(eos_token_id=value))
-    refused(lambda: stop_token_ids(here / "model"), CheckpointError, f"{here / 'model'}: {file} ", "eos_token_id")
+    refused(lambda: read_stop_token_ids(here / "model"), CheckpointError, f"{here / 'model'}: {file} ", "eos_token_id")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"cache_implementation": "x"}', '{"watermarking_config": 3}'])
 def test_settings_of_generation_that_cannot_be_read_are_named(here: Path, folders: dict[str, Path], text: str) -> None:
     shutil.copytree(folders["qwen3_vl"], here / "model")
     (here / "model/generation_config.json").write_text(text)
-    refused(lambda: stop_token_ids(here / "model"), CheckpointError, "generation_config.json cannot be read")
+    refused(lambda: read_stop_token_ids(here / "model"), CheckpointError, "generation_config.json cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_what_the_model_would_stumble_over_is_refused_by_its_name(
         (found if name == "dtype" else found["text_config"]["rope_parameters"])[name] = value
 
     change_json(here / "model/config.json", change)
-    refused(lambda: model_config(here / "model"), CheckpointError, f"{here / 'model'}: config.json ", name)
+    refused(lambda: read_model_config(here / "model"), CheckpointError, f"{here / 'model'}: config.json ", name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.monitor.memory import status_bytes
+from dsreason.monitor.memory import read_status_bytes
 from dsreason.world.rewards import server as module
 from dsreason.world.rewards.server import Limits, RewardHTTPServer
 from tests.integration.command import COMMAND
@@ -59,12 +59,12 @@ def test_a_header_takes_no_memory() -> None:
     def grown() -> int:
         server = RewardHTTPServer(("127.0.0.1", 0), {"level": level})
         threading.Thread(target=server.run, daemon=True).start()
-        before = status_bytes("VmHWM")
+        before = read_status_bytes("VmHWM")
         with connect(server.address) as connection:
             connection.sendall(head("enqueue", 500_000_000) + b"x")
             connection.shutdown(socket.SHUT_WR)
             assert rest(connection) == b""
-        return status_bytes("VmHWM") - before
+        return read_status_bytes("VmHWM") - before
 
     assert guarded(grown) < 200_000_000
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from dsreason.config.schema_data import DataConfig, SourceConfig
-from dsreason.data.sources import absolute_paths_allowed, open_datasets
+from dsreason.data.sources import allow_absolute_paths, open_datasets
 from dsreason.errors import DataError
 from tests.unit.hostile.guard import guarded, refused
 
@@ -179,7 +179,7 @@ def test_rows_of_the_hub_may_not_name_files_of_this_machine(
 ) -> None:
     monkeypatch.chdir(here)
     (here / "rows.jsonl").write_text(GOOD)
-    assert absolute_paths_allowed(SourceConfig(path=path, allow_absolute_paths=given)) is allowed
+    assert allow_absolute_paths(SourceConfig(path=path, allow_absolute_paths=given)) is allowed
 
 
 SETTINGS = """

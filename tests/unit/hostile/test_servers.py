@@ -21,7 +21,7 @@ from dsreason.config.schema_grpo import DistillConfig, RemoteRewardConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DsReasonError, RewardError
 from dsreason.evaluation.ask import server as eval_server
-from dsreason.evaluation.ask.asking import Request
+from dsreason.evaluation.ask.asking import QuestionRequest
 from dsreason.evaluation.ask.server import ServerAnswerer
 from dsreason.evaluation.types import Question
 from dsreason.files import http
@@ -66,7 +66,9 @@ def ask_eval(url: str, limit: float) -> str:
     """The error of a question; one that is raised names the server."""
     settings = {"url": url, "model": "m", "max_retries": 0, "time_limit": limit}
     question = Question("d/sample-7/0", "d", "sample-7", "multiple_choice", SAMPLE, "A", {"A": "a"})
-    [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask([Request(question, Sampling())])
+    [(request, reply)] = ServerAnswerer(ServerConfig.model_validate(settings)).ask(
+        [QuestionRequest(question, Sampling())]
+    )
     assert reply.error is not None, reply
     return f"{request.question.id}: {reply.error}"
 
@@ -282,9 +284,9 @@ def test_a_field_out_of_bounds_is_an_error(client: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("answer", "content"),
     [
-        (eval_server.Answer, '{"choices": [%s3]}'),
+        (eval_server.ChatCompletion, '{"choices": [%s3]}'),
         (eval_server.ModelList, '{"data": [%s3]}'),
-        (teacher_server.Choice, '{"prompt_logprobs": [%s3]}'),
+        (teacher_server.ScoredChoice, '{"prompt_logprobs": [%s3]}'),
     ],
 )
 def test_of_many_wrong_values_one_is_described(answer: type[BaseModel], content: str) -> None:
@@ -314,13 +316,13 @@ def test_an_environment_that_lets_no_request_out_is_named(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    http.tls.cache_clear()
+    http.get_tls_context.cache_clear()
     with (
         misbehaving(answer({})) as server,
         pytest.raises(ConfigError, match=f"correct the environment's .*{name.upper()}"),
     ):
         http.ask("GET", server.url, limit=LONG, max_bytes=100)
-    http.tls.cache_clear()
+    http.get_tls_context.cache_clear()
     assert server.requests == []
 
 

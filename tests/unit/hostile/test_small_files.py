@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 
 from dsreason.builtin_task import clips as builtin_clips
-from dsreason.checkpoints.checkpoint_folder import MARKER, STATE_FILE, check_sizes, complete_checkpoints, read_state
-from dsreason.config.output import check_output_dir, read_run_config, run_record
+from dsreason.checkpoints.checkpoint_folder import (
+    MARKER,
+    STATE_FILE,
+    check_sizes,
+    find_complete_checkpoints,
+    read_state,
+)
+from dsreason.config.output import check_output_dir, find_run_record, read_run_config
 from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError, DataError, DsReasonError
 from dsreason.evaluation.report import results
 from dsreason.files import disk, lock
-from dsreason.files.disk import json_object, read_small
+from dsreason.files.disk import read_json_object, read_small
 from dsreason.files.lock import FolderLock, check_not_in_use
 from dsreason.models.folder import find_folder
 from dsreason.monitor.sinks.json_lines import JSONLines, read_lines
@@ -103,14 +109,14 @@ def test_a_marker_that_is_none_makes_no_checkpoint(put: Put, here: Path) -> None
     checkpoint.mkdir()
     put(checkpoint / MARKER)
     if put is not other_bytes:  # that is a file, whose content is read later
-        assert complete_checkpoints(here) == []
+        assert find_complete_checkpoints(here) == []
     with pytest.raises(CheckpointError, match=MARKER):
         check_sizes(checkpoint)
 
 
 def test_what_a_run_remembers_is_found_out_again_where_it_is_no_file(put: Put, here: Path) -> None:
     put(here / "note.json")
-    assert json_object(here / "note.json") == {}
+    assert read_json_object(here / "note.json") == {}
 
 
 @pytest.mark.parametrize("put", [fifo, folder, device, listening], ids=lambda put: put.__name__)
@@ -141,7 +147,7 @@ def test_what_a_run_wrote_is_refused_by_its_name_where_it_is_no_file(name: str, 
     read, error = READ[name]
     put(here / "config.json")
     if name == "record of a run" and put is not other_bytes:  # it counts as none
-        assert guarded(lambda: run_record(here)) is None
+        assert guarded(lambda: find_run_record(here)) is None
     else:
         refused(lambda: read(here / "config.json"), error, "config.json: ")
 

@@ -11,13 +11,13 @@ import pytest
 from dsreason.errors import DataError, StorageError
 from dsreason.files import deadline, retries, s3
 from dsreason.files.address import S3Address
-from dsreason.files.hub import dataset_errors
+from dsreason.files.hub import convert_dataset_errors
 from dsreason.files.s3 import S3Object
 from dsreason.storage import storage_hub
 from dsreason.storage.storage_hub import HubAddress, HubStorage
 from dsreason.tools.datasets import hub, ranges
 from dsreason.tools.datasets.hub import RemoteFile
-from dsreason.tools.datasets.ranges import Source, fetch_part
+from dsreason.tools.datasets.ranges import ServedFile, fetch_part
 from tests.unit.hostile.server import (
     NEVER,
     PIECE,
@@ -83,7 +83,7 @@ def hub_list(url: str, folder: Path) -> None:
 
 def hub_download(url: str, folder: Path) -> None:
     file = RemoteFile("clips.tar", 9, "0" * 40)
-    with dataset_errors("owner/name", None):
+    with convert_dataset_errors("owner/name", None):
         hub.download("owner/name", "0" * 40, file, folder / "partial", lambda count: None)
 
 
@@ -92,13 +92,13 @@ def hub_check(url: str, folder: Path) -> None:
 
 
 def whole(url: str, folder: Path) -> None:
-    with dataset_errors(url, None):
-        Source(f"{url}/info.json").read()
+    with convert_dataset_errors(url, None):
+        ServedFile(f"{url}/info.json").read()
 
 
 def part(url: str, folder: Path) -> None:
-    with dataset_errors(url, None):
-        fetch_part(Source(f"{url}/a.tar", on_hub=True), 0, 9, folder / "partial", lambda count: None)
+    with convert_dataset_errors(url, None):
+        fetch_part(ServedFile(f"{url}/a.tar", on_hub=True), 0, 9, folder / "partial", lambda count: None)
 
 
 CLIENTS: dict[str, Callable[[str, Path], None]] = {
@@ -191,12 +191,12 @@ def test_a_download_that_drips_is_given_up(client: str, here: Path, monkeypatch:
 
 
 def fetch(url: str, folder: Path) -> None:
-    with dataset_errors(url, None):
-        fetch_part(Source(f"{url}/a.tar"), 0, 100_000, folder / "partial", lambda count: None)
+    with convert_dataset_errors(url, None):
+        fetch_part(ServedFile(f"{url}/a.tar"), 0, 100_000, folder / "partial", lambda count: None)
 
 
 def fetch_hub(file: RemoteFile, folder: Path) -> None:
-    with dataset_errors("owner/name", None):
+    with convert_dataset_errors("owner/name", None):
         hub.download("owner/name", "0" * 40, file, folder / "partial", lambda count: None)
 
 

@@ -121,7 +121,7 @@ def test_what_ranks_share_lies_where_this_user_alone_writes(
     if kind == "open to all":
         folder.chmod(0o777)
     monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(here))
-    refused(lambda: launch.shared_file("x"), ConfigError, f"{folder}: must be a folder that only you can write to")
+    refused(lambda: launch.get_shared_path("x"), ConfigError, f"{folder}: must be a folder that only you can write to")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_reward_server_ends_at_a_signal(here: Path, number: signal.Signals) ->
     ],
 )
 def test_a_stop_of_the_demo_gives_no_advice_that_it_cannot_follow(raised: BaseException, told: str) -> None:
-    with pytest.raises((signals.Interrupted, Stopped)) as caught, demo.told_of_the_demo(Path("d")):
+    with pytest.raises((signals.Interrupted, Stopped)) as caught, demo.rephrase_stop_messages(Path("d")):
         raise raised
     assert str(caught.value).startswith(told)
     assert str(caught.value).endswith("; what was written is in d, and the next demo begins anew")

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from dsreason.errors import ConfigError, DataError, RewardError, StorageError
 from dsreason.files.address import S3Address
-from dsreason.files.s3 import refused
+from dsreason.files.s3 import build_refusal
 from dsreason.job import launch, logs
 from dsreason.job.failures import Failure, RankError
 from dsreason.monitor.console import open_console
 from dsreason.monitor.progress import open_progress, track
-from dsreason.screen import as_message, in_one_line, say, visible, write
+from dsreason.screen import escape_control, format_message, print_message, to_one_line, write
 from dsreason.secrets import HidingFormatter, VisibleRecord
 
 ROOT = Path(__file__).parents[3]
@@ -50,16 +50,16 @@ ACTING = re.compile(
 
 
 def said(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    say(text)
-    say(text, err=True)
+    print_message(text)
+    print_message(text, err=True)
     write(text)
     out = capsys.readouterr()
     return out.out + out.err
 
 
 def notice(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    say(f"row 3: {text}")
-    say(f"note: {text}", err=True)
+    print_message(f"row 3: {text}")
+    print_message(f"note: {text}", err=True)
     out = capsys.readouterr()
     return out.out + out.err
 
@@ -118,7 +118,7 @@ def in_table(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def in_lines(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    with open_progress(rank=0, total_steps=1) as progress, progress.phase(text, 3, "rows"):
+    with open_progress(rank=0, total_steps=1) as progress, progress.track_phase(text, 3, "rows"):
         pass
     with track(text, 1, "rows"):
         pass
@@ -128,7 +128,7 @@ def in_lines(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def from_s3(text: str, capsys: pytest.CaptureFixture[str]) -> str:
     answer = {"ResponseMetadata": {"HTTPStatusCode": 400}, "Error": {"Code": text, "Message": text}}
-    launch.report(refused(S3Address("bucket", "key"), answer))
+    launch.report(build_refusal(S3Address("bucket", "key"), answer))
     return capsys.readouterr().err
 
 
@@ -171,17 +171,17 @@ def test_a_foreign_line_break_begins_no_message(way: str, capsys: pytest.Capture
     ],
 )
 def test_only_what_acts_is_escaped(text: str, shown: str, line: str) -> None:
-    assert visible(text) == shown
-    assert in_one_line(text) == line
+    assert escape_control(text) == shown
+    assert to_one_line(text) == line
 
 
 def test_json_stays_json_of_the_same_content() -> None:
     result = {"a": "".join(text for name, text in HOSTILE.items() if name != "half a character")}
-    assert json.loads(visible(json.dumps(result, ensure_ascii=False))) == result
+    assert json.loads(escape_control(json.dumps(result, ensure_ascii=False))) == result
 
 
 def test_lines_of_a_message_that_are_indented_stay_as_they_are() -> None:
-    assert as_message("2 problems\n  one\n  two\nthree") == "2 problems\n  one\n  two\n  three"
+    assert format_message("2 problems\n  one\n  two\nthree") == "2 problems\n  one\n  two\n  three"
 
 
 def test_colours_of_our_own_reach_the_terminal() -> None:

@@ -17,7 +17,7 @@ from dsreason.errors import DataError
 from dsreason.families import FAMILIES
 from dsreason.media import videos
 from dsreason.media.videos import load_video, probe_video
-from dsreason.media.vision import PixelLimits, sample_frames, video_size
+from dsreason.media.vision import PixelLimits, compute_video_size, sample_frames
 from tests.unit.hostile.guard import guarded, refused
 from tests.unit.hostile.inputs import SAMPLE_TABLE, box_start, damaged, edited
 from tests.unit.media.videos import write_video
@@ -85,7 +85,9 @@ def test_absurd_times_and_sizes_are_an_error_or_give_few_frames(
     def use() -> tuple[int, ...]:
         info = probe_video(here / "a.mp4")
         frames = sample_frames(info, {"fps": 2}, VISION)
-        size = video_size(info.height, info.width, len(frames.indices), {}, PixelLimits(28, 784, 784 * 16), VISION)
+        size = compute_video_size(
+            info.height, info.width, len(frames.indices), {}, PixelLimits(28, 784, 784 * 16), VISION
+        )
         return load_video(here / "a.mp4", frames.indices, size=size).shape
 
     try:

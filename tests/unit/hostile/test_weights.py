@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsreason.errors import CheckpointError
-from dsreason.models.load import load_model, model_config
+from dsreason.models.load import load_model, read_model_config
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 from tests.unit.hostile.guard import guarded, refused
@@ -233,7 +233,7 @@ def test_a_model_is_refused(model: Path, name: str) -> None:
 def test_a_configuration_is_refused(model: Path, name: str) -> None:
     spoil, words = CONFIG[name]
     spoil(model)
-    refused(lambda: model_config(model), CheckpointError, f"{model}: config.json cannot be read", *words)
+    refused(lambda: read_model_config(model), CheckpointError, f"{model}: config.json cannot be read", *words)
 
 
 @pytest.mark.parametrize("name", PROCESSOR)

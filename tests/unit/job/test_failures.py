@@ -14,11 +14,11 @@ from dsreason.job.failures import (
     PEER_EXIT_CODE,
     TIME_LIMIT_EXIT_CODE,
     Failure,
-    exit_codes,
-    failure_of,
-    first_failure,
-    last_line,
-    peer_error,
+    build_failure,
+    build_peer_error,
+    find_first_failure,
+    get_exit_codes,
+    read_last_line,
 )
 
 TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
@@ -60,14 +60,14 @@ def late(rank: int, time: float) -> Failure:
     ],
 )
 def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes: dict[int, int], expected: str) -> None:
-    assert first_failure(left, codes).text == expected
+    assert find_first_failure(left, codes).text == expected
 
 
 def test_where_a_time_limit_was_exceeded_the_stacks_of_all_are_shown_and_the_first_comes_last() -> None:
-    result = first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
+    result = find_first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
     assert result.text == "rank 1 did not report where it was; its log may show it\n\nstacks of 0\nstacks of 2"
     assert (result.rank, result.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
-    assert first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
+    assert find_first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
 
 
 def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
@@ -76,7 +76,7 @@ def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
         1: SimpleNamespace(exitcode=KILL, timestamp=129),
         2: SimpleNamespace(exitcode=KILL, timestamp=130),
     }
-    assert exit_codes(failures) == {0: 1, 1: KILL, 2: TERM}
+    assert get_exit_codes(failures) == {0: 1, 1: KILL, 2: TERM}
 
 
 @pytest.mark.parametrize(
@@ -92,19 +92,19 @@ def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
 def test_a_start_is_repeated_unless_a_person_must_change_something(
     error: Exception, user_fixable: bool, restarts: bool
 ) -> None:
-    failure = failure_of(error)
+    failure = build_failure(error)
     assert (failure.user_fixable, failure.restarts) == (user_fixable, restarts)
 
 
 def test_ranks_that_follow_a_crash_have_an_exit_code_of_their_own() -> None:
-    assert peer_error(crash(1, 0.0)).exit_code == PEER_EXIT_CODE
-    assert peer_error(told(1, 0.0)).exit_code == 2
+    assert build_peer_error(crash(1, 0.0)).exit_code == PEER_EXIT_CODE
+    assert build_peer_error(told(1, 0.0)).exit_code == 2
 
 
 def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 20_000 + "\nstep 3\n\n  \n")
-    assert last_line(tmp_path / "log") == "step 3"
-    assert last_line(tmp_path / "none") == ""
+    assert read_last_line(tmp_path / "log") == "step 3"
+    assert read_last_line(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path)
     ["DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"],
 )
 def test_a_dead_data_worker_is_a_sentence_with_the_usual_reason(text: str) -> None:
-    failure = failure_of(RuntimeError(text))
+    failure = build_failure(RuntimeError(text))
     assert failure.text == (
         f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch ({text.strip()})"
     )

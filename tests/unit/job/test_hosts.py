@@ -15,18 +15,24 @@ from dsreason.config.schema import SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError, DsReasonError
 from dsreason.job import hosts
-from dsreason.job.hosts import code_facts, differences, lacking, own_address, shared
+from dsreason.job.hosts import (
+    find_differences,
+    find_missing_variables,
+    find_own_address,
+    hash_code,
+    select_shared_variables,
+)
 
 
 def test_equal_hosts_have_no_differences() -> None:
     facts = {"torch": "2.13.0", "optim.lr": 1e-6}
-    assert differences([("node-0", facts), ("node-1", dict(facts))]) == []
+    assert find_differences([("node-0", facts), ("node-1", dict(facts))]) == []
 
 
 def test_each_difference_names_a_host_and_both_values() -> None:
     first = {"torch": "2.13.0", "vllm": "0.24.0", "optim.lr": 1e-6}
     second = {"torch": "2.12.1", "optim.lr": 1e-6, "optim.eps": 1e-8}
-    assert differences([("node-0", first), ("node-1", second), ("node-2", second), ("node-3", first)]) == [
+    assert find_differences([("node-0", first), ("node-1", second), ("node-2", second), ("node-3", first)]) == [
         "torch: '2.13.0' on node-0, '2.12.1' on node-1, and 1 more of the hosts differs",
         "vllm: '0.24.0' on node-0, None on node-1, and 1 more of the hosts differs",
         "optim.eps: None on node-0, 1e-08 on node-1, and 1 more of the hosts differs",
@@ -43,15 +49,15 @@ def test_a_changed_file_that_the_configuration_names_is_another_fact(
         (tmp_path / name).write_text("a = 1\n")
     rewards = {"my_rewards.py:short": 1.0, "mine.rewards:long": 0.5, "format": 0.1}
     config = GRPOConfig.model_validate({"data": {"adapter": "my_adapter.py:Mine"}, "reward": {"functions": rewards}})
-    before = code_facts(config)
+    before = hash_code(config)
     assert before.keys() == {"code of dsreason", *(f"code of {name}" for name in names)}
     (tmp_path / "mine/rewards.py").write_text("a = 2\n")
-    after = code_facts(config)
+    after = hash_code(config)
     assert {name for name in before if before[name] != after[name]} == {"code of mine/rewards.py"}
 
 
 def test_code_facts_without_code_of_ones_own() -> None:
-    assert code_facts(SFTConfig()).keys() == {"code of dsreason"}
+    assert hash_code(SFTConfig()).keys() == {"code of dsreason"}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_code_facts_without_code_of_ones_own() -> None:
     ],
 )
 def test_variables_that_the_first_host_shares(name: str, given: bool) -> None:
-    assert shared({name: "value"}) == ({name: "value"} if given else {})
+    assert select_shared_variables({name: "value"}) == ({name: "value"} if given else {})
 
 
 @pytest.mark.parametrize(
@@ -78,17 +84,20 @@ def test_variables_that_the_first_host_shares(name: str, given: bool) -> None:
     ],
 )
 def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[str]) -> None:
-    assert lacking(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment) == taken
+    assert (
+        find_missing_variables(["HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"], environment)
+        == taken
+    )
 
 
 def test_a_host_with_cosmos_keys_of_its_own_takes_none_of_them_but_aws_keys() -> None:
     names = [f"PROD_S3_CHECKPOINT_{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT_URL")]
-    assert lacking([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
+    assert find_missing_variables([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
 def test_a_loopback_address_and_an_unknown_name_lead_to_no_other_host(peer: str) -> None:
-    assert own_address(peer) is None
+    assert find_own_address(peer) is None
 
 
 @pytest.fixture
@@ -128,7 +137,7 @@ def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
 def test_a_name_that_no_host_has_is_told(name: str, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", name)
-    assert " knows no host of that name (timed out)" in str(hosts.not_met("timed out"))
+    assert " knows no host of that name (timed out)" in str(hosts.build_rendezvous_error("timed out"))
 
 
 def test_two_processes_of_one_number_are_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +146,7 @@ def test_two_processes_of_one_number_are_told(taken_port: int, monkeypatch: pyte
     store = dist.HashStore()
     monkeypatch.setattr(hosts, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
     hosts.join()
-    hosts.leave()
+    hosts.release_store()
     with pytest.raises(ConfigError, match="another process of this job has RANK=1 as well"):
         hosts.join()
-    hosts.leave()
+    hosts.release_store()

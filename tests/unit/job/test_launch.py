@@ -19,7 +19,7 @@ FAILURE = Failure(1, "crash", 7, user_fixable=False, time=0.0)
 def test_variables_are_set_inside_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSREASON_A", "before")
     monkeypatch.delenv("DSREASON_B", raising=False)
-    with pytest.raises(ZeroDivisionError), launch.environment({"DSREASON_A": "1", "DSREASON_B": "2"}):
+    with pytest.raises(ZeroDivisionError), launch.set_variables({"DSREASON_A": "1", "DSREASON_B": "2"}):
         assert (os.environ["DSREASON_A"], os.environ["DSREASON_B"]) == ("1", "2")
         raise ZeroDivisionError
     assert os.environ["DSREASON_A"] == "before"
@@ -30,9 +30,9 @@ def test_variables_are_set_inside_and_as_before_afterwards(monkeypatch: pytest.M
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: str) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch._rank_environment(ranks, Path("logs"), "errors")["OMP_NUM_THREADS"] == threads
+    assert launch._build_rank_environment(ranks, Path("logs"), "errors")["OMP_NUM_THREADS"] == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert launch._rank_environment(ranks, Path("logs"), "errors")["OMP_NUM_THREADS"] == "5"
+    assert launch._build_rank_environment(ranks, Path("logs"), "errors")["OMP_NUM_THREADS"] == "5"
 
 
 def started(monkeypatch: pytest.MonkeyPatch, failures: Sequence[Failure | None], max_restarts: int) -> list[int]:
@@ -75,5 +75,5 @@ def test_ranks_that_were_told_to_stop_end_as_they_were_told(
     exit_code: int, signal_number: int, received: list[str], expected: tuple[str, int]
 ) -> None:
     failure = replace(FAILURE, text="stopped by SIGUSR1, saved", exit_code=exit_code, signal=signal_number)
-    stopped = launch._as_stopped(failure, received)
+    stopped = launch._convert_stopped_failure(failure, received)
     assert (stopped.text, stopped.exit_code) == expected

@@ -89,14 +89,14 @@ def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(rank
 
 
 def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: Ranks) -> None:
-    ranks.lines[2].say_goodbye()
+    ranks.lines[2].send_goodbye()
     ranks.kill(2)
     ranks.kill(1)
     assert ranks.all_hear(0).rank == 1
 
 
 def test_after_rank_0_has_left_nobody_is_told_of_its_end(ranks: Ranks) -> None:
-    ranks.lines[0].say_goodbye()
+    ranks.lines[0].send_goodbye()
     wait_until(lambda: ranks.lines[1].rank_0_has_ended)
     assert ranks.lines[1].fail(failure(1)) == failure(1)
     assert all(heard.empty() for heard in ranks.heard)

@@ -38,7 +38,7 @@ def test_ranks_draw_different_numbers_and_the_same_with_the_same_seed() -> None:
 
 def test_sums_over_ranks_have_all_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.dist, "all_reduce", lambda total, group: total.mul_(2))
-    assert ranks.all_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
+    assert ranks.reduce_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
 
 
 def test_the_first_rank_of_a_folder_does_what_is_done_once_in_it() -> None:
@@ -53,7 +53,7 @@ def test_the_first_rank_of_a_folder_does_what_is_done_once_in_it() -> None:
 def test_consecutive_ranks_compute_rows_together() -> None:
     worlds = [World(rank, rank, 4, torch.device("cpu"), ranks_per_row=2) for rank in range(4)]
     assert [world.row_part for world in worlds] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert worlds[3].of_groups(["a", "a", "b", "b"]) == ["a", "b"]
+    assert worlds[3].select_group_values(["a", "a", "b", "b"]) == ["a", "b"]
 
 
 def test_ranks_of_a_host_that_do_not_divide_into_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,4 +62,4 @@ def test_ranks_of_a_host_that_do_not_divide_into_groups_are_refused(monkeypatch:
     with pytest.raises(
         ConfigError, match=r"sequence_parallel_size \(2\) does not divide the number of ranks on .* \(3\)"
     ):
-        ranks.with_row_groups(World(0, 0, 6, torch.device("cpu")), 2)
+        ranks.build_row_groups(World(0, 0, 6, torch.device("cpu")), 2)

@@ -46,9 +46,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
     for name in ("DS_ACCELERATOR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    gpu.cuda_fault.cache_clear()
+    gpu.find_cuda_fault.cache_clear()
     yield make
-    gpu.cuda_fault.cache_clear()
+    gpu.find_cuda_fault.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_gpus_that_cannot_be_used_are_known_with_the_reason(
     machine: Machine, count: int, settings: dict[str, object], fault: str | None
 ) -> None:
     machine(count, **settings)
-    assert gpu.cuda_fault() == fault
+    assert gpu.find_cuda_fault() == fault
 
 
 def test_the_error_says_which_driver_is_needed_and_how_to_go_on_without(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dsreason.config.schema import Phase as PhaseName
 from dsreason.job import watchdog as module
-from dsreason.job.failures import TIME_LIMIT_EXIT_CODE, Failure, exit_codes, first_failure
+from dsreason.job.failures import TIME_LIMIT_EXIT_CODE, Failure, find_first_failure, get_exit_codes
 from dsreason.job.ranks import World
 from dsreason.job.watchdog import Watchdog
 
@@ -126,15 +126,15 @@ def watchdog(clock: SimpleNamespace) -> Watchdog:
 
 
 def test_the_clock_of_a_phase_stands_still_in_inner_phases(watchdog: Watchdog, clock: SimpleNamespace) -> None:
-    with watchdog.phase("step"):
+    with watchdog.track_phase("step"):
         clock.now = 10.0
-        with watchdog.phase("save"):
+        with watchdog.track_phase("save"):
             clock.now = 30.0
-            with watchdog.phase("upload"):
+            with watchdog.track_phase("upload"):
                 clock.now = 100.0
             assert [phase.seconds for phase in watchdog._phases] == [100.0, 20.0]
         clock.now = 101.0
-        with pytest.raises(KeyError), watchdog.phase("log"):
+        with pytest.raises(KeyError), watchdog.track_phase("log"):
             clock.now = 110.0
             raise KeyError
         assert [(phase.name, phase.seconds) for phase in watchdog._phases] == [("step", 11.0)]
@@ -152,7 +152,7 @@ def test_the_timer_is_set_anew_at_every_look(
     end = 60.0
     monkeypatch.setattr(watchdog, "_over", SimpleNamespace(wait=wait))
     monkeypatch.setattr(watchdog, "_end_in", times.append)
-    with watchdog.phase("step"):
+    with watchdog.track_phase("step"):
         watchdog._watch()
     end = 120.0  # after a phase the time between phases counts
     watchdog._watch()
@@ -188,7 +188,7 @@ def test_a_phase_may_have_a_time_limit_of_its_own(
     monkeypatch.setattr(watchdog, "_end_in", lambda seconds: None)
     monkeypatch.setattr(watchdog, "_end", texts.append)
     watchdog.time_limits = {"export": 100.0}
-    with watchdog.phase(name) if name else nullcontext():
+    with watchdog.track_phase(name) if name else nullcontext():
         watchdog._watch()
     assert texts == [said]
 
@@ -206,7 +206,7 @@ def late(rank: int, at: float) -> Failure:
 
 def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:
     codes = {0: TIME_LIMIT_EXIT_CODE, 1: TIME_LIMIT_EXIT_CODE, 2: TIME_LIMIT_EXIT_CODE, 3: -signal.SIGKILL}
-    failure = first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
+    failure = find_first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
     assert failure.rank == 1
     assert failure.exit_code == TIME_LIMIT_EXIT_CODE
     silent = "rank 3 did not report where it was; its log may show it\n"
@@ -218,4 +218,4 @@ def test_a_rank_that_the_agent_had_to_kill_is_not_the_first_failure() -> None:
         0: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=130),
         1: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=100),
     }
-    assert first_failure([], exit_codes(failures)).rank == 1  # type: ignore[arg-type]
+    assert find_first_failure([], get_exit_codes(failures)).rank == 1  # type: ignore[arg-type]

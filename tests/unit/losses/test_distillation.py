@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsreason.losses.distillation import distillation_advantages
+from dsreason.losses.distillation import compute_distillation_advantages
 
 STUDENT = [[1.0, 2.0, 0.5, -1.0], [0.0, 0.0, 3.0, 1.0]]
 TEACHER = [[2.0, 1.0, 0.0, -1.0], [0.0, 1.0, 2.0, 1.0]]
@@ -17,7 +17,7 @@ def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
     student, teacher = (torch.tensor(logits).log_softmax(-1)[places, tokens] for logits in (STUDENT, TEACHER))
     torch.testing.assert_close(student, torch.tensor([-0.4951819, -0.2109976]))
     torch.testing.assert_close(teacher, torch.tensor([-1.4401897, -0.6265234]))
-    result = distillation_advantages(teacher, student, torch.zeros(2, dtype=torch.int64))
+    result = compute_distillation_advantages(teacher, student, torch.zeros(2, dtype=torch.int64))
     torch.testing.assert_close(result, torch.tensor([-0.9450078, -0.4155258]))
 
 
@@ -30,15 +30,15 @@ def test_with_a_discount_a_token_answers_for_those_after_it_in_its_sequence(
 ) -> None:
     teacher, student = torch.tensor([0.0, -3.0, 3.0, 1.0, -1.0]), torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.5])
     sequence = torch.tensor([0, 0, 0, 1, 1])  # of 1, -2, 4 and of 3, 0.5
-    result = distillation_advantages(teacher, student, sequence, discount=discount)
+    result = compute_distillation_advantages(teacher, student, sequence, discount=discount)
     assert result.tolist() == expected
 
 
 def test_no_gradient_flows_into_them_and_there_may_be_none() -> None:
     student = torch.tensor([-1.0], requires_grad=True)
-    assert not distillation_advantages(torch.tensor([-2.0]), student, torch.tensor([0])).requires_grad
+    assert not compute_distillation_advantages(torch.tensor([-2.0]), student, torch.tensor([0])).requires_grad
     empty = torch.empty(0)
-    assert distillation_advantages(empty, empty, torch.empty(0, dtype=torch.int64), discount=0.5).shape == (0,)
+    assert compute_distillation_advantages(empty, empty, torch.empty(0, dtype=torch.int64), discount=0.5).shape == (0,)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -48,7 +48,9 @@ def test_their_policy_gradient_is_in_expectation_that_of_the_reverse_kl(place: i
     kl = (student.exp() * (student - teacher)).sum()
     torch.testing.assert_close(kl.item(), [0.3982545, 0.1849854][place], rtol=0, atol=1e-7)
     (of_kl,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    advantages = distillation_advantages(teacher, student, torch.arange(4))  # every token once, weighted by its chance
+    advantages = compute_distillation_advantages(
+        teacher, student, torch.arange(4)
+    )  # every token once, weighted by its chance
     loss = -(student.detach().exp() * advantages * student).sum()
     (of_loss,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(of_loss, of_kl, rtol=0, atol=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsreason.config.schema_grpo import AlgorithmConfig
-from dsreason.losses.objective import objective_of
+from dsreason.losses.objective import build_objective
 from dsreason.losses.policy import GlobalCounts, LossInputs
 
 RATIO = torch.tensor([1.5, 0.5, 1.0]).log()
@@ -16,7 +16,7 @@ INPUTS = LossInputs(RATIO, torch.zeros(3), ADVANTAGES, SEQUENCE, COUNTS)
 
 
 def loss(config: AlgorithmConfig) -> float:
-    return objective_of(config).loss(INPUTS).loss.item()
+    return build_objective(config).loss(INPUTS).loss.item()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_is_unset_is_the_presets(settings: dict[str, object], expected: flo
 
 
 def test_a_dual_clip_bounds_the_ratio_of_a_negative_advantage() -> None:
-    objective = objective_of(AlgorithmConfig(preset="dapo", dual_clip=3.0))
+    objective = build_objective(AlgorithmConfig(preset="dapo", dual_clip=3.0))
     counts = GlobalCounts(num_tokens=1, num_sequences=1, max_length=4)
     logprobs, advantages, sequence = torch.tensor([8.0]).log(), torch.tensor([-1.0]), torch.tensor([0])
     loss = objective.loss(LossInputs(logprobs, torch.zeros(1), advantages, sequence, counts))
@@ -48,9 +48,9 @@ def test_bounds_of_the_correction_replace_the_published_ones() -> None:
         ({"correction_high": 2.5}, [1, 2.5, 0.25]),
         ({"correction": "token_mask", "correction_low": 0.2}, [1, 3, 0.25]),
     ):
-        weights = objective_of(AlgorithmConfig.model_validate(settings)).correction(log_ratio, sequence)
+        weights = build_objective(AlgorithmConfig.model_validate(settings)).correction(log_ratio, sequence)
         assert weights.tolist() == pytest.approx(expected)
-    assert objective_of(AlgorithmConfig(correction="none")).correction is None
+    assert build_objective(AlgorithmConfig(correction="none")).correction is None
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_bounds_of_the_correction_replace_the_published_ones() -> None:
     ],
 )
 def test_the_penalty_is_kl_and_entropy(settings: dict[str, object], expected: float | None) -> None:
-    objective = objective_of(AlgorithmConfig.model_validate(settings))
+    objective = build_objective(AlgorithmConfig.model_validate(settings))
     logprobs, ref, old, entropy = (torch.tensor([value]) for value in (-1.0, -0.5, -1.1, 2.0))
     penalty = objective.penalty(logprobs, ref, old, entropy)
     assert (None if penalty is None else penalty.item()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_filters_and_advantages_may_be_switched() -> None:
-    dapo = objective_of(AlgorithmConfig(preset="dapo"))
+    dapo = build_objective(AlgorithmConfig(preset="dapo"))
     assert (dapo.overlong_filter, dapo.dynamic_sampling) == (True, True)
-    plain = objective_of(AlgorithmConfig(preset="dapo", overlong_filter=False, dynamic_sampling=False))
+    plain = build_objective(AlgorithmConfig(preset="dapo", overlong_filter=False, dynamic_sampling=False))
     assert (plain.overlong_filter, plain.dynamic_sampling) == (False, False)
-    loo = objective_of(AlgorithmConfig(advantage="leave_one_out"))
+    loo = build_objective(AlgorithmConfig(advantage="leave_one_out"))
     assert loo.advantages(torch.tensor([[1.0, 0, 0, 0]])).tolist()[0] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])

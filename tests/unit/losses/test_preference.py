@@ -14,11 +14,11 @@ from dsreason.losses.preference import (
     Pairs,
     PairSettings,
     bco_loss,
-    chosen_nll,
+    build_pairs,
+    compute_chosen_nll,
+    compute_preference_loss,
     hinge_loss,
     ipo_loss,
-    pairs_of,
-    preference_loss,
     robust_loss,
     sigmoid_loss,
 )
@@ -82,7 +82,7 @@ def test_the_margin_is_the_difference_of_log_ratios() -> None:
 
 
 def test_the_sft_term_is_the_mean_over_the_tokens_of_the_chosen_answer() -> None:
-    assert chosen_nll(PAIRS).tolist() == pytest.approx([2.5, 2.4])
+    assert compute_chosen_nll(PAIRS).tolist() == pytest.approx([2.5, 2.4])
 
 
 def test_robust_is_unbiased_under_flipped_labels() -> None:
@@ -104,7 +104,7 @@ REFERENCE = torch.tensor([[-3.0, -2.5], [-1.0, -4.0], [-6.0, -0.5]], dtype=torch
 
 
 def test_tokens_become_sums_pair_by_pair() -> None:
-    pairs = pairs_of(torch.tensor([-1.0, -2, -4, -8, -16, -32]), torch.tensor([[2, 1], [1, 2]]), REFERENCE[:2])
+    pairs = build_pairs(torch.tensor([-1.0, -2, -4, -8, -16, -32]), torch.tensor([[2, 1], [1, 2]]), REFERENCE[:2])
     assert pairs.chosen.tolist() == [-3, -8]
     assert pairs.rejected.tolist() == [-4, -48]
     assert pairs.chosen_ratio.tolist() == [0, -7]
@@ -153,8 +153,8 @@ def test_value_and_gradient_are_those_of_the_formula_however_the_pairs_are_cut(n
     for size in cut:
         lengths = LENGTHS[pair : pair + size]
         count = int(lengths.sum())
-        pairs = pairs_of(found_in[token : token + count], lengths, REFERENCE[pair : pair + size])
-        loss = preference_loss(pairs, settings, weights, sft, num_pairs=3)
+        pairs = build_pairs(found_in[token : token + count], lengths, REFERENCE[pair : pair + size])
+        loss = compute_preference_loss(pairs, settings, weights, sft, num_pairs=3)
         loss.backward()  # also without pairs: every rank runs it
         total, pair, token = total + float(loss.detach()), pair + size, token + count
     assert total == pytest.approx(float(expected.detach()), abs=1e-12)
@@ -164,7 +164,7 @@ def test_value_and_gradient_are_those_of_the_formula_however_the_pairs_are_cut(n
 def test_a_mixture_is_the_weighted_sum() -> None:
     settings = PairSettings(0.1, baseline=0.01)
     parts = [LOSSES[name](PAIRS, settings).mean() for name in ("sigmoid", "bco")]
-    expected = 0.8 * parts[0] + 0.2 * parts[1] + chosen_nll(PAIRS).mean()
-    assert float(preference_loss(PAIRS, settings, {"sigmoid": 0.8, "bco": 0.2}, 1.0, num_pairs=2)) == pytest.approx(
-        float(expected)
-    )
+    expected = 0.8 * parts[0] + 0.2 * parts[1] + compute_chosen_nll(PAIRS).mean()
+    assert float(
+        compute_preference_loss(PAIRS, settings, {"sigmoid": 0.8, "bco": 0.2}, 1.0, num_pairs=2)
+    ) == pytest.approx(float(expected))

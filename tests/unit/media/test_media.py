@@ -193,11 +193,11 @@ def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tm
     noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
     frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
     path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
-    result, expected = videos.frames_by_time(path, wanted), videos.frames_by_count(path, wanted)
+    result, expected = videos.iter_frames_by_time(path, wanted), videos.iter_frames_by_count(path, wanted)
     for frame, same in zip(result, expected, strict=True):
         assert np.array_equal(frame.to_ndarray(), same.to_ndarray())
-    with videos.opened_video(path) as (container, stream):
-        decoded = [frame.pts for frame in videos._decoded(container, stream, chosen={-1})]
+    with videos.open_video(path) as (container, stream):
+        decoded = [frame.pts for frame in videos._decode_frames(container, stream, chosen={-1})]
         assert 0 < len(decoded) < 60
 
 

@@ -13,8 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.pixels import CLIPS, LIMITED, PATCH_SIZES, SETTINGS, Clip, Shown, compare, open_published, theirs
-from benchmarks.pixels import without_decoding as qwen_without_decoding
+from benchmarks.pixels import (
+    CLIPS,
+    LIMITED,
+    PATCH_SIZES,
+    SETTINGS,
+    Clip,
+    Shown,
+    compare,
+    open_published,
+    show_with_qwen,
+)
+from benchmarks.pixels import patch_decoding as qwen_without_decoding
 from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder
 from dsreason.data.sources import open_datasets
@@ -75,7 +85,7 @@ def test_the_settings_of_a_data_set_are_those_of_cosmos_rl(
     with patch.object(videos, "probe_video", return_value=info):
         (planned,) = encoder.plan_media(dataset[0])
         tokens = encoder.measure(dataset[0])
-    expected = theirs(utils, clip, settings, PATCH_SIZES[model_type])
+    expected = show_with_qwen(utils, clip, settings, PATCH_SIZES[model_type])
     assert isinstance(expected, Shown)
     assert (list(planned.indices), planned.size) == (expected.indices, expected.size)
     assert tokens == len(cosmos_rl_ids(encoder, utils, clip, dataset[0], settings))
@@ -139,7 +149,7 @@ MORE_SETTINGS: list[dict[str, float]] = [
 def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: str) -> None:
     patch_size = PATCH_SIZES[model_type]
     for clip, settings in product(CLIPS, SETTINGS + MORE_SETTINGS):
-        if (expected := theirs(utils, clip, settings, patch_size)) != told(clip, settings, patch_size):
+        if (expected := show_with_qwen(utils, clip, settings, patch_size)) != told(clip, settings, patch_size):
             assert isinstance(expected, str), (clip.path, settings)
             if "max_pixels" not in settings:  # there it is that of version 0.0.11, which does not refuse
                 assert told(clip, settings, patch_size) is None, (clip.path, settings)
@@ -148,7 +158,7 @@ def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: st
 def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | None:
     info = VideoInfo(*clip, duration=clip.num_frames / clip.fps)
     try:
-        video = qwen_vl_utils.video(info, settings, 2 * patch_size)
+        video = qwen_vl_utils.fit_video(info, settings, 2 * patch_size)
     except DataError:
         return None
     return Shown(list(video.indices), (video.height, video.width), video.tokens)
@@ -165,12 +175,12 @@ def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | Non
 def test_a_low_max_pixels_is_read_as_by_version_0_0_11(
     height: int, width: int, settings: dict[str, float], expected: tuple[int, int]
 ) -> None:
-    video = qwen_vl_utils.video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
+    video = qwen_vl_utils.fit_video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
     assert (video.height, video.width) == expected
 
 
 def test_images_that_qwen_vl_utils_shows_are_known_without_it() -> None:
-    assert qwen_vl_utils.image(30, 20, {}, 28) == qwen_vl_utils.Shown(84, 56, 6)  # 3136 pixels at least: x 2.286
-    assert qwen_vl_utils.image(1080, 1920, {"max_pixels": 81_920}, 32) == qwen_vl_utils.Shown(192, 352, 66)
+    assert qwen_vl_utils.fit_image(30, 20, {}, 28) == qwen_vl_utils.Shown(84, 56, 6)  # 3136 pixels at least: x 2.286
+    assert qwen_vl_utils.fit_image(1080, 1920, {"max_pixels": 81_920}, 32) == qwen_vl_utils.Shown(192, 352, 66)
     with pytest.raises(DataError, match="refuses the aspect ratio 300"):
-        qwen_vl_utils.image(10, 3000, {}, 28)
+        qwen_vl_utils.fit_image(10, 3000, {}, 28)

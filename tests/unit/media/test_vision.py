@@ -8,7 +8,7 @@ import pytest
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
 from dsreason.media import vision
-from dsreason.media.vision import PixelLimits, image_size, resized_size, sample_frames, video_size
+from dsreason.media.vision import PixelLimits, compute_image_size, compute_video_size, fit_size, sample_frames
 
 QWEN2_5_VISION, QWEN3_VISION = FAMILIES["qwen2_5_vl"].vision, FAMILIES["qwen3_vl"].vision
 QWEN2_5 = PixelLimits(factor=28, min_pixels=128 * 784, max_pixels=768 * 784)
@@ -108,8 +108,8 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for use in (
         lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION),
-        lambda part: image_size(100, 100, part, QWEN2_5),
-        lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
+        lambda part: compute_image_size(100, 100, part, QWEN2_5),
+        lambda part: compute_video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
     ):
         with pytest.raises(DataError, match=rf"^{key} is \S{{1,100}}; it must be .*0 .*at most {most}$"):
             use({key: value})
@@ -120,8 +120,8 @@ def test_the_largest_and_smallest_numbers_can_be_used(key):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for value in (5e-324, most, float(most)):
         used = [
-            lambda part: image_size(100, 100, part, QWEN2_5),
-            lambda part: video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
+            lambda part: compute_image_size(100, 100, part, QWEN2_5),
+            lambda part: compute_video_size(100, 100, 8, part, QWEN3, QWEN3_VISION),
         ]
         if key not in ("nframes", "video_start", "video_end"):  # a video of 10 s has no frame there
             used.append(lambda part: sample_frames(video(100, 10.0), part, QWEN2_5_VISION))
@@ -141,31 +141,36 @@ def test_the_largest_and_smallest_numbers_can_be_used(key):
     ],
 )
 def test_resized_size(height, width, factor, low, high, expected):
-    assert resized_size(height, width, factor=factor, min_pixels=low, max_pixels=high) == expected
+    assert fit_size(height, width, factor=factor, min_pixels=low, max_pixels=high) == expected
 
 
 def test_a_thin_strip_is_refused():
     with pytest.raises(DataError, match="aspect ratio 201 is greater than 200"):
-        resized_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
+        fit_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
 
 
 def test_image_bounds_of_the_part_win_over_the_processor():
     limits = PixelLimits(factor=28, min_pixels=16 * 784, max_pixels=100 * 784)
-    assert image_size(1000, 1000, {}, limits) == (280, 280)
-    assert image_size(1000, 1000, {"max_pixels": 4 * 784}, limits) == (56, 56)  # below the processor's own minimum
-    assert image_size(10, 10, {"min_pixels": 400 * 784}, limits) == (560, 560)  # above its maximum
-    assert image_size(10, 10, {}, limits) == (112, 112)
+    assert compute_image_size(1000, 1000, {}, limits) == (280, 280)
+    assert compute_image_size(1000, 1000, {"max_pixels": 4 * 784}, limits) == (
+        56,
+        56,
+    )  # below the processor's own minimum
+    assert compute_image_size(10, 10, {"min_pixels": 400 * 784}, limits) == (560, 560)  # above its maximum
+    assert compute_image_size(10, 10, {}, limits) == (112, 112)
 
 
 def test_max_pixels_of_cosmos_reason1_gives_about_100_tokens_a_frame():
-    height, width = video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION)
+    height, width = compute_video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (196, 364) and height * width // 784 == 91 <= 81920 // 784
 
 
 @pytest.mark.parametrize("num_frames", [8, 40, 76])
 def test_total_pixels_bounds_the_vision_tokens(num_frames):
     total = int(4096 * 1024 * 0.9)  # Cosmos-Reason2's default at 4,096 tokens: 3,686
-    height, width = video_size(720, 1280, num_frames, {"total_pixels": total, "min_pixels": 4096}, QWEN3, QWEN3_VISION)
+    height, width = compute_video_size(
+        720, 1280, num_frames, {"total_pixels": total, "min_pixels": 4096}, QWEN3, QWEN3_VISION
+    )
     tokens = num_frames // 2 * height * width // 1024
     assert tokens <= 3686
     assert tokens > 0.7 * min(3686, num_frames // 2 * 768)
@@ -174,18 +179,18 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
 @pytest.mark.parametrize(("more", "size"), [({}, (256, 480)), ({"min_pixels": 40_960}, (224, 416))])
 def test_long_clips_keep_to_total_pixels_where_min_pixels_lets_them(more, size):
     """75 s at 1 frame a second, as in docs/data.md: 120 and 91 tokens for two frames."""
-    assert video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
+    assert compute_video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
 
 
 def test_min_pixels_win_over_total_pixels():
     # 784 x 100 pixels for 10 pairs leave 10 cells a frame, the minimum asks for 128 x 1.05
-    height, width = video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
+    height, width = compute_video_size(1000, 1000, 20, {"total_pixels": 78400}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (308, 308)  # 11 x 11 = 121 <= 134.4
 
 
 def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
-    assert video_size(2000, 2000, 8, {}, QWEN2_5, QWEN2_5_VISION) == (756, 756)  # 27 x 27 = 729 <= 768
-    assert video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
+    assert compute_video_size(2000, 2000, 8, {}, QWEN2_5, QWEN2_5_VISION) == (756, 756)  # 27 x 27 = 729 <= 768
+    assert compute_video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
 
 
 @pytest.mark.parametrize(
@@ -198,28 +203,28 @@ def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
 )
 def test_limits_that_leave_room_for_every_size_of_the_training_do_not_count(limits, family):
     side = limits.factor
-    assert video_size(10 * side, 10 * side, 8, {}, limits, family) == (12 * side, 12 * side)  # 144 >= 128
-    assert video_size(99 * side, 99 * side, 8, {}, limits, family) == (27 * side, 27 * side)  # 729 <= 768
+    assert compute_video_size(10 * side, 10 * side, 8, {}, limits, family) == (12 * side, 12 * side)  # 144 >= 128
+    assert compute_video_size(99 * side, 99 * side, 8, {}, limits, family) == (27 * side, 27 * side)  # 729 <= 768
     # 115,200 / 384 pairs = 300 a frame
-    assert video_size(99 * side, 99 * side, 768, {}, limits, family) == (17 * side, 17 * side)
+    assert compute_video_size(99 * side, 99 * side, 768, {}, limits, family) == (17 * side, 17 * side)
 
 
 def test_images_of_qwen3_have_4_tokens_at_least_as_by_qwen_vl_utils_and_not_64():
     pixel_limits = PixelLimits(32, 64 * 1024, 16384 * 1024)  # published
-    assert image_size(32, 32, {}, vision.image_limits(pixel_limits, QWEN3_VISION)) == (64, 64)
+    assert compute_image_size(32, 32, {}, vision.choose_image_limits(pixel_limits, QWEN3_VISION)) == (64, 64)
 
 
 def test_narrower_limits_of_one_frame_decide():
     pixel_limits = PixelLimits(28, 784, 256 * 784)
-    assert vision.image_limits(pixel_limits, QWEN2_5_VISION) == pixel_limits
-    assert video_size(280, 280, 8, {}, pixel_limits, QWEN2_5_VISION) == (280, 280)
-    assert video_size(2800, 2800, 8, {}, pixel_limits, QWEN2_5_VISION) == (448, 448)  # 16 x 16 = 256
+    assert vision.choose_image_limits(pixel_limits, QWEN2_5_VISION) == pixel_limits
+    assert compute_video_size(280, 280, 8, {}, pixel_limits, QWEN2_5_VISION) == (280, 280)
+    assert compute_video_size(2800, 2800, 8, {}, pixel_limits, QWEN2_5_VISION) == (448, 448)  # 16 x 16 = 256
 
 
 def test_narrower_limits_of_all_frames_decide():
     pixel_limits = PixelLimits(32, 2 * 1024, 768 * 1024)
-    assert video_size(320, 320, 4, {}, pixel_limits, QWEN3_VISION) == (320, 320)
-    assert video_size(3200, 3200, 4, {}, pixel_limits, QWEN3_VISION) == (
+    assert compute_video_size(320, 320, 4, {}, pixel_limits, QWEN3_VISION) == (320, 320)
+    assert compute_video_size(3200, 3200, 4, {}, pixel_limits, QWEN3_VISION) == (
         416,
         416,
     )  # 768 / 4 = 192 a frame: 13 x 13 = 169
@@ -234,7 +239,7 @@ def test_narrower_limits_of_all_frames_decide():
     ],
 )
 def test_a_max_pixels_below_the_smallest_frame_enlarges_nothing(height, width, expected):
-    assert video_size(height, width, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION) == expected
+    assert compute_video_size(height, width, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION) == expected
 
 
 def test_frames_are_rounded_in_float32_as_by_torch():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsreason.config.schema import SFTConfig
-from dsreason.data.collate import append_dummies, by_parent, collate, joined, pack
+from dsreason.data.collate import append_dummies, collate, group_by_parent, join_parent, pack
 from dsreason.data.sources import open_datasets
 from dsreason.data.types import Batch, EncodedSample, Segment
 from dsreason.errors import CheckpointError
@@ -172,7 +172,7 @@ def test_a_shared_row_has_each_prompt_once(samples: list[EncodedSample], complet
 def test_completions_apart_in_the_list_follow_their_prompt_together(samples: list[EncodedSample]) -> None:
     first, second = (completion(samples[number], torch.tensor([7])) for number in (0, 1))
     other = completion(samples[0], torch.tensor([8, 9]))
-    assert by_parent([first, second, other]) == [first, other, second]
+    assert group_by_parent([first, second, other]) == [first, other, second]
     batch = pack([first, second, other])
     starts = len(samples[0]), len(samples[0]) + 3
     assert batch.segments == (
@@ -202,14 +202,14 @@ def test_a_packed_row_with_a_mask_is_refused(model_path: Path, samples: list[Enc
 def test_transformers_is_told_where_the_samples_of_a_packed_row_begin(
     model_path: Path, samples: list[EncodedSample]
 ) -> None:
-    attention_inputs = attention.attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
+    attention_inputs = attention.build_attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
     lengths = [len(sample) for sample in samples[:2]]
     assert attention_inputs["attention_mask"] is None
     assert attention_inputs["position_ids"][0, 0].tolist() == [i for length in lengths for i in range(length)]
     with pytest.raises(ValueError, match="4 rows of positions instead of 3"):
         batch = pack(samples)
         four = torch.cat([batch.position_ids[:1], batch.position_ids])
-        attention.attention_inputs(policy(model_path).model, replace(batch, position_ids=four))
+        attention.build_attention_inputs(policy(model_path).model, replace(batch, position_ids=four))
 
 
 def test_prompts_are_not_shared_where_only_transformers_attends(
@@ -220,7 +220,7 @@ def test_prompts_are_not_shared_where_only_transformers_attends(
 
 
 def reference_varlen(
-    query: Tensor, key: Tensor, value: Tensor, call: attention.Call, scaling: float | None, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, call: attention.KernelCall, scaling: float | None, *, causal: bool
 ) -> Tensor:
     """Torch's kernel, as its documentation describes it, one part after the other."""
     result = []
@@ -255,13 +255,13 @@ LAYOUTS = {
 def test_the_kernel_is_asked_for_what_the_segments_are(
     segments: Sequence[Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "varlen", reference_varlen)
+    monkeypatch.setattr(attention, "call_varlen_kernel", reference_varlen)
     monkeypatch.setattr(attention, "copy_to_device", lambda tensor, device: tensor)
     random, length = torch.Generator().manual_seed(0), segments[-1].end
     query, key, value = (torch.randn(1, heads, length, 8, generator=random) for heads in (4, 2, 2))
-    layout = attention.row_layout(segments, torch.device("cuda"))
-    by_kernel = attention.by_kernel(query, key, value, layout, None)
-    expected = attention.by_segment(query, key, value, segments, None)
+    layout = attention.build_row_layout(segments, torch.device("cuda"))
+    by_kernel = attention.attend_by_kernel(query, key, value, layout, None)
+    expected = attention.attend_by_segment(query, key, value, segments, None)
     assert by_kernel.shape == expected.shape == (1, length, 4, 8)
     assert torch.allclose(by_kernel, expected, atol=1e-6)
 
@@ -271,7 +271,7 @@ def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[E
 
     def counted(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         calls.append(module)
-        return attention.vision_attention(module, *args, **kwargs)
+        return attention.attend_vision(module, *args, **kwargs)
 
     from transformers import AttentionInterface
 
@@ -280,7 +280,7 @@ def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[E
         with torch.no_grad():
             item(pack([samples[2]]))
     finally:
-        AttentionInterface.register(attention.VISION, attention.vision_attention)
+        AttentionInterface.register(attention.VISION, attention.attend_vision)
     assert len(calls) == len(set(calls)) == item.model.config.vision_config.depth
 
 
@@ -292,7 +292,7 @@ def test_a_sliding_window_is_refused(model_path: Path) -> None:
 
 
 def test_a_completion_behind_its_prompt_is_one_sample(completions: list[EncodedSample]) -> None:
-    full = joined(completions[0])
+    full = join_parent(completions[0])
     prompt = completions[0].parent
     assert prompt is not None
     assert len(full) == len(prompt) + len(completions[0])

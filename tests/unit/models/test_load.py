@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from dsreason.config.schema import ModelConfig
 from dsreason.errors import CheckpointError
 from dsreason.models.attention import TEXT, VISION
-from dsreason.models.load import load_model, model_config, parameter_names, resolve_model
+from dsreason.models.load import load_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.processors.loading import load_processor
 from dsreason.models.tiny import build_tiny
 
@@ -69,7 +69,7 @@ def test_values_and_buffers_are_those_of_from_pretrained(
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) == tied
     assert model.config.to_dict() == other.config.to_dict()
     assert model.generation_config.to_dict() == other.generation_config.to_dict()
-    assert sorted(parameter_names(folder)) == sorted(dict(model.named_parameters()))
+    assert sorted(read_parameter_names(folder)) == sorted(dict(model.named_parameters()))
 
 
 def test_loading_leaves_the_files_alone_when_the_model_changes(tiny: Path) -> None:
@@ -93,7 +93,7 @@ def test_tied_checkpoint_may_store_an_equal_lm_head(tiny: Path) -> None:
     rewrite(tiny, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     model = load_model(tiny, dtype=torch.float32)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert "lm_head.weight" not in parameter_names(tiny)
+    assert "lm_head.weight" not in read_parameter_names(tiny)
 
 
 def test_tied_checkpoint_with_another_lm_head_is_refused(tiny: Path) -> None:
@@ -166,7 +166,7 @@ def test_pickled_weights_are_refused(tiny: Path) -> None:
 )
 def test_model_that_cannot_be_trained_is_refused(tiny: Path, values: dict[str, object], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        model_config(edit_config(tiny, **values))
+        read_model_config(edit_config(tiny, **values))
 
 
 def test_missing_chat_template_is_an_error(tiny: Path) -> None:
@@ -193,7 +193,8 @@ def test_missing_image_processor_is_an_error(tiny: Path) -> None:
 
 def test_processor_loads(folder: Path) -> None:
     assert (
-        load_processor(folder).tokenizer.convert_tokens_to_ids("<|image_pad|>") == model_config(folder).image_token_id
+        load_processor(folder).tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        == read_model_config(folder).image_token_id
     )
 
 

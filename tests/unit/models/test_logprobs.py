@@ -7,13 +7,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dsreason.models import logprobs
-from dsreason.models.logprobs import LogprobHead, token_logprobs
+from dsreason.models.logprobs import LogprobHead, compute_token_logprobs
 
 
 def test_two_way_logits_give_the_hand_computed_value():
     # logits (2, 0, 0), target 0: -log(e^2 / (e^2 + 2)) = 0.239545
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0], [0.0]])
-    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0]))
+    logprobs, _ = compute_token_logprobs(hidden, weight, torch.tensor([0]))
     assert logprobs.item() == pytest.approx(-0.239545, abs=1e-6)
 
 
@@ -27,7 +27,7 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
 
     plain = (hidden @ weight.t() / temperature).log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    dsreason_result, _ = token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+    dsreason_result, _ = compute_token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
     got = torch.autograd.grad((dsreason_result * coefficients).sum(), (hidden, weight))
 
     torch.testing.assert_close(dsreason_result, plain.float(), atol=1e-5, rtol=1e-5)
@@ -45,7 +45,7 @@ def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
     logits = (hidden @ weight.t() / 0.7).index_fill(1, banned, -torch.inf)
     plain = logits.log_softmax(-1)[torch.arange(7), targets]
     expected = torch.autograd.grad((plain.float() * coefficients).sum(), (hidden, weight))
-    dsreason_result, _ = token_logprobs(
+    dsreason_result, _ = compute_token_logprobs(
         hidden, weight, targets, temperature=0.7, chunk_size=chunk_size, banned_ids=banned
     )
     got = torch.autograd.grad((dsreason_result * coefficients).sum(), (hidden, weight))
@@ -70,16 +70,16 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperatur
     plain, entropy = logs[torch.arange(7), targets], -(logs.exp() * logs).sum(-1)
     expected = torch.autograd.grad((plain * of_logprobs + entropy * of_entropy).sum(), (hidden, weight))
     settings = {"temperature": temperature, "chunk_size": chunk_size, "banned_ids": banned}
-    dsreason_result, our_entropy = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
+    dsreason_result, our_entropy = compute_token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
     got = torch.autograd.grad((dsreason_result * of_logprobs + our_entropy * of_entropy).sum(), (hidden, weight))
 
     torch.testing.assert_close(our_entropy, entropy.float(), atol=1e-5, rtol=1e-5)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    alone, no_entropy = token_logprobs(hidden, weight, targets, **settings)
+    alone, no_entropy = compute_token_logprobs(hidden, weight, targets, **settings)
     assert torch.equal(dsreason_result, alone)
     assert no_entropy.shape == (0,)
-    dsreason_result, _ = token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
+    dsreason_result, _ = compute_token_logprobs(hidden, weight, targets, **settings, with_entropy=True)
     for a, b in zip(
         torch.autograd.grad(dsreason_result.sum(), (hidden, weight)),
         torch.autograd.grad(alone.sum(), (hidden, weight)),
@@ -89,13 +89,13 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperatur
 
 
 def test_the_entropy_of_equal_logits_is_the_logarithm_of_their_number():
-    _, entropy = token_logprobs(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]), with_entropy=True)
+    _, entropy = compute_token_logprobs(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]), with_entropy=True)
     assert entropy.item() == pytest.approx(2.0794415, abs=1e-6)  # log 8
 
 
 def test_extreme_logits_do_not_overflow():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1e4], [0.0]])
-    assert token_logprobs(hidden, weight, torch.tensor([1]))[0].item() == -1e4
+    assert compute_token_logprobs(hidden, weight, torch.tensor([1]))[0].item() == -1e4
 
 
 def test_no_tokens_give_zero_gradients():
@@ -113,7 +113,7 @@ def test_head_without_targets_returns_logits():
 
 
 def test_uniform_logits_give_log_of_vocabulary_size():
-    logprobs, _ = token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4]))
+    logprobs, _ = compute_token_logprobs(torch.zeros(1, 3), torch.randn(10, 3), torch.tensor([4]))
     assert logprobs.item() == pytest.approx(-math.log(10))
 
 
@@ -126,20 +126,24 @@ def test_uniform_logits_give_log_of_vocabulary_size():
 )
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_chunks_are_larger_on_a_gpu(with_entropy, device, expected, monkeypatch):
-    sizes, logits = [], logprobs._logits
-    monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
+    sizes, logits = [], logprobs._compute_logits
+    monkeypatch.setattr(
+        logprobs, "_compute_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest)
+    )
     with FakeTensorMode():
         hidden, weight = torch.empty(2000, 8, device=device), torch.empty(151936, 8, device=device)
         targets = torch.zeros(2000, dtype=torch.int64, device=device)
-        token_logprobs(hidden, weight, targets, with_entropy=with_entropy)
+        compute_token_logprobs(hidden, weight, targets, with_entropy=with_entropy)
     assert sizes == expected
 
 
 def test_the_last_chunk_s_logits_are_computed_once_and_the_others_twice(monkeypatch):
-    sizes, logits = [], logprobs._logits
-    monkeypatch.setattr(logprobs, "_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest))
+    sizes, logits = [], logprobs._compute_logits
+    monkeypatch.setattr(
+        logprobs, "_compute_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest)
+    )
     hidden, weight = torch.randn(7, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
-    result, _ = token_logprobs(hidden, weight, torch.arange(7), chunk_size=3)
+    result, _ = compute_token_logprobs(hidden, weight, torch.arange(7), chunk_size=3)
     assert sizes == [1, 3, 3]
     first = torch.autograd.grad(result.sum(), (hidden, weight), retain_graph=True)
     assert sizes[3:] == [3, 1]

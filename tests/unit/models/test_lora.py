@@ -14,15 +14,15 @@ from dsreason.errors import ConfigError
 from dsreason.models.load import load_model
 from dsreason.models.lora import (
     Delta,
-    adapted_layers,
-    adapter_names,
-    adapter_scales,
-    adapter_settings,
-    adapters,
-    adapters_off,
     add_adapters,
-    base_name,
+    disable_adapters,
+    find_adapted_layers,
+    find_adapters,
+    get_adapter_names,
+    get_adapter_scales,
+    get_adapter_settings,
     is_adapter,
+    to_base_name,
 )
 
 TEXT = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -34,7 +34,7 @@ def model(tiny: Path) -> Any:
 
 
 def layers(model: Any, **settings: Any) -> list[str]:
-    return adapted_layers(model, LoRAConfig(rank=4, **settings))
+    return find_adapted_layers(model, LoRAConfig(rank=4, **settings))
 
 
 def test_by_default_the_matrices_of_the_language_model_get_adapters(model: Any) -> None:
@@ -99,20 +99,20 @@ def test_patterns_change_rank_and_scale_as_peft_reads_them(model: Any) -> None:
         rank=8, vision=True, rank_pattern={"visual": 4, "k_proj": 2}, alpha_pattern={r"visual\.": 32.0}
     )
     add_adapters(model, settings, seed=0)
-    ranks = {name: layer.r["default"] for name, layer in adapters(model).items()}
-    scales = adapter_scales(model)
+    ranks = {name: layer.r["default"] for name, layer in find_adapters(model).items()}
+    scales = get_adapter_scales(model)
     assert {ranks[name] for name in ranks if "visual" in name} == {4}
     assert {scales[name] for name in ranks if "visual" in name} == {8.0}
     assert {(ranks[name], scales[name]) for name in ranks if "k_proj" in name} == {(2, 8.0)}
     assert {(ranks[name], scales[name]) for name in ranks if "q_proj" in name} == {(8, 2.0)}
-    written = adapter_settings(model)
+    written = get_adapter_settings(model)
     assert (written["r"], written["lora_alpha"], written["inference_mode"]) == (8, 16, True)
     assert isinstance(written["target_modules"], list)
 
 
 def test_rslora_divides_by_the_root_of_the_rank(model: Any) -> None:
     add_adapters(model, LoRAConfig(rank=16, alpha=8, rslora=True), seed=0)
-    assert set(adapter_scales(model).values()) == {2.0}
+    assert set(get_adapter_scales(model).values()) == {2.0}
 
 
 def test_switched_off_adapters_add_nothing_and_are_trained_on_afterwards(model: Any) -> None:
@@ -122,7 +122,7 @@ def test_switched_off_adapters_add_nothing_and_are_trained_on_afterwards(model: 
         layer.lora_B["default"].weight.fill_(1.0)
         plain = layer.base_layer(x)
         assert not torch.equal(layer(x), plain)
-        with adapters_off(model):
+        with disable_adapters(model):
             assert torch.equal(layer(x), plain)
         assert not torch.equal(layer(x), plain)
     assert all(item.requires_grad == is_adapter(name) for name, item in model.named_parameters())
@@ -130,15 +130,15 @@ def test_switched_off_adapters_add_nothing_and_are_trained_on_afterwards(model: 
 
 def test_names_without_and_with_an_adapter() -> None:
     layer = "model.language_model.layers.0.self_attn.q_proj"
-    assert base_name(f"{layer}.base_layer.weight") == f"{layer}.weight"
-    assert base_name(f"{layer}.base_layer.bias") == f"{layer}.bias"
-    assert base_name(f"{layer}.weight") == f"{layer}.weight"
-    assert adapter_names(f"{layer}.base_layer.weight") == (
+    assert to_base_name(f"{layer}.base_layer.weight") == f"{layer}.weight"
+    assert to_base_name(f"{layer}.base_layer.bias") == f"{layer}.bias"
+    assert to_base_name(f"{layer}.weight") == f"{layer}.weight"
+    assert get_adapter_names(f"{layer}.base_layer.weight") == (
         f"{layer}.lora_A.default.weight",
         f"{layer}.lora_B.default.weight",
     )
-    assert adapter_names(f"{layer}.base_layer.bias") == ()
-    assert adapter_names(f"{layer}.weight") == ()
+    assert get_adapter_names(f"{layer}.base_layer.bias") == ()
+    assert get_adapter_names(f"{layer}.weight") == ()
 
 
 # W [2, 2], A [1, 2], B [2, 1], scale 0.5: the delta is [[0.5, 1], [-1, -2]], its norm 2.5, that of W 5.
@@ -146,7 +146,7 @@ W, DELTA = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), Delta(torch.tensor([[1.0, 2.0
 
 
 def test_a_delta_is_scale_times_b_times_a() -> None:
-    assert DELTA.added_to(W, torch.float32).tolist() == [[3.5, 1.0], [-1.0, 2.0]]
+    assert DELTA.add_to(W, torch.float32).tolist() == [[3.5, 1.0], [-1.0, 2.0]]
     assert W.tolist() == [[3.0, 0.0], [0.0, 4.0]]
     assert DELTA.relative_to(W) == pytest.approx(0.5)
 
@@ -156,11 +156,11 @@ def test_a_sum_is_rounded_once() -> None:
     step = 2.0**-9
     weight = torch.tensor([[1.0]], dtype=torch.bfloat16)
     delta = Delta(*(torch.tensor([[1.0]], dtype=torch.bfloat16) for _ in "ab"), scale=2 * step + 1e-6)
-    assert delta.added_to(weight, torch.bfloat16).item() == 1 + 2.0**-7
-    assert delta.added_to(weight, torch.float32).item() == pytest.approx(1 + 2 * step + 1e-6, abs=1e-7)
+    assert delta.add_to(weight, torch.bfloat16).item() == 1 + 2.0**-7
+    assert delta.add_to(weight, torch.float32).item() == pytest.approx(1 + 2 * step + 1e-6, abs=1e-7)
 
 
 def test_a_zero_b_leaves_every_bit() -> None:
     weight = torch.tensor([[-0.0, 1.0], [math.pi, -1e-30]], dtype=torch.bfloat16)
-    merged = Delta(torch.randn(3, 2), torch.zeros(2, 3), 2.0).added_to(weight, torch.bfloat16)
+    merged = Delta(torch.randn(3, 2), torch.zeros(2, 3), 2.0).add_to(weight, torch.bfloat16)
     assert torch.equal(merged.view(torch.int16), weight.view(torch.int16))

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from dsreason.data.collate import collate, find_media_tokens
 from dsreason.data.types import Batch, EncodedSample, MediaTokens
 from dsreason.models.load import load_model
-from dsreason.models.media_features import PatchProduct, adapt_vision, embed_batch
+from dsreason.models.media_features import PatchProduct, build_batch_inputs, patch_vision
 from dsreason.models.policy import Policy
 
 SIZES = {"image": ([1, 4, 4], [1, 4, 8], [1, 2, 6]), "video": ([2, 4, 4], [3, 2, 4])}
@@ -82,7 +82,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedMod
     batch = collate([make_row(model, name, seed) for seed, name in enumerate(names)], pad_id=0)
     expected = transformers_logprobs(model, batch)
     expected_gradients = gradients(model, expected)
-    adapt_vision(model)
+    patch_vision(model)
     calls: list[int] = []
     model.model.visual.register_forward_hook(lambda module, args, output: calls.append(len(args[0])))
     logprobs = Policy(model)(batch)
@@ -113,7 +113,7 @@ def test_shared_media_are_encoded_once_and_count_as_often_as_they_are_shown(mode
     assert len(repeated.mm_kwargs["pixel_values"]) == 3 * len(shared.mm_kwargs["pixel_values"])
     expected = transformers_logprobs(model, repeated)
     expected_gradients = gradients(model, expected)
-    adapt_vision(model)
+    patch_vision(model)
     logprobs = Policy(model)(shared)
     torch.testing.assert_close(logprobs, expected, rtol=2e-6, atol=2e-6)
     for name, gradient in gradients(model, logprobs).items():
@@ -136,7 +136,7 @@ def test_media_tokens_number_images_before_videos(model: PreTrainedModel) -> Non
 def test_spread_features_repeat_in_the_order_of_the_rows() -> None:
     grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
     media = MediaTokens(grids, (1, 0, 1), torch.arange(5))
-    assert media.spread(torch.tensor([[10.0], [20.0], [21.0]])).flatten().tolist() == [20, 21, 10, 20, 21]
+    assert media.repeat_features(torch.tensor([[10.0], [20.0], [21.0]])).flatten().tolist() == [20, 21, 10, 20, 21]
 
 
 def test_a_batch_keeps_grids_and_token_types_on_the_host(model: PreTrainedModel) -> None:
@@ -150,9 +150,9 @@ def test_deepstack_adds_at_a_mask_as_transformers_does(tiny_qwen3_vl: Path) -> N
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen3_vl, dtype=torch.float32)
     batch = collate([make_row(model, "image, video, image", 0)], pad_id=0)
     expected = transformers_logprobs(model, batch)
-    adapt_vision(model)
+    patch_vision(model)
     torch.testing.assert_close(transformers_logprobs(model, batch), expected, rtol=2e-6, atol=2e-6)
-    inputs = embed_batch(model, batch)
+    inputs = build_batch_inputs(model, batch)
     assert inputs["visual_pos_masks"].dtype == torch.int64 and len(inputs["deepstack_visual_embeds"]) == 1
 
 

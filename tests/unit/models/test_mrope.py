@@ -10,7 +10,7 @@ import torch
 
 from dsreason.errors import DataError
 from dsreason.families import FAMILIES
-from dsreason.models.mrope import position_ids
+from dsreason.models.mrope import compute_position_ids
 
 SEEING = [name for name, family in FAMILIES.items() if family.vision is not None]
 CONFIG = SimpleNamespace(
@@ -21,7 +21,7 @@ CONFIG = SimpleNamespace(
 
 def positions(family: str, types: list[int], config: SimpleNamespace = CONFIG, **media: object) -> list[list[int]]:
     mm_kwargs = {key: torch.tensor(value) for key, value in media.items()}
-    return position_ids(FAMILIES[family].grids, torch.tensor(types), mm_kwargs, config).tolist()
+    return compute_position_ids(FAMILIES[family].grids, torch.tensor(types), mm_kwargs, config).tolist()
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

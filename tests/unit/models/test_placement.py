@@ -13,10 +13,10 @@ import torch
 
 from dsreason.config.schema import SFTConfig
 from dsreason.data.chat import Encoder
-from dsreason.families import family_of
+from dsreason.families import get_family
 from dsreason.models import placement
-from dsreason.models.load import checked_model
-from dsreason.models.placement import devices_of, explained, home_of, load_where_it_fits, plan
+from dsreason.models.load import build_checked_model
+from dsreason.models.placement import describe_placement, find_home, list_devices, load_where_it_fits, plan_devices
 from dsreason.models.tiny import build_tiny
 from dsreason.rollout.protocol import Sampling
 from dsreason.rollout.transformers_engine import TransformersEngine, draw_tokens
@@ -39,17 +39,17 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def limit(monkeypatch: pytest.MonkeyPatch, deep: Path) -> Limit:
     """Give the device room for this share of the model's weights in float32."""
     size = weight_bytes(deep)
-    return lambda share: monkeypatch.setattr(placement, "budget", lambda device: int(share * size))
+    return lambda share: monkeypatch.setattr(placement, "compute_budget", lambda device: int(share * size))
 
 
 def weight_bytes(folder: Path) -> int:
-    model, _ = checked_model(folder, dtype=torch.float32)
+    model, _ = build_checked_model(folder, dtype=torch.float32)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def drawn(model: Any, encoder: Encoder) -> Draws:
     """What three rows draw, of which two show the same image."""
-    image, video = encoder.dummy("image"), encoder.dummy("video")
+    image, video = encoder.build_dummy("image"), encoder.build_dummy("video")
     steps = draw_tokens(
         model,
         [image, video, image],
@@ -92,7 +92,7 @@ def test_weights_in_files_are_converted_and_an_output_layer_is_the_embedding_whe
     folder = build_tiny("qwen3_vl", tmp_path / "model", tie_embeddings=tied)
     encoder = build_encoder(SFTConfig(), folder)
     expected = drawn(load_where_it_fits(folder, dtype=torch.bfloat16, device=CPU), encoder)
-    monkeypatch.setattr(placement, "budget", lambda device: 0)
+    monkeypatch.setattr(placement, "compute_budget", lambda device: 0)
     model = load_where_it_fits(folder, dtype=torch.bfloat16, device=CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert drawn(model, encoder) == expected
@@ -117,11 +117,11 @@ def test_the_engine_of_an_evaluation_says_where_a_large_model_goes(
 
 def planned(folder: Path, *shares: float) -> tuple[Any, dict[str, int | str]]:
     """An empty model, and where its parts go with GPUs that have room for these shares of it."""
-    model, _ = checked_model(folder, dtype=torch.float32)
+    model, _ = build_checked_model(folder, dtype=torch.float32)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    family = family_of(model.config.model_type)
+    family = get_family(model.config.model_type)
     budgets: dict[int | str, int] = {number: int(share * size) for number, share in enumerate(shares)}
-    return model, plan(model, family, budgets)
+    return model, plan_devices(model, family, budgets)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_layers_are_spread_over_gpus_and_none_is_cut(
     deep: Path, shares: tuple[float, ...], expected: set[int | str]
 ) -> None:
     model, device_map = planned(deep, *shares)
-    homes = {name: home_of(name, device_map) for name, _ in model.named_parameters()}
+    homes = {name: find_home(name, device_map) for name, _ in model.named_parameters()}
     assert set(homes.values()) == expected
     layers = [f"model.language_model.layers.{i}." for i in range(model.config.text_config.num_hidden_layers)]
     for part in ("model.visual.", *layers):
@@ -152,8 +152,8 @@ def test_the_gpus_of_a_host_are_shared_among_its_ranks(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert devices_of(torch.device("cuda", rank)) == [torch.device("cuda", i) for i in expected]
-    assert devices_of(CPU) == [CPU]
+    assert list_devices(torch.device("cuda", rank)) == [torch.device("cuda", i) for i in expected]
+    assert list_devices(CPU) == [CPU]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_person_is_told_where_the_weights_go(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     model, device_map = planned(deep, *shares)
-    text = explained(model, device_map, [torch.device("cuda", i) for i in range(len(shares))])
+    text = describe_placement(model, device_map, [torch.device("cuda", i) for i in range(len(shares))])
     head, *parts = text.replace("alone: ", "alone; ").split("; ")
     assert head == "the weights take 0.0 GiB, which do not fit on cuda:0 alone"
     assert len(parts) == len(expected)

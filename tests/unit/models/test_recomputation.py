@@ -13,7 +13,7 @@ from dsreason.data.collate import pack
 from dsreason.models import policy
 from dsreason.models.freeze import freeze
 from dsreason.models.load import load_model
-from dsreason.models.policy import base_output, enable_gradient_checkpointing
+from dsreason.models.policy import enable_gradient_checkpointing, run_decoder
 from dsreason.models.processors.loading import open_encoder
 
 
@@ -23,7 +23,7 @@ def gradients(path: Path, frozen: list[str], *, offload: bool) -> dict[str, Tens
     model = load_model(path, dtype=torch.float32)
     freeze(model, frozen)
     enable_gradient_checkpointing(model, offload=offload)
-    hidden = base_output(model, pack([encoder.dummy("image")]), use_cache=False).last_hidden_state
+    hidden = run_decoder(model, pack([encoder.build_dummy("image")]), use_cache=False).last_hidden_state
     hidden.square().sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

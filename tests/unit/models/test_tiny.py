@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dsreason.families import FAMILIES
-from dsreason.models.tiny import build_tiny, special_tokens
+from dsreason.models.tiny import build_tiny, list_special_tokens
 
 PREFIXES = {
     "qwen2_5_vl": ("model.embed_tokens.", "model.layers.", "model.norm.", "visual."),
@@ -57,7 +57,7 @@ def test_the_tokenizer_round_trips_any_text_and_knows_the_answers(family: str, t
     text = "Zwölf Äpfel fall\n\tdown 12.5 m; 落下 🍎 'it's'"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert [len(tokenizer(word)["input_ids"]) for word in ("red", "left", "yes", "no", "three", "A")] == [1] * 6
-    assert all(len(tokenizer(token)["input_ids"]) == 1 for token in special_tokens(FAMILIES["qwen2_5_vl"].tokens))
+    assert all(len(tokenizer(token)["input_ids"]) == 1 for token in list_special_tokens(FAMILIES["qwen2_5_vl"].tokens))
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
 
 

@@ -10,7 +10,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from dsreason.monitor.flops import Work, model_flops, peak_flops
+from dsreason.monitor.flops import Work, compute_model_flops, find_peak_flops
 
 VISION = {
     "depth": 3,
@@ -73,26 +73,26 @@ def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool
         parameter.requires_grad = not (frozen and frozen in name)
     grid = (1, 4, 10)  # the windows of Qwen2.5-VL are 4 patches wide: the last one is cut
     counted, length = counted_flops(model, grid)
-    dsreason_result = model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
+    dsreason_result = compute_model_flops(model).step(Work([(length, 0)], length, [grid]), causal=False)
     assert dsreason_result == pytest.approx(counted, rel=1e-3)  # rotary tables are products too, of no weight
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_text_config_that_says_nothing_of_tied_embeddings_is_counted_by_its_parameters(family: str) -> None:
     model = tiny(family, tied=False)
-    expected = model_flops(model)
+    expected = compute_model_flops(model)
     del model.config.text_config.tie_word_embeddings
-    assert model_flops(model) == expected
+    assert compute_model_flops(model) == expected
 
 
 def test_causal_attention_counts_each_pair_once() -> None:
-    flops = model_flops(tiny("qwen3_vl", tied=False))
+    flops = compute_model_flops(tiny("qwen3_vl", tied=False))
     # 12 x 2 layers x 32 channels x (10 x 11 / 2 pairs); 6 per parameter: 2 x (32 x 32 x 2 + 32 x 16 x 2 + 3 x 32 x 48)
     assert flops.step(Work([(10, 0)])) == 12 * 2 * 32 * 55 + 10 * 6 * 2 * (2048 + 1024 + 4608)
 
 
 def test_a_completion_attends_to_its_whole_prompt_and_costs_only_its_own_tokens() -> None:
-    flops = model_flops(tiny("qwen3_vl", tied=False))
+    flops = compute_model_flops(tiny("qwen3_vl", tied=False))
     alone, behind = flops.step(Work([(4, 0)])), flops.step(Work([(4, 10)]))
     assert behind - alone == 12 * 2 * 32 * 4 * 10
     full = flops.step(Work([(14, 0)]))
@@ -119,7 +119,7 @@ def test_a_completion_attends_to_its_whole_prompt_and_costs_only_its_own_tokens(
     ],
 )
 def test_peak_is_dense_bf16(name: str, tflops: float) -> None:
-    assert peak_flops(name) == tflops * 1e12
+    assert find_peak_flops(name) == tflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,4 @@ def test_peak_is_dense_bf16(name: str, tflops: float) -> None:
     ],
 )
 def test_unknown_devices_have_no_peak(name: str) -> None:
-    assert peak_flops(name) is None
+    assert find_peak_flops(name) is None

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from dsreason.monitor.memory import GIB, MemoryLedger, available_bytes
+from dsreason.monitor.memory import GIB, MemoryLedger, count_available_bytes
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20  # bytes
@@ -23,9 +23,9 @@ def touched_pages() -> mmap.mmap:
 
 def test_a_phase_reports_what_it_holds_and_held_at_most() -> None:
     ledger = MemoryLedger(CPU)
-    with ledger.phase("before"):
+    with ledger.track_phase("before"):
         pass
-    with ledger.phase("hold"):
+    with ledger.track_phase("hold"):
         remaining = touched_pages()
     values = ledger.take()
     grown = values["memory/hold/allocated_gib"] - values["memory/before/allocated_gib"]
@@ -37,7 +37,7 @@ def test_a_phase_reports_what_it_holds_and_held_at_most() -> None:
 def test_a_phase_reports_what_it_freed() -> None:
     ledger = MemoryLedger(CPU)
     held = touched_pages()
-    with ledger.phase("sleep"):
+    with ledger.track_phase("sleep"):
         held.close()
     assert ledger.take()["memory/sleep/freed_gib"] == pytest.approx(SIZE / GIB, rel=0.2)
 
@@ -46,10 +46,10 @@ def test_seconds_add_up_until_they_are_taken_and_over_the_run() -> None:
     ticks = iter([0.0, 1.5, 10.0, 12.0, 20.0, 20.5])
     ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
     for _ in range(2):
-        with ledger.phase("train"):
+        with ledger.track_phase("train"):
             pass
     assert ledger.take()["memory/train/seconds"] == 3.5
-    with ledger.phase("train"):
+    with ledger.track_phase("train"):
         pass
     assert ledger.take()["memory/train/seconds"] == 0.5
     assert (ledger.totals["train"].times, ledger.totals["train"].seconds) == (3, 4.0)
@@ -59,7 +59,7 @@ def test_the_table_has_a_row_for_each_phase_of_the_run() -> None:
     ticks = (float(second**2) for second in count())
     ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
     for name in ("train", "sleep", "train"):
-        with ledger.phase(name):
+        with ledger.track_phase(name):
             pass
         ledger.take()
     ledger.totals["train"].gib = {"allocated": 1.0, "peak": 2.5, "freed": 0.125}
@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str, int]) -> None:
     ledger = MemoryLedger(torch.device("cuda"))
-    with ledger.phase("sleep"):
+    with ledger.track_phase("sleep"):
         gpu["driver"] = 20 * GIB  # vLLM unmaps its memory, and torch's count stays
     values = ledger.take()
     assert values.pop("memory/sleep/seconds") < 60
@@ -100,10 +100,10 @@ def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str
 def test_of_a_phase_that_runs_twice_the_higher_peak_counts_until_it_is_taken(gpu: dict[str, int]) -> None:
     ledger = MemoryLedger(torch.device("cuda"))
     for peak in (55, 70, 60):
-        with ledger.phase("train"):
+        with ledger.track_phase("train"):
             gpu["peak"] = peak * GIB
     assert ledger.take()["memory/train/peak_gib"] == 70
-    with ledger.phase("train"):
+    with ledger.track_phase("train"):
         gpu["driver"] = 61 * GIB  # it holds more than before
     values = ledger.take()
     assert (values["memory/train/peak_gib"], values["memory/train/freed_gib"]) == (60, 0)
@@ -133,9 +133,9 @@ def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache
     (group / used).write_text("7000\n")
     (group / "memory.stat").write_text(f"anon 1\n{cached} 500\n")
     (group / limit).write_text("10000\n")
-    assert available_bytes(tmp_path / "groups", local) == 3500
+    assert count_available_bytes(tmp_path / "groups", local) == 3500
     (group / limit).write_text("6000\n")
-    assert available_bytes(tmp_path / "groups", local) == 0
+    assert count_available_bytes(tmp_path / "groups", local) == 0
 
 
 def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> None:
@@ -143,4 +143,6 @@ def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> Non
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.max").write_text("max\n")
     for local in ("own", "absent"):
-        assert available_bytes(tmp_path, tmp_path / local) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+        assert count_available_bytes(tmp_path, tmp_path / local) == pytest.approx(
+            psutil.virtual_memory().available, rel=0.2
+        )

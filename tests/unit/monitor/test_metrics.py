@@ -16,7 +16,7 @@ from dsreason.config.schema import MonitorConfig
 from dsreason.errors import SaveError
 from dsreason.monitor.metrics import Metrics, open_metrics
 from dsreason.monitor.sinks import wandb as wandb_sink
-from dsreason.world.video import gif
+from dsreason.world.video import encode_gif
 
 
 def open_in(folder: Path, *, resume_step: int | None = None, **monitor: object) -> Metrics:
@@ -129,7 +129,7 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
 def test_tensorboard_shows_a_clip_as_it_shows_its_own_videos(tmp_path: Path) -> None:
     """An animated GIF in a picture's place, with its size; no package that makes videos is needed."""
     clip = np.random.default_rng(0).integers(0, 255, (3, 5, 16, 24), dtype=np.uint8)
-    made = gif(clip, 8.0)
+    made = encode_gif(clip, 8.0)
     with open_in(tmp_path) as metrics:
         metrics.log_video(3, "clips/0", made)
     (event,) = board(tmp_path).Images("clips/0")

@@ -6,13 +6,13 @@ import pytest
 from dsreason.monitor.progress import (
     PART,
     BarProgress,
+    CommandPart,
     LineProgress,
-    Part,
     Progress,
     Rate,
-    duration,
+    format_duration,
     open_progress,
-    part_of_environment,
+    read_part,
 )
 
 
@@ -65,7 +65,7 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
     progress = LineProgress(Rate(10, 0, clock), stream, 10.0)
     clock.now += 1
     progress.step(1, {"loss": 1}, samples=1, tokens=1)
-    with progress.phase("validating", 4, "samples") as advance:
+    with progress.track_phase("validating", 4, "samples") as advance:
         clock.now += 100
         advance(4)
     clock.now += 1
@@ -80,10 +80,10 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
 
 def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_still_take(clock: Clock) -> None:
     stream = io.StringIO()
-    progress = LineProgress(Rate(11, 0, clock, part=Part(2, 4, after=1.5)), stream, 10.0)
+    progress = LineProgress(Rate(11, 0, clock, part=CommandPart(2, 4, after=1.5)), stream, 10.0)
     clock.now += 2
     progress.step(1, {"loss": 1}, samples=1, tokens=1)
-    with progress.phase("validating", 4, "samples"):
+    with progress.track_phase("validating", 4, "samples"):
         clock.now += 100
     lines = stream.getvalue().splitlines()
     # 10 steps of 2 seconds are left, then one and a half times the 22 seconds of all steps.
@@ -93,9 +93,9 @@ def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_stil
 
 
 def test_a_run_learns_from_the_environment_which_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert part_of_environment() is None
-    monkeypatch.setenv(PART, str(Part(2, 4, after=1.5)))
-    assert part_of_environment() == Part(2, 4, after=1.5)
+    assert read_part() is None
+    monkeypatch.setenv(PART, str(CommandPart(2, 4, after=1.5)))
+    assert read_part() == CommandPart(2, 4, after=1.5)
 
 
 def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
@@ -103,7 +103,7 @@ def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
     with open_progress(rank=0, total_steps=4, stream=stream) as progress:
         assert isinstance(progress, BarProgress)
         progress.step(4, {"loss": 0.25}, samples=8, tokens=100)
-        with progress.phase("exporting", 2) as advance:
+        with progress.track_phase("exporting", 2) as advance:
             advance(2)
     assert "4/4" in stream.getvalue()
     assert "loss 0.2500" in stream.getvalue()
@@ -114,7 +114,7 @@ def test_in_a_narrow_terminal_the_part_and_the_time_left_stay_on_one_line_with_t
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
-    with BarProgress(Rate(640, 0, clock, part=Part(1, 4, after=2.0)), stream) as progress:
+    with BarProgress(Rate(640, 0, clock, part=CommandPart(1, 4, after=2.0)), stream) as progress:
         clock.now += 1
         progress.step(1, {"loss": 0.25}, samples=32, tokens=1000)
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).strip().splitlines()[-1]
@@ -127,7 +127,7 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with open_progress(rank=1, total_steps=4) as progress:
         assert type(progress) is Progress
         progress.step(1, {"loss": 1}, samples=1, tokens=1)
-        with progress.phase("loading") as advance:
+        with progress.track_phase("loading") as advance:
             advance(1)
     assert capsys.readouterr() == ("", "")
 
@@ -136,4 +136,4 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (90061, "25:01:01")]
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

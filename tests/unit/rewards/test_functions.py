@@ -11,7 +11,7 @@ import pytest
 import dsreason.rewards as rewards
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError
-from dsreason.rewards.functions import find_reward, reward_labels
+from dsreason.rewards.functions import find_reward, make_reward_labels
 
 SAMPLE = Sample("7", [], answer="A")
 TWO = """
@@ -108,7 +108,7 @@ def test_a_file_that_does_not_import_is_an_error_that_says_why(tmp_path, source,
 
 
 def test_labels_are_short_where_they_can_be():
-    assert reward_labels(["format", "a/b.py", "a/c.py:judge", "x.y:judge", "remote:vq"]) == [
+    assert make_reward_labels(["format", "a/b.py", "a/c.py:judge", "x.y:judge", "remote:vq"]) == [
         "format",
         "b",
         "a/c.py:judge",

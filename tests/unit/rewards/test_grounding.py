@@ -10,7 +10,7 @@ import pytest
 from dsreason.data.types import Sample
 from dsreason.errors import DataError
 from dsreason.rewards import box_iou, points, temporal_iou
-from dsreason.rewards.grounding import best_sum
+from dsreason.rewards.grounding import compute_best_sum
 
 
 def asks(answer: Any, **meta: Any) -> Sample:
@@ -107,7 +107,7 @@ def test_boxes_are_worth_their_overlap(completion, worth):
 
 def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
     # Row by row the first pair would be the best one, 0.9, and leave 0 for the other.
-    assert best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
+    assert compute_best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
     right = '[{"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [20, 0, 30, 10], "label": "b"}]'
     value = (
         '[{"bbox_2d": [20, 0, 30, 5], "label": "B"}, {"bbox_2d": [0, 0, 10, 10], "label": "a"}, '

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsreason.rewards.reading.numbers import quantity
-from dsreason.rewards.reading.plain import plain
-from dsreason.rewards.reading.shapes import PointForm, boxes, points
-from dsreason.rewards.reading.times import spans
+from dsreason.rewards.reading.numbers import read_quantity
+from dsreason.rewards.reading.plain import to_plain
+from dsreason.rewards.reading.shapes import PointForm, read_boxes, read_points
+from dsreason.rewards.reading.times import read_spans
 
 ROWS = [
     json.loads(line) for line in (Path(__file__).parent / "readings.jsonl").read_text(encoding="utf-8").splitlines()
@@ -22,14 +22,16 @@ TUNED = [row for row in ROWS if row["part"] == "tuned"]
 
 def reading(kind: str, text: str) -> Any:
     """As the fixture has it: lists of numbers, or of a number its value in the first unit of its dimension."""
-    text = plain(text)
+    text = to_plain(text)
     if kind == "number":
-        result = quantity(text)
+        result = read_quantity(text)
         return None if result is None else result.base
     if kind == "span":
-        times = spans(text)
+        times = read_spans(text)
         return None if times is None else [list(span) for span in times]
-    shapes = boxes(text) if kind == "box" else points(text, PointForm((2, 3) if kind == "waypoints" else (2,)))
+    shapes = (
+        read_boxes(text) if kind == "box" else read_points(text, PointForm((2, 3) if kind == "waypoints" else (2,)))
+    )
     return None if shapes is None else [list(shape.numbers) for shape in shapes]
 
 

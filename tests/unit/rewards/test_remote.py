@@ -197,7 +197,7 @@ def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answe
 def test_of_many_wrong_values_only_the_first_is_kept(server, scores, monkeypatch):
     counts = []
     monkeypatch.setattr(
-        remote_rewards, "first_problem", lambda error, hide: counts.append(error.error_count()) or "wrong"
+        remote_rewards, "describe_first_problem", lambda error, hide: counts.append(error.error_count()) or "wrong"
     )
     server.answer = lambda body: (200, {"scores": scores})
     with pytest.raises(RewardError, match="wrong in"):

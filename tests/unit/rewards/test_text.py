@@ -6,7 +6,7 @@ import pytest
 
 from dsreason.data.types import Sample
 from dsreason.rewards import exact_match, format, gsm8k, overlong
-from dsreason.rewards.text import COSMOS_FORMAT, format_problem, soft_overlong, with_length
+from dsreason.rewards.text import COSMOS_FORMAT, add_length, compute_soft_overlong, describe_format_problem
 
 
 def asks(answer: str | None) -> Sample:
@@ -73,13 +73,13 @@ REASON2_PROMPT = (
 
 
 def test_the_usual_prompt_asks_for_the_default_format_but_not_for_the_cosmos_pattern():
-    assert format_problem(COSMOS_PROMPT) is None
-    assert "<think> your reasoning </think> <answer>" in format_problem(COSMOS_PROMPT, COSMOS_FORMAT)
+    assert describe_format_problem(COSMOS_PROMPT) is None
+    assert "<think> your reasoning </think> <answer>" in describe_format_problem(COSMOS_PROMPT, COSMOS_FORMAT)
 
 
 def test_a_prompt_that_asks_for_another_format_or_none_is_found():
-    assert "Your reasoning." in format_problem(REASON2_PROMPT)
-    assert "no format" in format_problem("Which way does it move?")
+    assert "Your reasoning." in describe_format_problem(REASON2_PROMPT)
+    assert "no format" in describe_format_problem("Which way does it move?")
 
 
 @pytest.mark.parametrize(
@@ -128,18 +128,18 @@ def test_gsm8k(completion, answer, expected):
     [(0, 1, 0), (1000, 1, 0), (1536, 1, 0), (1792, 1, -0.5), (2048, 1, -1), (3000, 1, -1), (1792, 2, -1)],
 )
 def test_overlong_is_linear_in_the_buffer(length, factor, expected):
-    assert soft_overlong(length, 2048, 512, factor=factor) == expected
-    assert overlong("…", with_length(asks("A"), length, 2048), buffer=512, factor=factor) == expected
+    assert compute_soft_overlong(length, 2048, 512, factor=factor) == expected
+    assert overlong("…", add_length(asks("A"), length, 2048), buffer=512, factor=factor) == expected
 
 
 def test_the_default_buffer_punishes_no_short_completion():
-    assert overlong("…", with_length(asks("A"), 1638, 2048)) == 0  # 2048 - 2048 // 5 is 1639
-    assert overlong("…", with_length(asks("A"), 2048, 2048)) == -1
+    assert overlong("…", add_length(asks("A"), 1638, 2048)) == 0  # 2048 - 2048 // 5 is 1639
+    assert overlong("…", add_length(asks("A"), 2048, 2048)) == -1
 
 
 def test_a_buffer_longer_than_the_completion_is_refused():
     with pytest.raises(ValueError, match="4096.*2048"):
-        soft_overlong(0, 2048, 4096)
+        compute_soft_overlong(0, 2048, 4096)
 
 
 def test_overlong_says_what_it_misses():

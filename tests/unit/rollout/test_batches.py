@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig
 
-from dsreason.rollout.batches import cut_batches, merged, tokens_that_fit
+from dsreason.rollout.batches import count_tokens_that_fit, cut_batches, merge_groups
 
 KIB = 2**-20
 """In GiB."""
@@ -29,16 +29,16 @@ ROWS = [[300, 300], [100, 600], [10], [], [10]]
 def test_groups_are_joined_as_long_as_memory_or_the_engine_has_room(
     memory_gib: float, least: int, lists: list[list[int]]
 ) -> None:
-    assert list(merged(ROWS, int, memory_gib=memory_gib, least=least, any_rank=bool)) == lists
+    assert list(merge_groups(ROWS, int, memory_gib=memory_gib, least=least, any_rank=bool)) == lists
 
 
 def test_ranks_that_ask_together_make_as_many_lists() -> None:
     """What the other rank says decides: it is full after its first group, and has rows at the end."""
     other = iter([True, False, True])
-    lists = merged([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
+    lists = merge_groups([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
     assert list(lists) == [[1], [2]]
     other = iter([False, True])
-    assert list(merged([[]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))) == [[]]
+    assert list(merge_groups([[]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))) == [[]]
 
 
 def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
@@ -49,7 +49,7 @@ def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
             read.append(i)
             yield [1024]
 
-    lists = merged(groups(), int, memory_gib=KIB / 2, least=1, any_rank=bool)
+    lists = merge_groups(groups(), int, memory_gib=KIB / 2, least=1, any_rank=bool)
     next(lists)
     assert read == [0]
 
@@ -76,4 +76,4 @@ def test_tokens_of_qwen2_5_vl_7b_in_20_gib() -> None:
     text = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     text |= {"hidden_size": 3584, "intermediate_size": 18944}
     # keys and values: 2 * 28 * 4 * 128; activations: 3 * 18944 + 8 * 3584; 2 bytes each
-    assert tokens_that_fit(Qwen2_5_VLConfig(text_config=text), torch.bfloat16, 20 * 2**30) == 20 * 2**30 // 228352
+    assert count_tokens_that_fit(Qwen2_5_VLConfig(text_config=text), torch.bfloat16, 20 * 2**30) == 20 * 2**30 // 228352

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dsreason.rollout.protocol import Sampling, random_streams
+from dsreason.rollout.protocol import Sampling, draw_random_streams
 from dsreason.rollout.transformers_engine import draw
 
 PROBS = [0.5, 0.3, 0.15, 0.05]
@@ -61,17 +61,17 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
 
 
 def test_drawn_frequencies_follow_the_distribution() -> None:
-    uniform = torch.from_numpy(random_streams(Sampling(max_completion_length=20_000, seed=3), [0])[0])
+    uniform = torch.from_numpy(draw_random_streams(Sampling(max_completion_length=20_000, seed=3), [0])[0])
     drawn, _ = draw(LOGITS.expand(20_000, -1), Sampling(), uniform)
     frequencies = torch.bincount(drawn, minlength=4) / 20_000
     assert torch.allclose(frequencies, torch.tensor(PROBS), atol=0.012)
 
 
 def test_streams_depend_on_seed_and_prompt_alone() -> None:
-    first = random_streams(Sampling(seed=1, max_completion_length=4), [0, 1, 2])
-    assert (first[2] == random_streams(Sampling(seed=1, max_completion_length=4), [2])[0]).all()
+    first = draw_random_streams(Sampling(seed=1, max_completion_length=4), [0, 1, 2])
+    assert (first[2] == draw_random_streams(Sampling(seed=1, max_completion_length=4), [2])[0]).all()
     assert not (first[0] == first[1]).any()
-    assert not (first[0] == random_streams(Sampling(seed=2, max_completion_length=4), [0])[0]).any()
+    assert not (first[0] == draw_random_streams(Sampling(seed=2, max_completion_length=4), [0])[0]).any()
 
 
 @pytest.mark.parametrize(

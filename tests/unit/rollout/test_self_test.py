@@ -7,18 +7,29 @@ import math
 import pytest
 import torch
 
-from dsreason.rollout.protocol import Completion, TensorFingerprints, single_turn
-from dsreason.rollout.self_test import Round, largest_difference, not_restored, perturbed, unmoved
-from dsreason.rollout.weight_sync import fingerprint
+from dsreason.rollout.protocol import Completion, TensorFingerprints, make_single_turn
+from dsreason.rollout.self_test import (
+    Round,
+    compute_largest_difference,
+    find_not_restored,
+    find_unmoved,
+    iter_perturbed,
+)
+from dsreason.rollout.weight_sync import compute_fingerprint
 
 
 def completion(*logprobs: float, first: int = 1) -> Completion:
-    return single_turn(tuple(range(first, first + len(logprobs))), "", logprobs, "stop", 0)
+    return make_single_turn(tuple(range(first, first + len(logprobs))), "", logprobs, "stop", 0)
 
 
 def made_round(weight: float, *logprobs: float, buffer: float = 1.0) -> Round:
-    parameters = {"a": fingerprint(torch.full((2,), weight)), "b": fingerprint(torch.full((2,), 2 * weight))}
-    return Round([completion(*logprobs)], TensorFingerprints(parameters, {"c": fingerprint(torch.full((2,), buffer))}))
+    parameters = {
+        "a": compute_fingerprint(torch.full((2,), weight)),
+        "b": compute_fingerprint(torch.full((2,), 2 * weight)),
+    }
+    return Round(
+        [completion(*logprobs)], TensorFingerprints(parameters, {"c": compute_fingerprint(torch.full((2,), buffer))})
+    )
 
 
 REAL = made_round(1.0, -0.5, -1.0)
@@ -34,25 +45,27 @@ REAL = made_round(1.0, -0.5, -1.0)
     ],
 )
 def test_other_tokens_and_numbers_that_are_none_differ_without_bound(second: Completion, expected: float) -> None:
-    assert largest_difference([completion(-0.5, -1.0)], [second]) == expected
+    assert compute_largest_difference([completion(-0.5, -1.0)], [second]) == expected
 
 
 def test_perturbed_weights_must_arrive_and_be_felt() -> None:
-    assert unmoved(REAL, made_round(0.5, -2.0, -3.0), 1e-4) is None
-    assert "left 2 of 2 tensors unchanged: a; b" in str(unmoved(REAL, made_round(1.0, -2.0, -3.0), 1e-4))
-    assert "completions stay the same" in str(unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
+    assert find_unmoved(REAL, made_round(0.5, -2.0, -3.0), 1e-4) is None
+    assert "left 2 of 2 tensors unchanged: a; b" in str(find_unmoved(REAL, made_round(1.0, -2.0, -3.0), 1e-4))
+    assert "completions stay the same" in str(find_unmoved(REAL, made_round(0.5, -0.5, -1.0), 1e-4))
 
 
 def test_everything_must_be_as_it_was() -> None:
-    assert not_restored(REAL, made_round(1.0, -0.5, -1.0), 1e-4, "after") is None
-    assert str(not_restored(REAL, made_round(0.5, -0.5, -1.0), 1e-4, "after")) == "after, 2 tensors changed: a; b"
-    assert str(not_restored(REAL, made_round(1.0, -0.5, -1.0, buffer=2.0), 1e-4, "after")) == (
+    assert find_not_restored(REAL, made_round(1.0, -0.5, -1.0), 1e-4, "after") is None
+    assert str(find_not_restored(REAL, made_round(0.5, -0.5, -1.0), 1e-4, "after")) == "after, 2 tensors changed: a; b"
+    assert str(find_not_restored(REAL, made_round(1.0, -0.5, -1.0, buffer=2.0), 1e-4, "after")) == (
         "after, 1 tensors changed: c"
     )
-    assert "log-probabilities differ by 0.25" in str(not_restored(REAL, made_round(1.0, -0.5, -1.25), 1e-4, "after"))
-    assert "completions differ" in str(not_restored(REAL, made_round(1.0, -0.5, math.nan), 1e-4, "after"))
+    assert "log-probabilities differ by 0.25" in str(
+        find_not_restored(REAL, made_round(1.0, -0.5, -1.25), 1e-4, "after")
+    )
+    assert "completions differ" in str(find_not_restored(REAL, made_round(1.0, -0.5, math.nan), 1e-4, "after"))
 
 
 def test_zeros_and_ones_change_as_well() -> None:
-    result = dict(perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
+    result = dict(iter_perturbed(iter([("zeros", torch.zeros(1)), ("ones", torch.ones(1))])))
     assert {name: tensor.item() for name, tensor in result.items()} == pytest.approx({"zeros": 0.01, "ones": 0.51})

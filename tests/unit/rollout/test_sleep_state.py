@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsreason.rollout.sleep_state import SleepState, find_sleep_state, vllm_pools
+from dsreason.rollout.sleep_state import SleepState, find_pools, find_sleep_state
 
 KEPT_BY_A_MODULE: list[Tensor] = []
 
@@ -73,7 +73,7 @@ def test_what_sleep_dropped_is_written_back_pool_by_pool(dtype: torch.dtype) -> 
 
 
 def test_without_pools_nothing_is_kept() -> None:
-    state = find_sleep_state(runner(), vllm_pools())  # a CPU has none
+    state = find_sleep_state(runner(), find_pools())  # a CPU has none
     state.remember()
     state.write_back("weights")
     assert state == SleepState()
@@ -87,7 +87,7 @@ def test_pools_are_those_of_vllms_allocator() -> None:
 
     data = {item.handle[2]: item for item in (allocation(1000, 100, "kv_cache"), allocation(200, 50, "weights"))}
     with mock.patch.object(CuMemAllocator, "instance", SimpleNamespace(pointer_to_data=data)):
-        pools = vllm_pools()
+        pools = find_pools()
     addresses = (199, 200, 249, 250, 999, 1000, 1099, 1100)
     assert [pools(address) for address in addresses] == [
         None, "weights", "weights", None, None, "kv_cache", "kv_cache", None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsreason.data.types import EncodedSample
-from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, single_turn
+from dsreason.rollout.protocol import Completion, RolloutError, Sampling, StaleWeightsError, make_single_turn
 from dsreason.rollout.transformers_engine import TransformersEngine, TransformersSettings
 
 GREEDY, WARM = Sampling(temperature=0, max_completion_length=4), Sampling(max_completion_length=4)
@@ -32,7 +32,7 @@ class StandIn(TransformersEngine):
         self, rows: list[EncodedSample], streams: list[int], sampling: Sampling, version: int
     ) -> list[Completion]:
         self.batches.append(([len(row) for row in rows], streams, sampling.temperature))
-        return [single_turn((stream,), str(stream), (-1.0,), "stop", version) for stream in streams]
+        return [make_single_turn((stream,), str(stream), (-1.0,), "stop", version) for stream in streams]
 
 
 def row(length: int, position: int = 0) -> EncodedSample:
@@ -55,7 +55,7 @@ def test_each_prompt_draws_from_its_own_stream_whatever_it_is_batched_with() -> 
 
 def test_prompts_of_other_settings_are_not_in_one_batch() -> None:
     engine = StandIn()
-    completed = dict(engine.as_completed(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
+    completed = dict(engine.iter_completions(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
     assert [completed[i].text for i in range(3)] == ["0", "1", "2"]
     assert engine.batches == [([5, 5], [0, 2], 0.0), ([5], [1], 1.0)]
 
@@ -75,7 +75,7 @@ def test_only_the_weights_that_are_held_while_awake_are_sampled_from() -> None:
 )
 def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int, ...], reason: str) -> None:
     logprobs = [-0.5 * i for i in range(len(drawn))]
-    completion = StandIn()._completion("p", drawn, logprobs, 3)
+    completion = StandIn()._build_completion("p", drawn, logprobs, 3)
     assert (completion.ids, completion.finish_reason, completion.version) == (kept, reason, 3)
     assert completion.logprobs == tuple(logprobs[: len(kept)])
     assert completion.text == " ".join(map(str, kept))
@@ -83,4 +83,4 @@ def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int
 
 def test_a_media_token_before_the_end_is_an_error() -> None:
     with pytest.raises(RolloutError, match="sample 'p': the completion holds <7>, which is banned"):
-        StandIn()._completion("p", [5, 7, 9], [-1.0] * 3, 3)
+        StandIn()._build_completion("p", [5, 7, 9], [-1.0] * 3, 3)

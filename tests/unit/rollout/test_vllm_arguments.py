@@ -12,9 +12,14 @@ import torch
 from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.job.ranks import World
-from dsreason.rollout.vllm_arguments import VLLMSettings, check_engine_options, engine_arguments, known_arguments
+from dsreason.rollout.vllm_arguments import (
+    VLLMSettings,
+    build_engine_arguments,
+    check_engine_options,
+    read_known_arguments,
+)
 from dsreason.rollout.vllm_engine import VLLMEngine
-from dsreason.train.grpo.build import completions_per_engine
+from dsreason.train.grpo.build import count_completions_per_engine
 
 
 def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
@@ -24,7 +29,7 @@ def world(device: str = "cuda", rank: int = 5, size: int = 8) -> World:
 def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) -> dict[str, Any]:
     value = {"max_model_len": 16384, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 64}
     settings, dtype = VLLMSettings(**value | changes), torch.bfloat16
-    return engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
+    return build_engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
 def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:
@@ -64,7 +69,7 @@ def test_an_engine_has_room_for_its_share_of_a_rollout(
             "reward": {"functions": {"exact_match": 1}},
         }
     )
-    assert completions_per_engine(config, world(size=ranks, rank=0)) == expected
+    assert count_completions_per_engine(config, world(size=ranks, rank=0)) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +94,7 @@ def test_an_option_that_vllm_does_not_have_is_named(options: dict[str, Any], tex
 
 def test_options_of_vllm_pass_and_all_that_we_set_are_such() -> None:
     check_engine_options({"max_num_seqs": 8, "attention_backend": "FLASH_ATTN"}, "rollout.engine_options")
-    assert (arguments() | arguments("cpu")).keys() <= known_arguments()
+    assert (arguments() | arguments("cpu")).keys() <= read_known_arguments()
 
 
 def test_options_without_vllm_are_an_error_and_none_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dsreason.job.ranks import World
 from dsreason.rollout import vllm_engine
 from dsreason.rollout.sleep_state import SleepState
 from dsreason.rollout.vllm_engine import VLLMEngine
-from dsreason.rollout.vllm_process import map_pools, preserved_process_state
+from dsreason.rollout.vllm_process import map_pools, preserve_process_state
 
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -23,13 +23,13 @@ def test_vllm_runs_with_torchs_own_linear_after_deepspeed_has_replaced_it(monkey
 
     linear = torch._C._nn.linear
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)  # as `deepspeed.zero.Init` does
-    with preserved_process_state(WORLD):
+    with preserve_process_state(WORLD):
         assert torch.nn.functional.linear is linear
-        with preserved_process_state(WORLD):
+        with preserve_process_state(WORLD):
             assert torch.nn.functional.linear is linear
         assert torch.nn.functional.linear is linear
     assert torch.nn.functional.linear is zero3_linear_wrap
-    with pytest.raises(RuntimeError, match="out of memory"), preserved_process_state(WORLD):
+    with pytest.raises(RuntimeError, match="out of memory"), preserve_process_state(WORLD):
         raise RuntimeError("out of memory")
     assert torch.nn.functional.linear is zero3_linear_wrap
 

@@ -11,7 +11,7 @@ from PIL import Image
 from dsreason.data.media_plan import Medium
 from dsreason.rollout import vllm_requests
 from dsreason.rollout.protocol import Sampling
-from dsreason.rollout.vllm_requests import Request, digest, request_seed, to_inputs
+from dsreason.rollout.vllm_requests import RolloutRequest, compute_digest, make_request_seed, to_inputs
 
 PIXELS = np.arange(4 * 6 * 8 * 3, dtype=np.uint8).reshape(4, 6, 8, 3)
 
@@ -33,28 +33,30 @@ def test_equal_media_have_one_digest_and_any_difference_another() -> None:
         video(fps=1.0),
         video(frames_indices=[0, 1, 2, 4]),
     ]
-    assert len({digest(medium) for medium in different}) == len(different)
-    assert digest(Image.fromarray(PIXELS[0].copy())) == digest(different[0])
-    assert digest(video(np.asfortranarray(PIXELS))) == digest(different[4])  # however they lie in memory
+    assert len({compute_digest(medium) for medium in different}) == len(different)
+    assert compute_digest(Image.fromarray(PIXELS[0].copy())) == compute_digest(different[0])
+    assert compute_digest(video(np.asfortranarray(PIXELS))) == compute_digest(
+        different[4]
+    )  # however they lie in memory
 
 
 def test_the_completions_of_a_prompt_share_their_media_and_one_digest() -> None:
     image, clip = Image.fromarray(PIXELS[0]), video()
-    prompt = Request("a", [1], [1, 1], [clip, image, image], Sampling(), seed=0)
-    other = Request("b", [2], [2, 2], [video()], Sampling(), seed=1)  # decoded again from the same file
-    text = Request("c", [3], [3], [], Sampling(), seed=2)
-    with mock.patch.object(vllm_requests, "digest", wraps=digest) as computed:
+    prompt = RolloutRequest("a", [1], [1, 1], [clip, image, image], Sampling(), seed=0)
+    other = RolloutRequest("b", [2], [2, 2], [video()], Sampling(), seed=1)  # decoded again from the same file
+    text = RolloutRequest("c", [3], [3], [], Sampling(), seed=2)
+    with mock.patch.object(vllm_requests, "compute_digest", wraps=compute_digest) as computed:
         first, second, third, last = to_inputs([prompt, prompt, other, text])
     assert computed.call_count == 3
     assert first == second
     assert first["multi_modal_data"] == {"video": [clip], "image": [image, image]}
-    assert first["multi_modal_uuids"] == {"video": [digest(clip)], "image": [digest(image)] * 2}
-    assert third["multi_modal_uuids"] == {"video": [digest(clip)]}
+    assert first["multi_modal_uuids"] == {"video": [compute_digest(clip)], "image": [compute_digest(image)] * 2}
+    assert third["multi_modal_uuids"] == {"video": [compute_digest(clip)]}
     assert last == {"prompt_token_ids": [3]}
 
 
 def test_every_stream_has_a_seed_of_its_own_that_vllm_can_hold() -> None:
-    seeds = [request_seed(seed, stream) for seed in (0, 1) for stream in range(50)]
+    seeds = [make_request_seed(seed, stream) for seed in (0, 1) for stream in range(50)]
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert request_seed(1, 3) == request_seed(1, 3)
+    assert make_request_seed(1, 3) == make_request_seed(1, 3)

@@ -12,26 +12,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsreason.rollout.protocol import SyncError
 from dsreason.rollout.weight_sync import (
-    Place,
+    TensorSlot,
     WeightStream,
-    changed,
-    complete_layers,
-    fingerprint,
-    fingerprints,
-    fingerprints_match,
-    rows_of,
+    compute_fingerprint,
+    compute_fingerprints,
+    find_changed,
+    find_complete_layers,
+    find_rows,
+    is_same_fingerprint,
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_step_of_one_value_shows_in_the_fingerprint(dtype: torch.dtype) -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
-    before = fingerprint(values)
-    assert fingerprints_match(fingerprint(*values.chunk(7)), before)  # added up in another order
-    assert fingerprints_match(fingerprint(values, values), before)  # held twice
-    assert not fingerprints_match(before, fingerprint(values, values))
+    before = compute_fingerprint(values)
+    assert is_same_fingerprint(compute_fingerprint(*values.chunk(7)), before)  # added up in another order
+    assert is_same_fingerprint(compute_fingerprint(values, values), before)  # held twice
+    assert not is_same_fingerprint(before, compute_fingerprint(values, values))
     values[17] = torch.nextafter(values[17], torch.tensor(9.0, dtype=dtype))
-    assert not fingerprints_match(fingerprint(values), before)
+    assert not is_same_fingerprint(compute_fingerprint(values), before)
 
 
 class Transfers(TorchDispatchMode):
@@ -51,7 +51,7 @@ def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch:
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor.shape) or tensor)
     tensors = {str(i): torch.full((3, i + 1), float(i)) for i in range(4)}
     with Transfers() as transfers:
-        result = fingerprints(tensors.items())
+        result = compute_fingerprints(tensors.items())
     assert (transfers.count, moved) == (0, [(4, 3)])
     assert {name: numbers.tolist() for name, numbers in result.items()} == {
         str(i): [3 * (i + 1), 3 * (i + 1) * i, 3 * (i + 1) * i * i] for i in range(4)
@@ -68,7 +68,7 @@ def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
     )
     assert [sending.fingerprints[name].device.type for name in "cab"] == ["cpu", "meta", "meta"]
     sending = WeightStream(iter(weights.items()), shapes, torch.bfloat16, torch.device("cpu"), dict(remaining))
-    sending.drain()
+    sending.read_remaining()
     sending.finish()
     assert {name: numbers.tolist() for name, numbers in sending.fingerprints.items()} == {
         "c": [1, 5, 25], "a": [6, 6, 6], "b": [4, 8, 16],
@@ -78,33 +78,34 @@ def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_constant_that_is_no_number_does_not_count_as_changed(value: float) -> None:
     tensors = {"mask": torch.tensor([0.0, value]), "same": torch.ones(2), "moved": torch.ones(3)}
-    before = fingerprints(tensors.items())
+    before = compute_fingerprints(tensors.items())
     tensors["moved"][1] = 2
-    assert changed(before, fingerprints(tensors.items())) == ["moved"]
-    assert changed(before, {}) == ["mask", "same", "moved"]
+    assert find_changed(before, compute_fingerprints(tensors.items())) == ["moved"]
+    assert find_changed(before, {}) == ["mask", "same", "moved"]
 
 
 def test_a_layer_is_left_out_as_a_whole_or_not_at_all() -> None:
     qkv, norm, embed, head = (nn.Module() for _ in range(4))
     filled = [(qkv, "q"), (qkv, "k"), (qkv, "v"), (norm, "norm"), (embed, "embed"), (head, "embed")]
-    places = [Place(name, "", layer, "weight", slice(None)) for layer, name in filled]
-    assert complete_layers(places, {"q", "v", "norm", "embed"}) == {"norm", "embed"}
-    assert complete_layers(places, {"q", "k", "v"}) == {"q", "k", "v"}
-    assert complete_layers(places, set()) == set()
+    places = [TensorSlot(name, "", layer, "weight", slice(None)) for layer, name in filled]
+    assert find_complete_layers(places, {"q", "v", "norm", "embed"}) == {"norm", "embed"}
+    assert find_complete_layers(places, {"q", "k", "v"}) == {"q", "k", "v"}
+    assert find_complete_layers(places, set()) == set()
 
 
 def test_a_tensor_is_sent_where_any_of_its_layers_is_not_whole() -> None:
     shared, other = nn.Module(), nn.Module()
     places = [
-        Place(name, "", layer, "weight", slice(None)) for layer, name in ((shared, "a"), (shared, "b"), (other, "b"))
+        TensorSlot(name, "", layer, "weight", slice(None))
+        for layer, name in ((shared, "a"), (shared, "b"), (other, "b"))
     ]
-    places.append(Place("trained", "", other, "bias", slice(None)))
-    assert complete_layers(places, {"a", "b"}) == set()
+    places.append(TensorSlot("trained", "", other, "bias", slice(None)))
+    assert find_complete_layers(places, {"a", "b"}) == set()
 
 
 def test_an_empty_share_is_like_itself() -> None:
     empty = torch.empty(0, 4)
-    assert changed(fingerprints([("share", empty)]), fingerprints([("share", empty)])) == []
+    assert find_changed(compute_fingerprints([("share", empty)]), compute_fingerprints([("share", empty)])) == []
 
 
 def test_every_tensor_must_come_once_in_its_shape_and_no_other() -> None:
@@ -122,7 +123,7 @@ def test_every_tensor_must_come_once_in_its_shape_and_no_other() -> None:
 
 def test_a_part_of_a_fused_layer_has_the_rows_after_those_before_it() -> None:
     layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
-    assert [rows_of(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
+    assert [find_rows(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
     vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # what is beyond is padding
-    assert rows_of(vocabulary, None) == slice(0, 5)
-    assert rows_of(SimpleNamespace(), None) == slice(None)
+    assert find_rows(vocabulary, None) == slice(0, 5)
+    assert find_rows(SimpleNamespace(), None) == slice(None)

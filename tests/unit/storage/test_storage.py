@@ -19,8 +19,8 @@ from dsreason.config.schema_checkpoint import CheckpointConfig
 from dsreason.errors import CheckpointError, ConfigError, Stopped, StorageError
 from dsreason.files import retries
 from dsreason.files.address import HubAddress, S3Address, UploadAddress, parse_target
-from dsreason.files.disk import json_object
-from dsreason.files.retries import with_retries
+from dsreason.files.disk import read_json_object
+from dsreason.files.retries import run_with_retries
 from dsreason.job import watchdog
 from dsreason.job.failures import CRASH_LOG
 from dsreason.monitor import progress
@@ -29,14 +29,14 @@ from dsreason.storage import uploads
 from dsreason.storage.package import (
     Package,
     Sent,
-    finished_folders,
+    list_finished,
+    list_unfinished,
     open_package,
-    opened_package,
-    unfinished_folders,
+    open_package_or_logs,
 )
-from dsreason.storage.storage import place_in, read_target
-from dsreason.storage.storage_s3 import same_etag
-from dsreason.storage.uploads import Uploader, uploading
+from dsreason.storage.storage import get_folder_target, read_target
+from dsreason.storage.storage_s3 import make_etag_check
+from dsreason.storage.uploads import Uploader, open_uploads
 from tests.unit.checkpoints.made_folders import EXPORT_BYTES, make_checkpoint, make_export
 
 TARGET = S3Address("bucket", "run")
@@ -52,7 +52,7 @@ def test_a_checkpoint_is_the_files_that_its_marker_names(tmp_path: Path) -> None
     package = open_package(folder)
     assert package.files == {"trainer_state.json": 2, "weights.pt": 7}
     assert (package.name, package.marker, package.num_bytes) == ("checkpoints/step_4", "COMPLETE", 9)
-    assert package.marker_content({}) == (folder / "COMPLETE").read_bytes()
+    assert package.build_marker({}) == (folder / "COMPLETE").read_bytes()
 
 
 def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
     package = open_package(folder)
     assert package.files == {"config.json": 2, "model.safetensors": EXPORT_BYTES - 2}
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in package.files}
-    assert json.loads(package.marker_content(sums)) == {
+    assert json.loads(package.build_marker(sums)) == {
         "files": {name: {"size": package.files[name], "sha256": sums[name]} for name in package.files}
     }
 
@@ -197,19 +197,19 @@ def test_the_finished_folders_of_a_run_come_in_order_and_its_unfinished_ones_apa
     make_export(tmp_path / "export" / ".step_11.partial")
     (tmp_path / "checkpoints" / ".saving_step_11").mkdir()
     (tmp_path / "checkpoints" / "step_12").mkdir()
-    names = [str(folder.relative_to(tmp_path)) for folder in finished_folders(tmp_path)]
+    names = [str(folder.relative_to(tmp_path)) for folder in list_finished(tmp_path)]
     assert names == [
         *("checkpoints/step_9", "checkpoints/step_10"),
         *("export/step_9", "export/step_10", "export/final"),
     ]
-    assert [folder.name for folder in unfinished_folders(tmp_path)] == [".saving_step_11", "step_12"]
+    assert [folder.name for folder in list_unfinished(tmp_path)] == [".saving_step_11", "step_12"]
 
 
 def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() -> None:
     hub = HubAddress("user/name", "", "dev")
-    assert place_in(hub, "export/final") == hub
-    assert str(place_in(hub, "export/step_4")) == "hub:user/name/export/step_4@dev"
-    assert str(place_in(TARGET, "export/final")) == "s3://bucket/run/export/final"
+    assert get_folder_target(hub, "export/final") == hub
+    assert str(get_folder_target(hub, "export/step_4")) == "hub:user/name/export/step_4@dev"
+    assert str(get_folder_target(TARGET, "export/final")) == "s3://bucket/run/export/final"
 
 
 def test_a_wrong_target_names_the_option() -> None:
@@ -229,12 +229,12 @@ def test_a_wrong_target_names_the_option() -> None:
     ids=["equal", "no MD5", "encrypted by KMS", "encrypted by the customer", "uploaded in parts by the server"],
 )
 def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str]) -> None:
-    same_etag(TARGET, MD5_OF_A)(answer)
+    make_etag_check(TARGET, MD5_OF_A)(answer)
 
 
 def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
     with pytest.raises(StorageError, match="corrupted in transit") as caught:
-        same_etag(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
+        make_etag_check(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
     assert caught.value.transient
 
 
@@ -260,19 +260,19 @@ def failing(times: int, error: StorageError) -> Callable[[], str]:
 
 
 def test_what_may_pass_is_tried_again_after_doubling_random_waits(waits: list[float]) -> None:
-    assert with_retries(failing(5, StorageError("busy", transient=True))) == "done"
+    assert run_with_retries(failing(5, StorageError("busy", transient=True))) == "done"
     assert all(top / 2 <= wait <= top for wait, top in zip(waits, [1, 2, 4, 8, 16], strict=True))
 
 
 def test_what_does_not_pass_in_the_end_is_raised(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="busy"):
-        with_retries(failing(6, StorageError("busy", transient=True)))
+        run_with_retries(failing(6, StorageError("busy", transient=True)))
     assert len(waits) == 5
 
 
 def test_what_will_not_pass_is_raised_at_once(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="denied"):
-        with_retries(failing(1, StorageError("denied")))
+        run_with_retries(failing(1, StorageError("denied")))
     assert waits == []
 
 
@@ -343,11 +343,11 @@ def test_adding_returns_at_once_and_what_waits_is_in_use(run: Path, storage: Fak
     for folder in (first, second, second):
         uploader.add(folder, last=False)
     assert storage.started.wait(10)
-    assert uploader.in_use() == {first, second}
+    assert uploader.list_in_use() == {first, second}
     assert storage.sent == []
     storage.gate.set()
     uploader.finish()
-    assert uploader.in_use() == set()
+    assert uploader.list_in_use() == set()
     assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
 
 
@@ -459,7 +459,7 @@ def config(**values: object) -> CheckpointConfig:
 
 
 def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeStorage) -> None:
-    with uploading(config()) as uploader:
+    with open_uploads(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
     assert storage.sent == [f"{TARGET}/export/final"]
 
@@ -469,13 +469,13 @@ def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(r
     storage.gate.clear()
     with (
         pytest.raises(Stopped, match="^stopped by SIGTERM before all was uploaded; 1 of") as caught,
-        uploading(config(), lambda: next(requested, "SIGTERM")) as uploader,
+        open_uploads(config(), lambda: next(requested, "SIGTERM")) as uploader,
     ):
         uploader.add(export, last=True)
     storage.gate.set()
     assert f"upload it with: dsreason push {export} --to s3://bucket/run/export/final" in str(caught.value)
     uploader.finish()
-    with uploading(config(), lambda: "SIGTERM") as uploader:
+    with open_uploads(config(), lambda: "SIGTERM") as uploader:
         uploader.add(export, last=True)  # it is there
     assert storage.sent == [f"{TARGET}/export/final"]
 
@@ -484,7 +484,7 @@ def test_the_context_lets_a_run_fail_without_waiting_and_logs_what_is_missing(
     run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage.gate.clear()
-    with pytest.raises(ZeroDivisionError), uploading(config()) as uploader:
+    with pytest.raises(ZeroDivisionError), open_uploads(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
         raise ZeroDivisionError
     assert f"dsreason push {run / 'export' / 'final'} --to s3://bucket/run/export/final" in caplog.text
@@ -499,9 +499,9 @@ def test_other_ranks_and_runs_without_a_target_upload_nothing(
     if rank is not None:
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
-    with uploading(config() if rank else CheckpointConfig()) as uploader:
+    with open_uploads(config() if rank else CheckpointConfig()) as uploader:
         uploader.add(run / "export" / "final", last=True)
-        assert uploader.in_use() == set()
+        assert uploader.list_in_use() == set()
     assert storage.sent == []
 
 
@@ -532,13 +532,13 @@ def add_all(uploader: uploads.Uploads, run: Path) -> None:
 
 def test_s3_gets_checkpoints_and_exports_and_the_hub_the_final_export(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://bucket/outputs", "hub:user/name"))
-    with uploading(config) as uploader:
+    with open_uploads(config) as uploader:
         add_all(uploader, run)
     assert places == {
         "s3": ["s3://bucket/outputs/checkpoints/step_2", "s3://bucket/outputs/export/final"],
         "hub": ["hub:user/name"],
     }
-    assert {target: sorted(names) for target, names in json_object(run / uploads.RECORD).items()} == {
+    assert {target: sorted(names) for target, names in read_json_object(run / uploads.RECORD).items()} == {
         "s3://bucket/outputs": ["checkpoints/step_2", "export/final"],
         "hub:user/name": ["export/final"],
     }
@@ -546,7 +546,7 @@ def test_s3_gets_checkpoints_and_exports_and_the_hub_the_final_export(run: Path,
 
 def test_a_target_that_refuses_does_not_keep_another_from_its_uploads(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/name"), upload_what="all")
-    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+    with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, run)
     assert places["hub"] == ["hub:user/name"]
     assert "3 of this run's folders are not in s3://refuses/a; they are complete on disk" in str(caught.value)
@@ -556,7 +556,7 @@ def test_a_target_that_refuses_does_not_keep_another_from_its_uploads(run: Path,
 
 def test_all_targets_that_refuse_are_named(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/refuses"))
-    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+    with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, run)
     heads = [line for line in str(caught.value).splitlines() if not line.startswith(" ")]
     assert heads == [
@@ -571,8 +571,8 @@ def test_what_waits_for_any_target_is_in_use(run: Path, places: dict[str, list[s
     add_all(both, run)
     with pytest.raises(StorageError):
         both.finish()
-    assert both.in_use() == {run / "export" / "final"}
-    assert to_s3.in_use() == set()
+    assert both.list_in_use() == {run / "export" / "final"}
+    assert to_s3.list_in_use() == set()
 
 
 def test_a_resumed_run_makes_up_for_the_target_that_had_failed_only(run: Path, places: dict[str, list[str]]) -> None:
@@ -580,7 +580,7 @@ def test_a_resumed_run_makes_up_for_the_target_that_had_failed_only(run: Path, p
         places["s3"].clear()
         config = CheckpointConfig(upload=names, upload_what="all", upload_include=("export",))
         try:
-            with uploading(config) as uploader:
+            with open_uploads(config) as uploader:
                 uploader.add_not_uploaded(run)
         except StorageError as error:
             assert "hub:user/refuses" in str(error)
@@ -614,7 +614,7 @@ def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
 
     monkeypatch.setattr(uploads, "upload", upload)
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("export", "logs"))
-    with uploading(config) as uploader:
+    with open_uploads(config) as uploader:
         add_all(uploader, logged)
     targets = [target for target, _ in recorded]
     assert targets.count("s3://bucket/run/export/final") == 1
@@ -622,12 +622,12 @@ def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
     assert targets[-1] == "s3://bucket/run/logs"
     sizes = {"config.json": 2, "metrics.jsonl": 3, "tensorboard/events": 1}
     assert recorded[-1][1] == sizes | {"rank_0.log": len("step 1\n") + len("uploaded\n") * (len(recorded) - 1)}
-    assert list(json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
+    assert list(read_json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
 
 
 def test_logs_go_also_where_nothing_else_is_saved(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), export="none", last=False, every=0)
-    with uploading(config) as uploader:
+    with open_uploads(config) as uploader:
         uploader.add_not_uploaded(logged)  # as a run does when it begins
     assert places["s3"] == ["s3://bucket/run/logs"]
 
@@ -638,9 +638,9 @@ def test_logs_of_a_run_that_fails_or_is_stopped_are_sent_and_say_why(
     logged: Path, places: dict[str, list[str]], caplog: pytest.LogCaptureFixture, what: str, error: BaseException
 ) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), upload_what=what)
-    with pytest.raises(type(error)), uploading(config) as uploader:
+    with pytest.raises(type(error)), open_uploads(config) as uploader:
         uploader.add_not_uploaded(logged)
-        while uploader.in_use():
+        while uploader.list_in_use():
             time.sleep(0.01)
         places["s3"].clear()
         raise error
@@ -653,7 +653,7 @@ def test_logs_that_take_too_long_or_fail_hide_no_failure(
 ) -> None:
     monkeypatch.setattr(uploads, "LOGS_TIME_S", 0.05)
     storage.gate.clear()
-    with pytest.raises(ZeroDivisionError), uploading(config(upload_include=("logs",))) as uploader:
+    with pytest.raises(ZeroDivisionError), open_uploads(config(upload_include=("logs",))) as uploader:
         uploader.add_not_uploaded(logged)
         raise ZeroDivisionError
     assert f"dsreason push {logged / 'logs'} --to s3://bucket/run/logs" in caplog.text
@@ -661,7 +661,7 @@ def test_logs_that_take_too_long_or_fail_hide_no_failure(
     assert storage.arrived.wait(10)  # the upload that nobody waited for must not take the next one's error
     monkeypatch.setattr(uploads, "LOGS_TIME_S", 10.0)
     storage.errors = [StorageError("denied")]
-    with pytest.raises(ZeroDivisionError), uploading(config(upload_include=("logs",))) as uploader:
+    with pytest.raises(ZeroDivisionError), open_uploads(config(upload_include=("logs",))) as uploader:
         uploader.add_not_uploaded(logged)
         raise ZeroDivisionError
     assert "denied" in caplog.text
@@ -673,17 +673,17 @@ def test_a_failing_run_waits_for_logs_less_than_the_watchdog_lets_it_close() -> 
 
 def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://refuses/run", upload_include=("logs",))
-    with pytest.raises(StorageError) as caught, uploading(config) as uploader:
+    with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, logged)
     assert f"dsreason push {logged / 'logs'} --to s3://refuses/run/logs" in str(caught.value)
-    with opened_package(logged / "logs") as package:
+    with open_package_or_logs(logged / "logs") as package:
         assert (package.name, package.marker) == ("logs", "UPLOADED.json")
         assert set(package.files) == {"config.json", "metrics.jsonl", "rank_0.log", "tensorboard/events"}
     assert not package.folder.exists()
 
 
 def test_progress_is_logged_by_the_uploader(run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
+    with caplog.at_level(logging.INFO, "dsreason"), open_uploads(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
     assert f"uploading {run / 'export' / 'final'} to s3://bucket/run/export/final: {EXPORT_BYTES} bytes" in caplog.text
     done = f"uploaded {run / 'export' / 'final'} to {parse_target('s3://bucket/run/export/final')}: {EXPORT_BYTES} bytes in "
@@ -704,7 +704,7 @@ def test_progress_is_logged_every_30_seconds(
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
     monkeypatch.setattr(uploads, "upload", advance_slowly)
-    with caplog.at_level(logging.INFO, "dsreason"), uploading(config()) as uploader:
+    with caplog.at_level(logging.INFO, "dsreason"), open_uploads(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
     assert re.findall(r"final: (\d+ bytes of \d+ bytes)", caplog.text) == [
         f"{done} bytes of {EXPORT_BYTES} bytes" for done in (3, 6, 9)

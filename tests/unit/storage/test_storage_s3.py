@@ -12,7 +12,7 @@ import pytest
 from dsreason.errors import StorageError
 from dsreason.files import retries
 from dsreason.files.address import S3Address
-from dsreason.files.retries import with_retries
+from dsreason.files.retries import run_with_retries
 from dsreason.storage import storage_s3
 from dsreason.storage.package import Package, open_package
 from dsreason.storage.storage_s3 import S3Storage
@@ -46,7 +46,7 @@ class Bucket:
             check(answer)
             return answer
 
-        return with_retries(once, attempts)
+        return run_with_retries(once, attempts)
 
     def put_object(self, name: str, Body: bytes, Metadata: dict[str, str] | None = None) -> dict[str, str]:
         self.objects[name] = (Body, Metadata or {}, md5(Body))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsreason.data.collate import append_dummies, collate, pack
-from dsreason.data.micro_batches import work_of
+from dsreason.data.micro_batches import compute_work
 from dsreason.data.types import EncodedSample
 from dsreason.monitor.flops import ModelFlops
 from dsreason.train.common import arithmetic
@@ -37,7 +37,7 @@ def image(length: int) -> EncodedSample:
 def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: float) -> None:
     """Beside this rank there is one that gives `answers`, in this order."""
     following = iter(answers)
-    monkeypatch.setattr(arithmetic, "all_sum", lambda own: own + next(following))
+    monkeypatch.setattr(arithmetic, "reduce_sum", lambda own: own + next(following))
 
 
 def test_flops_of_samples_are_counted_per_second_and_padding_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_flops_of_samples_are_counted_per_second_and_padding_is_not(monkeypatch:
     with_other_rank(monkeypatch, 10, 8, 1020)
     samples = [sample(2, 2, parent=sample(5))]
     row = append_dummies(pack(samples), [image(3)], pad_id=0)
-    metrics = Arithmetic(FLOPS, peak=1e4).metrics(work_of([samples], packing=True), [row], seconds=2)
+    metrics = Arithmetic(FLOPS, peak=1e4).metrics(compute_work([samples], packing=True), [row], seconds=2)
     assert metrics["perf/padding"] == pytest.approx((3 + 2) / (10 + 10))
     assert metrics["perf/mfu"] == pytest.approx((700 + 280 + 2000 + 1020) / 2 / 1e4)
 
@@ -55,7 +55,7 @@ def test_padding_of_rows_belongs_to_no_sample(monkeypatch: pytest.MonkeyPatch) -
     with_other_rank(monkeypatch, 0, 0)
     samples = [sample(3), sample(1)]
     metrics = Arithmetic(FLOPS, peak=None).metrics(
-        work_of([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
+        compute_work([samples], packing=False), [collate(samples, pad_id=0)], seconds=1
     )
     assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
 
@@ -65,6 +65,6 @@ def test_ranks_that_compute_a_row_together_count_it_once(monkeypatch: pytest.Mon
     with_other_rank(monkeypatch, 4, 4, 1500)
     samples = [sample(4, 1)]
     metrics = Arithmetic(FLOPS, peak=1e4, ranks_per_row=2).metrics(
-        work_of([samples], packing=True), [pack(samples)], seconds=1
+        compute_work([samples], packing=True), [pack(samples)], seconds=1
     )
     assert metrics == {"perf/padding": 0, "perf/mfu": pytest.approx(0.15)}

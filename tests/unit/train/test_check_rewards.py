@@ -12,7 +12,7 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import COSMOS_FORMAT, REQUEST
-from dsreason.train.grpo.check_rewards import check_answer, check_format, check_functions, row_check
+from dsreason.train.grpo.check_rewards import build_row_check, check_answer, check_format, check_functions
 
 OPTIONS = {"A": "left", "B": "to the right"}
 SPACE = "Answer in the following format: <think> your reasoning </think> <answer> your answer </answer>."
@@ -111,10 +111,12 @@ def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
 
 
 def test_rows_are_checked_for_built_in_rewards_only(own):
-    check = pickle.loads(pickle.dumps(row_check(config("exact_match", own, "remote:a"))))  # it goes to the data workers
+    check = pickle.loads(
+        pickle.dumps(build_row_check(config("exact_match", own, "remote:a")))
+    )  # it goes to the data workers
     with pytest.raises(DataError, match="exact_match"):
         check(asks("q", answer=None))
-    row_check(config("format", own, "remote:a"))(asks("q", answer=None))
+    build_row_check(config("format", own, "remote:a"))(asks("q", answer=None))
 
 
 @pytest.mark.parametrize(

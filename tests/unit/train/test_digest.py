@@ -11,7 +11,7 @@ import pytest
 
 from dsreason.config.schema_data import DataConfig
 from dsreason.data.sources import open_datasets
-from dsreason.train.common.digest import MOST_ROWS, rows_digest, samples_digest
+from dsreason.train.common.digest import MOST_ROWS, compute_rows_digest, compute_samples_digest
 
 ROWS = [
     {
@@ -28,7 +28,7 @@ ROWS = [
 def digest_of(rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return samples_digest(open_datasets(DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl")))[0])
+    return compute_samples_digest(open_datasets(DataConfig(adapter="jsonl", path=str(folder / "rows.jsonl")))[0])
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_parts_of_any_shape_end_no_run(part: Any, tmp_path: Path) -> None:
     row = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": [part]}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = DataConfig(adapter="preferences", path=str(tmp_path / "rows.jsonl"))
-    assert samples_digest(open_datasets(config)[0])["count"] == 1
+    assert compute_samples_digest(open_datasets(config)[0])["count"] == 1
 
 
 def test_of_many_rows_some_are_read_evenly() -> None:
     read: list[int] = []
-    rows_digest(10 * MOST_ROWS, read.append)
+    compute_rows_digest(10 * MOST_ROWS, read.append)
     assert read == list(range(0, 10 * MOST_ROWS, 10))

@@ -12,8 +12,15 @@ import torch
 from dsreason.config.schema_grpo import RolloutConfig
 from dsreason.data.chat import EncodedPrompt
 from dsreason.data.types import EncodedSample, Sample
-from dsreason.rollout.protocol import single_turn
-from dsreason.train.grpo.mismatch import Mismatch, MismatchError, check, metrics_of, mismatches, worst
+from dsreason.rollout.protocol import make_single_turn
+from dsreason.train.grpo.mismatch import (
+    Mismatch,
+    MismatchError,
+    check,
+    compute_mismatch_metrics,
+    find_worst,
+    measure_mismatches,
+)
 from dsreason.train.grpo.rollouts import Rollout
 
 NOTHING = torch.zeros(1)
@@ -22,7 +29,7 @@ ENCODED = EncodedSample("p", NOTHING, NOTHING, NOTHING, NOTHING, {})
 
 def rollout(name: str, part: dict[str, str], logprobs: tuple[float, ...]) -> Rollout:
     sample = Sample(name, [{"role": "user", "content": [part]}])
-    completion = single_turn(tuple(range(len(logprobs))), name, logprobs, "stop", 0)
+    completion = make_single_turn(tuple(range(len(logprobs))), name, logprobs, "stop", 0)
     return Rollout(EncodedPrompt(sample, ENCODED, [], []), completion, 0.0, {}, 0.0)
 
 
@@ -34,9 +41,9 @@ ROLLOUTS = [
 
 def test_the_numbers_are_those_of_the_formula() -> None:
     # d = trainer - engine: 0.5, 0 | -0.1; k3 = e^d - d - 1: 0.148721, 0 | 0.004837
-    result = mismatches(ROLLOUTS, torch.tensor([-0.5, -2.0, -3.1]))
+    result = measure_mismatches(ROLLOUTS, torch.tensor([-0.5, -2.0, -3.1]))
     assert [(item.id, item.modality, item.at) for item in result] == [("7", "video", 0), ("8", "text", 0)]
-    assert metrics_of(result) == pytest.approx(
+    assert compute_mismatch_metrics(result) == pytest.approx(
         {
             "mismatch/kl": 0.153558 / 3,
             "mismatch/max_abs_logprob": 0.5,
@@ -47,7 +54,7 @@ def test_the_numbers_are_those_of_the_formula() -> None:
         },
         abs=1e-5,
     )
-    assert [item.id for item in worst(result)] == ["7", "8"]
+    assert [item.id for item in find_worst(result)] == ["7", "8"]
 
 
 def test_the_mean_decides_and_not_the_worst_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,4 +78,4 @@ def test_a_policy_that_is_not_the_engines_stops_the_run(tmp_path: Path, kl: floa
 
 def test_what_is_not_a_number_is_the_worst() -> None:
     ones = [Mismatch(str(kl), "text", "", 1, kl, 1.0, 0) for kl in (0.5, float("nan"), 2.0)]
-    assert [item.id for item in worst(ones)] == ["nan", "2.0", "0.5"]
+    assert [item.id for item in find_worst(ones)] == ["nan", "2.0", "0.5"]

@@ -23,11 +23,11 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DsReasonError, SaveError
 from dsreason.job.part_of import PartOf
 from dsreason.job.ranks import World
-from dsreason.rollout.protocol import single_turn
+from dsreason.rollout.protocol import make_single_turn
 from dsreason.train.common import nonfinite
-from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, finite_check, tensors_of
+from dsreason.train.common.nonfinite import MAX_SKIPPED, FiniteCheck, build_finite_check, get_tensors
 from dsreason.train.grpo.loop import describe_batches
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
+from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample
 
 WORLD = World(0, 0, 1, torch.device("cpu"))
 INF, NAN = math.inf, math.nan
@@ -35,7 +35,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonfinite, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(nonfinite, "share_errors", nullcontext)
 
 
 def numbers(loss: float, norm: float) -> dict[str, float]:
@@ -68,11 +68,11 @@ def test_what_happened_to_the_step_is_said_and_counted(
 
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     config = SFTConfig.model_validate({"train": {"on_nonfinite": "skip"}})
-    first = finite_check(config, tmp_path, WORLD, TrainerState())
+    first = build_finite_check(config, tmp_path, WORLD, TrainerState())
     for _ in range(MAX_SKIPPED - 1):
         first.metrics(numbers(NAN, NAN), [], 3)
     saved = json.loads(json.dumps(first.counts))
-    resumed = finite_check(config, tmp_path, WORLD, TrainerState(extra=saved))
+    resumed = build_finite_check(config, tmp_path, WORLD, TrainerState(extra=saved))
     assert resumed.skipped == MAX_SKIPPED - 1
     with pytest.raises(DsReasonError, match=f"as in the {MAX_SKIPPED - 1} steps before"):
         resumed.metrics(numbers(NAN, NAN), [], 3)
@@ -104,16 +104,16 @@ def made_rollout(name: str, completion: str) -> Rollout:
     )
     sample = Sample(name, [{"role": "user", "content": f"question {name}"}], answer="yes")
     prompt = EncodedPrompt(sample, encoded, [1, 2], [])
-    return Rollout(prompt, single_turn((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
+    return Rollout(prompt, make_single_turn((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
 
 
 def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
-    batches = [collate([training_sample(rollout)], pad_id=0) for rollout in rollouts]
+    batches = [collate([build_training_sample(rollout)], pad_id=0) for rollout in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
-    micro_batches = [MicroBatch(batch, [item]) for batch, item in zip(batches, rollouts, strict=True)]
+    micro_batches = [RolloutMicroBatch(batch, [item]) for batch, item in zip(batches, rollouts, strict=True)]
     tokenizer = SimpleNamespace(decode=lambda ids: f"the prompt {ids}")
     finite = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
     metrics = {"train/loss": NAN, "train/grad_norm": INF, "train/learning_rate": 1e-5}
@@ -134,7 +134,7 @@ def test_ranks_that_compute_a_row_together_save_its_pixels_together() -> None:
         mm_kwargs={"pixel_values_videos": torch.arange(8.0)[:, None], "video_grid_thw": torch.tensor([[2, 2, 2]])},
     )
     row = pack([encoded])
-    saved = [tensors_of(take_part(row, PartOf(rank, 2), pad_id=0)) for rank in (0, 1)]
+    saved = [get_tensors(take_part(row, PartOf(rank, 2), pad_id=0)) for rank in (0, 1)]
     assert [item["part"].tolist() for item in saved] == [[0, 1], [1, 2]]
     assert [item["part_grids"].tolist() for item in saved] == [[[1, 2, 2]], [[1, 2, 2]]]
     assert torch.cat([item["pixel_values"] for item in saved]).flatten().tolist() == list(range(8))

@@ -12,11 +12,11 @@ import pytest
 
 from dsreason.config.schema import OptimConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.data.order import Part, StepOrder
+from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.errors import ConfigError, DataError
 from dsreason.rewards.text import REQUEST
 from dsreason.train.common import preflight
-from dsreason.train.common.global_batches import step_notes
+from dsreason.train.common.global_batches import list_step_notes
 from dsreason.train.common.preflight import check_deepspeed, check_upload
 from dsreason.train.grpo.preflight import check as check_grpo
 from dsreason.train.sft.preflight import check as check_sft
@@ -77,8 +77,8 @@ def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, capl
 def test_so_is_that_of_sft(warmup, told):
     """6 rows, 2 a step: 3 steps."""
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
-    notes = step_notes(
-        StepOrder([Part(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
+    notes = list_step_notes(
+        StepOrder([WeightedRows(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
     )
     assert any("longer than the run (3) and is clipped to it" in note for note in notes) == told
 

@@ -13,18 +13,18 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate, pack
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.losses.advantages import batch_normalized, group_centered
-from dsreason.rewards.scoring import Scores
-from dsreason.rollout.protocol import single_turn
+from dsreason.rewards.scoring import CompletionScores
+from dsreason.rollout.protocol import make_single_turn
 from dsreason.train.grpo.rollouts import (
     Group,
     Rollout,
+    add_advantages,
+    build_training_sample,
     flatten,
-    informative,
+    is_informative,
     join_group,
     make_rollouts,
     split_into_steps,
-    training_sample,
-    with_advantages,
 )
 
 
@@ -43,11 +43,11 @@ def prompt(ids: list[int], last_position: int) -> EncodedPrompt:
 
 
 def rollout(ids: tuple[int, ...], logprobs: tuple[float, ...], advantage: float) -> Rollout:
-    return Rollout(prompt([1, 2, 3], 7), single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, advantage)
+    return Rollout(prompt([1, 2, 3], 7), make_single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, advantage)
 
 
 def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
-    sample = training_sample(rollout((8, 9), (-1.0, -2.0), 0.5))
+    sample = build_training_sample(rollout((8, 9), (-1.0, -2.0), 0.5))
     assert sample.id == "p"
     assert sample.parent is not None
     assert sample.parent.input_ids.tolist() == [1, 2, 3]
@@ -58,7 +58,7 @@ def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
 
 def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
     rollouts = [rollout((7,), (-3.0,), -1.5), rollout((8, 9), (-1.0, -2.0), 0.5)]
-    samples = [training_sample(item) for item in rollouts]
+    samples = [build_training_sample(item) for item in rollouts]
     flat = flatten(rollouts, torch.device("cpu"))
     for batch in collate(samples, pad_id=0), pack(samples):
         assert batch.input_ids.flatten()[batch.targets].tolist() == [7, 8, 9]
@@ -73,8 +73,8 @@ def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
 
 
 def group(place: tuple[int, int], rewards: list[float]) -> Group:
-    completions = [single_turn((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
-    scores = Scores(np.array(rewards), {"right": np.array(rewards)})
+    completions = [make_single_turn((5,), "a", (-1.0,), "stop", 0)] * len(rewards)
+    scores = CompletionScores(np.array(rewards), {"right": np.array(rewards)})
     return make_rollouts([prompt([1], 0)] * len(rewards), [place] * len(rewards), completions, scores)
 
 
@@ -84,13 +84,13 @@ def with_others(*others: object) -> Callable[[object], list[object]]:
 
 
 def test_a_rank_without_prompts_has_no_rollouts() -> None:
-    assert make_rollouts([], [], [], Scores(np.zeros(0), {"right": np.zeros(0)})) == []
-    assert with_advantages([], [], 3, group_centered, with_others()) == []
+    assert make_rollouts([], [], [], CompletionScores(np.zeros(0), {"right": np.zeros(0)})) == []
+    assert add_advantages([], [], 3, group_centered, with_others()) == []
 
 
 def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
-    completions = [single_turn((i,), "", (-1.0,), "stop", 0) for i in range(2)]
-    scores = Scores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
+    completions = [make_single_turn((i,), "", (-1.0,), "stop", 0) for i in range(2)]
+    scores = CompletionScores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
     rollouts = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
     assert [
         (item.place, item.completion.ids, item.reward, item.rewards, item.advantage, item.group) for item in rollouts
@@ -102,7 +102,7 @@ def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
 
 def test_advantages_are_measured_within_each_prompts_group() -> None:
     groups = [group((0, 0), [1.0, 0.0]), group((0, 1), [3.0, 3.0]), group((0, 2), [5.0, 9.0])]
-    advantages = with_advantages(groups, [True, True, False], 3, group_centered, with_others())
+    advantages = add_advantages(groups, [True, True, False], 3, group_centered, with_others())
     assert [item.advantage for item in advantages] == [0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
     assert [item.reward for item in advantages] == [1.0, 0.0, 3.0, 3.0, 5.0, 9.0]
     assert [item.group for item in advantages] == [0, 0, 1, 1, None, None]
@@ -112,29 +112,29 @@ def test_advantages_are_measured_within_each_prompts_group() -> None:
 def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
     # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
     other_items = with_others([((0, 1), [1.0, 1.0])])
-    advantages = with_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, other_items)
+    advantages = add_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, other_items)
     assert [item.advantage for item in advantages] == pytest.approx([1.1547, -1.1547], abs=1e-4)
 
 
 @pytest.mark.parametrize(("wanted", "numbers"), [(2, [0, None, None]), (3, [0, None, 2]), (9, [0, None, 2])])
 def test_the_first_informative_groups_of_all_ranks_are_chosen(wanted: int, numbers: list[int | None]) -> None:
     local = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
-    remaining = [informative(item, 0.0) for item in local]
+    remaining = [is_informative(item, 0.0) for item in local]
     assert remaining == [True, False, True]
     other_items = with_others([((4, 1), [1, 0]), ((5, 1), [1, 0])])
-    advantages = with_advantages(local, remaining, wanted, group_centered, other_items)
+    advantages = add_advantages(local, remaining, wanted, group_centered, other_items)
     assert [item.group for item in advantages[::2]] == numbers
 
 
 def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
-    assert not informative(group((0, 0), [0.1, 0.1, 0.1]), 0.0)
-    assert not informative(group((0, 0), [0.50, 0.52]), 0.05)
-    assert informative(group((0, 1), [0.50, 0.60]), 0.05)
+    assert not is_informative(group((0, 0), [0.1, 0.1, 0.1]), 0.0)
+    assert not is_informative(group((0, 0), [0.50, 0.52]), 0.05)
+    assert is_informative(group((0, 1), [0.50, 0.60]), 0.05)
 
 
 def test_without_any_informative_group_none_is_trained() -> None:
     local = [group((4, 0), [1, 1]), group((4, 2), [1, 1])]
-    advantages = with_advantages(local, [False, False], 3, group_centered, with_others([]))
+    advantages = add_advantages(local, [False, False], 3, group_centered, with_others([]))
     assert [(item.advantage, item.group) for item in advantages] == [(0.0, None)] * 4
 
 

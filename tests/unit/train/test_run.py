@@ -78,7 +78,7 @@ def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spa
     write_json(written / "trainer_state.json", asdict(saved))
     run = start(TrainerState(step=7, best_step=7), checkpoint={"keep": 3})
     run.job.uploads.waiting = {written.with_name("step_1")}  # type: ignore[attr-defined]
-    run.checkpoints.after_checkpoint(written, run.state)
+    run.checkpoints.upload_and_prune(written, run.state)
     assert run.checkpoints.writer.pruned == [(3, {"step_1", "step_4", "step_7"})]  # type: ignore[attr-defined]
 
 
@@ -91,7 +91,7 @@ class Saved:
         job = make_job(config, folder, asked=lambda: "SIGTERM" if self.run.state.step == stop_at else "")
         self.run = make_run(job, TrainerState(), write_export=self.export)
         self.uploads: Any = job.uploads
-        monkeypatch.setattr(saving, "on_rank_zero", lambda call: call())
+        monkeypatch.setattr(saving, "run_on_rank_zero", lambda call: call())
         self.losses = [0.5, 0.3, 0.4, 0.6]  # after the steps 3, 6, 9 and 10
 
     def validate(self, step: int) -> ValidationResult:
@@ -106,7 +106,7 @@ class Saved:
     def train(self) -> Saved:
         for step in range(1, 11):
             self.run.state = replace(self.run.state, step=step)
-            self.run.after_steps(step - 1, self.validate)
+            self.run.finish_steps(step - 1, self.validate)
         self.run.finish()
         return self
 
@@ -179,7 +179,7 @@ def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_co
     marker.parent.mkdir(parents=True)
     marker.touch()
     for _ in range(2):  # what is there is not written again
-        saved.run.before_steps(saved.validate)
+        saved.run.begin_steps(saved.validate)
     assert saved.exports == expected
     assert saved.exported == len(expected)
 
@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_from_another_run_s_checkpoint_does_not_export_it(
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all")
     saved.run.state = replace(saved.run.state, step=4)
-    saved.run.before_steps(saved.validate)
+    saved.run.begin_steps(saved.validate)
     assert saved.exports == set()
 
 
@@ -238,7 +238,7 @@ def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
 ) -> None:
     saved = TrainerState(step=3, best_metric=0.4, best_name="val/loss", best_step=2)
     monkeypatch.setattr(run_folder, "load_checkpoint", lambda *_, **__: saved)
-    monkeypatch.setattr(run_folder, "on_one_rank_per_folder", lambda world, call: call())
+    monkeypatch.setattr(run_folder, "run_once_per_folder", lambda world, call: call())
     config = SFTConfig.model_validate({"output_dir": str(tmp_path / "here"), "checkpoint": {"best_metric": metric}})
     checkpoint = tmp_path / folder / "checkpoints/step_3"
     checkpoint.mkdir(parents=True)

@@ -16,9 +16,9 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.prompts import Prompts
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.job.ranks import World
-from dsreason.losses.objective import objective_of
-from dsreason.rewards.scoring import Scores
-from dsreason.rollout.protocol import Completion, Sampling, single_turn
+from dsreason.losses.objective import build_objective
+from dsreason.rewards.scoring import CompletionScores
+from dsreason.rollout.protocol import Completion, Sampling, make_single_turn
 from dsreason.train.grpo import loop, sampling
 from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.sampling import RolloutSampler, SampledRollouts
@@ -40,7 +40,7 @@ class Engine:
     ) -> list[Completion]:
         self.asked.append(([item.sample.id for item in prompts], settings, version, list(streams)))
         return [
-            single_turn((5,), f"{item.sample.id} {stream}", (-1.0,), "stop", version)
+            make_single_turn((5,), f"{item.sample.id} {stream}", (-1.0,), "stop", version)
             for item, stream in zip(prompts, streams, strict=True)
         ]
 
@@ -51,12 +51,12 @@ class Scorer:
     def __init__(self, equal: set[str]) -> None:
         self.equal = equal
 
-    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> Scores:
+    def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> CompletionScores:
         rewards = [
             0.0 if item.id in self.equal else float(text.split()[1])
             for text, item in zip(completions, samples, strict=True)
         ]
-        return Scores(np.array(rewards), {"right": np.array(rewards)})
+        return CompletionScores(np.array(rewards), {"right": np.array(rewards)})
 
 
 def make_sampler(
@@ -68,7 +68,7 @@ def make_sampler(
     scorer: Any = Scorer(set(equal))
     world = World(0, 0, 1, torch.device("cpu"))
     return RolloutSampler(
-        config, objective_of(config.grpo), iter(batches), sampler, scorer, world, watchdog, [].extend, next_batch=0
+        config, build_objective(config.grpo), iter(batches), sampler, scorer, world, watchdog, [].extend, next_batch=0
     )
 
 
@@ -87,7 +87,7 @@ def make_config(**algorithm: Any) -> GRPOConfig:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sampling, loop):
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(sampling, "all_sum", float)
+    monkeypatch.setattr(sampling, "reduce_sum", float)
 
 
 def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is() -> None:
@@ -168,9 +168,9 @@ def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
     config = make_config(overlong_filter=overlong_filter)
     monkeypatch.setattr(loop, "cut", lambda rollouts, *_: rollouts)
     rollouts = [
-        Rollout(prompt("a"), single_turn((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
+        Rollout(prompt("a"), make_single_turn((5,), "", (-1.0,), reason, 4), 0.0, {}, group=0)  # type: ignore[arg-type]
         for reason in ("stop", "length")
     ]
     world, encoder = World(0, 0, 1, torch.device("cpu")), None
-    steps: Any = loop.cut_into_steps(rollouts, objective_of(config.grpo), config, encoder, world)  # type: ignore[arg-type]
+    steps: Any = loop.cut_into_steps(rollouts, build_objective(config.grpo), config, encoder, world)  # type: ignore[arg-type]
     assert [[item.completion.finish_reason for item in step] for step in steps] == [trained]

@@ -10,15 +10,15 @@ import torch
 from PIL import Image
 
 from dsreason.data.chat import EncodedPrompt, Encoder
-from dsreason.data.collate import collate, joined, pack
-from dsreason.data.micro_batches import work_of
+from dsreason.data.collate import collate, join_parent, pack
+from dsreason.data.micro_batches import compute_work
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.models.load import load_model
 from dsreason.models.policy import Policy
 from dsreason.models.processors.loading import open_encoder
 from dsreason.rollout.protocol import Completion, CompletionSegment
-from dsreason.train.grpo.mismatch import mismatches
-from dsreason.train.grpo.rollouts import Rollout, flatten, training_sample
+from dsreason.train.grpo.mismatch import measure_mismatches
+from dsreason.train.grpo.rollouts import Rollout, build_training_sample, flatten
 
 
 @pytest.fixture(params=["tiny_qwen3_vl", "tiny_qwen2_5_vl"])
@@ -83,7 +83,7 @@ def rollout(encoder: Encoder, conversation: Sample) -> Rollout:
 def test_segments_are_the_sample_that_the_whole_conversation_is(
     encoder: Encoder, conversation: Sample, rollout: Rollout
 ) -> None:
-    full, sample = encoder.encode(conversation), joined(training_sample(rollout))
+    full, sample = encoder.encode(conversation), join_parent(build_training_sample(rollout))
     assert [segment.logprobs is None for segment in rollout.completion.segments][:3] == [False, True, False]
     for name in ("input_ids", "loss_mask", "position_ids", "mm_token_type_ids"):
         assert torch.equal(getattr(sample, name), getattr(full, name)), name
@@ -97,7 +97,7 @@ def test_only_sampled_tokens_count(rollout: Rollout) -> None:
     tokens = flatten([rollout, rollout], torch.device("cpu"))
     assert tokens.rollout_logprobs.tolist() == pytest.approx(2 * list(completion.logprobs))
     assert tokens.sequence.tolist() == [0] * len(completion.logprobs) + [1] * len(completion.logprobs)
-    (mismatch,) = mismatches([rollout], tokens.rollout_logprobs[: len(completion.logprobs)])
+    (mismatch,) = measure_mismatches([rollout], tokens.rollout_logprobs[: len(completion.logprobs)])
     assert (mismatch.num_tokens, mismatch.largest) == (len(completion.logprobs), pytest.approx(0.0, abs=1e-6))
 
 
@@ -106,7 +106,7 @@ def test_packed_behind_a_shared_prompt_they_have_the_log_probabilities_of_the_co
 ) -> None:
     policy = Policy(load_model(model_path, dtype=torch.float32).eval())
     short = replace(rollout, completion=replace(rollout.completion, segments=rollout.completion.segments[:1]))
-    samples = [training_sample(rollout), training_sample(short)]
+    samples = [build_training_sample(rollout), build_training_sample(short)]
     expected = policy(collate([encoder.encode(conversation)], pad_id=encoder.pad_id))
     packed = policy(pack(samples))
     assert torch.allclose(packed[: len(expected)], expected, atol=1e-5)
@@ -115,4 +115,4 @@ def test_packed_behind_a_shared_prompt_they_have_the_log_probabilities_of_the_co
     grids = [
         grid for sample in (rollout.prompt.encoded, samples[0]) for grid in sample.mm_kwargs["image_grid_thw"].tolist()
     ]
-    assert sorted(map(list, work_of([samples], packing=True).grids)) == sorted(grids)
+    assert sorted(map(list, compute_work([samples], packing=True).grids)) == sorted(grids)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.train.grpo.show import reward_means, summarise
+from dsreason.train.grpo.show import compute_reward_means, summarise
 
 
 def row(reward: float, length: int, finish: str = "stop", trained: bool = True) -> dict[str, Any]:
@@ -41,4 +41,4 @@ def test_a_rollout_whose_prompts_were_all_left_out_has_no_numbers() -> None:
 
 def test_what_rewards_measure_is_averaged_over_the_calls_of_all_ranks() -> None:
     sums = [{"judge/words": (30.0, 3)}, {"judge/words": (2.0, 1), "judge/tone": (1.0, 2)}, {}]
-    assert reward_means(sums) == {"reward/judge/words": 8.0, "reward/judge/tone": 0.5}
+    assert compute_reward_means(sums) == {"reward/judge/words": 8.0, "reward/judge/tone": 0.5}

@@ -16,7 +16,7 @@ from dsreason.data.types import Sample
 from dsreason.errors import ConfigError, DataError, DsReasonError
 from dsreason.job.ranks import World
 from dsreason.models.tiny import build_tiny
-from dsreason.rollout.protocol import Completion, CompletionSegment, single_turn
+from dsreason.rollout.protocol import Completion, CompletionSegment, make_single_turn
 from dsreason.train.common.preflight import build_encoder
 from dsreason.train.grpo import teacher_server
 from dsreason.train.grpo.preflight import check_distillation
@@ -129,7 +129,7 @@ def client(server: StandIn, **changes: Any) -> Client:
 def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
     return SimpleNamespace(
         prompt=SimpleNamespace(prompt_ids=prompt, sample=SimpleNamespace(id="7")),
-        completion=single_turn(completion, "", (0.0,) * len(completion), "stop", 0),
+        completion=make_single_turn(completion, "", (0.0,) * len(completion), "stop", 0),
     )
 
 
@@ -154,7 +154,7 @@ def test_micro_batches_get_theirs_whatever_the_order_of_the_answers(
 ) -> None:
     from contextlib import nullcontext
 
-    monkeypatch.setattr(teacher_server, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(teacher_server, "share_errors", nullcontext)
     monkeypatch.setattr(teacher_server, "gather_in_group", lambda own, world: [own])
     server.respond = lambda path, body: said(body["prompt"])
     teacher = TeacherServer(client(server).config, WORLD)

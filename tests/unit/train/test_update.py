@@ -15,9 +15,9 @@ from dsreason.data.chat import EncodedPrompt
 from dsreason.data.collate import collate
 from dsreason.data.types import EncodedSample, Sample
 from dsreason.job.ranks import World
-from dsreason.rollout.protocol import single_turn
+from dsreason.rollout.protocol import make_single_turn
 from dsreason.train.grpo import update
-from dsreason.train.grpo.rollouts import MicroBatch, Rollout, training_sample
+from dsreason.train.grpo.rollouts import Rollout, RolloutMicroBatch, build_training_sample
 
 BANNED = torch.zeros(0, dtype=torch.int64)
 PROMPT = EncodedPrompt(
@@ -63,13 +63,13 @@ class Engine:
         assert not self.boundaries[-1], "the caller steps after the last micro-batch"
 
 
-def micro_batch(*rollouts: tuple[tuple[float, ...], float], **fixed: Tensor) -> MicroBatch:
+def micro_batch(*rollouts: tuple[tuple[float, ...], float], **fixed: Tensor) -> RolloutMicroBatch:
     """Rollouts as (the rollout engine's log-probabilities, advantage)."""
     made = [
-        Rollout(PROMPT, single_turn(tuple(range(5, 5 + len(value))), "", value, "stop", 0), 0.0, {}, advantage)
+        Rollout(PROMPT, make_single_turn(tuple(range(5, 5 + len(value))), "", value, "stop", 0), 0.0, {}, advantage)
         for value, advantage in rollouts
     ]
-    return MicroBatch(collate([training_sample(item) for item in made], pad_id=0), made, **fixed)
+    return RolloutMicroBatch(collate([build_training_sample(item) for item in made], pad_id=0), made, **fixed)
 
 
 def config(**algorithm: Any) -> GRPOConfig:

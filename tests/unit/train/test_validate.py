@@ -16,8 +16,14 @@ from dsreason.data.types import Sample
 from dsreason.job.ranks import World
 from dsreason.monitor.metrics import open_metrics
 from dsreason.train.common import validate as validation
-from dsreason.train.common.answers import Answer, ValidationResult, accuracies, mean_rewards, modality_of
-from dsreason.train.common.contact_sheet import contact_sheet
+from dsreason.train.common.answers import (
+    GeneratedAnswer,
+    ValidationResult,
+    compute_accuracies,
+    compute_mean_rewards,
+    get_modality,
+)
+from dsreason.train.common.contact_sheet import draw_contact_sheet
 from dsreason.train.common.validate import HeldOut
 
 
@@ -29,9 +35,9 @@ def sample(*parts: str, answer: str | None = None, reply: str | None = "left") -
     return Sample(id="7", messages=messages, answer=answer)
 
 
-def answer(row: int, correct: bool, modality: str = "text", kind: str | None = None) -> Answer:
+def answer(row: int, correct: bool, modality: str = "text", kind: str | None = None) -> GeneratedAnswer:
     reply = "left" if correct else "right"
-    return Answer(row, str(row), modality, kind, "which way?", reply, "left", correct, "stop", [])
+    return GeneratedAnswer(row, str(row), modality, kind, "which way?", reply, "left", correct, "stop", [])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def answer(row: int, correct: bool, modality: str = "text", kind: str | None = N
     [(("text",), "text"), (("image", "text"), "image"), (("image", "video", "text"), "video")],
 )
 def test_a_sample_is_counted_under_one_modality(parts: tuple[str, ...], modality: str) -> None:
-    assert modality_of(sample(*parts)) == modality
+    assert get_modality(sample(*parts)) == modality
 
 
 def test_accuracies_overall_by_modality_and_by_kind() -> None:
@@ -49,7 +55,7 @@ def test_accuracies_overall_by_modality_and_by_kind() -> None:
         answer(2, True, "video", "motion"),
         answer(3, True, "video", "video"),
     ]
-    assert accuracies(answers) == {
+    assert compute_accuracies(answers) == {
         "val/accuracy": 0.75,
         "val/accuracy/image": 0.5,
         "val/accuracy/colour": 0.5,
@@ -60,22 +66,24 @@ def test_accuracies_overall_by_modality_and_by_kind() -> None:
 
 def test_the_summary_is_one_line_for_a_person() -> None:
     answers = [answer(0, True, "video"), answer(1, False), answer(2, True)]
-    result = ValidationResult({"val/loss": 0.25} | accuracies(answers), answers, {})
+    result = ValidationResult({"val/loss": 0.25} | compute_accuracies(answers), answers, {})
     assert result.summary(60) == "validation at step 60: loss 0.2500, accuracy 66.7 % (text 50.0 %, video 100.0 %)"
     assert ValidationResult({"val/loss": 0.25}, [], {}).summary(0) == "validation at step 0: loss 0.2500"
 
 
 def test_answers_without_a_reference_count_for_no_accuracy_but_for_the_reward() -> None:
-    unknown = Answer(9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0})
+    unknown = GeneratedAnswer(
+        9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0}
+    )
     expected = replace(answer(0, True, "video"), rewards={"": 1.5, "short": 0.0})
-    assert accuracies([expected, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
-    assert mean_rewards([expected, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
-    result = ValidationResult(mean_rewards([unknown]) | accuracies([unknown]), [unknown], {})
+    assert compute_accuracies([expected, unknown]) == {"val/accuracy": 1.0, "val/accuracy/video": 1.0}
+    assert compute_mean_rewards([expected, unknown]) == {"val/reward/mean": 1.0, "val/reward/short/mean": 0.5}
+    result = ValidationResult(compute_mean_rewards([unknown]) | compute_accuracies([unknown]), [unknown], {})
     assert result.summary(5) == "validation at step 5: reward 0.5000"
 
 
 def test_no_answers_give_no_accuracy() -> None:
-    assert accuracies([]) == {}
+    assert compute_accuracies([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +99,7 @@ def test_every_rank_has_as_many_groups(num_rows: int, size: int, groups: list[li
     config = SFTConfig.model_validate({"validation": {"micro_batch_size": size}})
     for rank in range(2):
         world = World(rank, rank, 2, torch.device("cpu"))
-        assert HeldOut([None] * num_rows, None, config, world).groups() == groups[rank]
+        assert HeldOut([None] * num_rows, None, config, world).build_groups() == groups[rank]
 
 
 def test_max_samples_and_show_limit_the_rows() -> None:
@@ -102,7 +110,7 @@ def test_max_samples_and_show_limit_the_rows() -> None:
 
 
 def test_results_are_written_with_every_answer_and_the_shown_sheets(tmp_path: Path) -> None:
-    sheet = contact_sheet([Image.new("RGB", (56, 28), "red")], "which way?\n" + "long " * 60)
+    sheet = draw_contact_sheet([Image.new("RGB", (56, 28), "red")], "which way?\n" + "long " * 60)
     assert sheet.width == 640
     assert sheet.getpixel((20, 20)) == (255, 0, 0)
     result = ValidationResult({"val/loss": 1.0}, [answer(0, True, "video"), answer(1, False)], {1: sheet})
@@ -159,6 +167,6 @@ def test_rows_of_which_nothing_is_trained_have_no_loss(
 ) -> None:
     batch = SimpleNamespace(to=lambda device: None)
     monkeypatch.setattr(validation, "align_micro_batches", lambda samples, encoder, exchange, packing: [batch])
-    monkeypatch.setattr(validation, "all_sum", lambda value: value)
+    monkeypatch.setattr(validation, "reduce_sum", lambda value: value)
     held_out = Rows([None, None], SimpleNamespace(encode=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
-    assert validation.held_out_loss(Policy(num_tokens), held_out, lambda count: None) == loss
+    assert validation.compute_held_out_loss(Policy(num_tokens), held_out, lambda count: None) == loss

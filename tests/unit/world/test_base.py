@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsreason.errors import CheckpointError
-from dsreason.world.base import FILE, base_note
+from dsreason.world.base import FILE, describe_base
 from dsreason.world.models import resolve_world_model
 from dsreason.world.schema import WorldModelConfig
 
@@ -25,7 +25,7 @@ def export(tmp_path: Path) -> Path:
     (made / "transformer").mkdir(parents=True)
     (made / "transformer" / "origin").write_text("export")
     (made / "model_index.json").write_text(index)
-    (made / FILE).write_text(base_note({"path": str(base)}, base))
+    (made / FILE).write_text(describe_base({"path": str(base)}, base))
     return made
 
 
@@ -42,7 +42,7 @@ def test_an_export_is_joined_with_its_base_model(export: Path, tmp_path: Path) -
 
 def test_an_export_of_an_export_names_the_first_model(export: Path, tmp_path: Path) -> None:
     joined = resolve(export, tmp_path / "cache")
-    assert json.loads(base_note({"path": str(export)}, joined))["path"] == str(tmp_path / "base")
+    assert json.loads(describe_base({"path": str(export)}, joined))["path"] == str(tmp_path / "base")
 
 
 def test_a_name_of_the_hub_is_kept_and_a_folder_becomes_absolute(
@@ -50,12 +50,12 @@ def test_a_name_of_the_hub_is_kept_and_a_folder_becomes_absolute(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert json.loads(base_note({"path": "nvidia/x", "revision": "r"}, tmp_path)) == {
+    assert json.loads(describe_base({"path": "nvidia/x", "revision": "r"}, tmp_path)) == {
         "path": "nvidia/x",
         "revision": "r",
     }
-    assert json.loads(base_note({"path": "mine", "revision": None}, tmp_path))["path"] == str(tmp_path / "mine")
-    assert json.loads(base_note({}, tmp_path))["path"] == str(tmp_path)
+    assert json.loads(describe_base({"path": "mine", "revision": None}, tmp_path))["path"] == str(tmp_path / "mine")
+    assert json.loads(describe_base({}, tmp_path))["path"] == str(tmp_path)
 
 
 def test_a_base_model_that_is_gone_is_an_error_that_says_where_to_write_its_place(export: Path, tmp_path: Path) -> None:

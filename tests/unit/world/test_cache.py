@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsreason.errors import DataError, StorageError
-from dsreason.world.cache import LatentCache, TextCache, fingerprint
+from dsreason.world.cache import LatentCache, TextCache, compute_fingerprint
 from dsreason.world.families import FAMILIES, WorldFamily
 from dsreason.world.models import load_vae
 
@@ -110,9 +110,9 @@ def test_another_length_dtype_or_encoder_is_another_cache(tiny_worlds: dict[str,
 def test_fingerprint_sees_the_tokenizer(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     shutil.copytree(tiny_worlds["wan"] / "tokenizer", other)
-    assert fingerprint(other) == fingerprint(tiny_worlds["wan"] / "tokenizer")
+    assert compute_fingerprint(other) == compute_fingerprint(tiny_worlds["wan"] / "tokenizer")
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
-    assert fingerprint(other) != fingerprint(tiny_worlds["wan"] / "tokenizer")
+    assert compute_fingerprint(other) != compute_fingerprint(tiny_worlds["wan"] / "tokenizer")
 
 
 def test_embeddings_keep_bfloat16(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dsreason.errors import ConfigError
-from dsreason.world.families import FAMILIES, family_of
-from dsreason.world.lora import add_lora, load_lora, lora_metadata, save_lora
+from dsreason.world.families import FAMILIES, find_family
+from dsreason.world.lora import add_lora, build_lora_metadata, load_lora, save_lora
 from dsreason.world.models import load_transformer
 
 NAME = "cosmos_predict2_5"
@@ -27,7 +27,7 @@ def output(transformer: Any, seed: int = 0) -> Tensor:
 
 def adapted(folder: Path, alpha: float, seed: int = 3) -> Any:
     transformer = load_transformer(folder, torch.float32)
-    add_lora(transformer, rank=4, alpha=alpha, targets=family_of(folder).lora_targets, seed=seed)
+    add_lora(transformer, rank=4, alpha=alpha, targets=find_family(folder).lora_targets, seed=seed)
     return transformer
 
 
@@ -60,7 +60,7 @@ def test_diffusers_loads_the_file_exactly_whatever_alpha_is(
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     trained = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
-    save_lora(trained, tmp_path, lora_metadata(transformer))
+    save_lora(trained, tmp_path, build_lora_metadata(transformer))
     fresh = load_transformer(tiny_worlds[NAME], torch.float32)
     base = output(fresh)
     load_lora(fresh, tmp_path)
@@ -73,7 +73,7 @@ def test_a_pipeline_loads_it_too(tiny_worlds: dict[str, Path], tmp_path: Path) -
 
     transformer = adapted(tiny_worlds[NAME], 16)
     trained = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
-    save_lora(trained, tmp_path, lora_metadata(transformer))
+    save_lora(trained, tmp_path, build_lora_metadata(transformer))
     state, metadata = Cosmos2_5_PredictBasePipeline.lora_state_dict(
         str(tmp_path), weight_name="pytorch_lora_weights.safetensors", return_lora_metadata=True
     )

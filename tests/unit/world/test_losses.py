@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from dsreason.world.losses import (
-    exponential,
-    flow_matching_loss,
+    compute_exponential,
+    compute_flow_matching_loss,
+    compute_kl_mean,
+    compute_kl_velocity,
+    compute_nft_decay,
+    compute_nft_loss,
+    compute_optimality,
+    compute_policy_loss,
     free_mean,
     group_advantages,
-    kl_mean,
-    kl_velocity,
-    nft_decay,
-    nft_loss,
-    optimality,
-    policy_loss,
 )
 
 
@@ -50,11 +50,11 @@ def test_equal_rewards_give_exactly_nothing() -> None:
 
 
 def test_exponential_advantages() -> None:
-    torch.testing.assert_close(exponential(vector(0, 1, -1)), vector(-1, -0.36787944, -2.71828183))
+    torch.testing.assert_close(compute_exponential(vector(0, 1, -1)), vector(-1, -0.36787944, -2.71828183))
 
 
 def test_policy_loss_of_two_clips() -> None:
-    result = policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
+    result = compute_policy_loss(vector(-1.2, -0.9), vector(-1.2001, -0.8), vector(1.5, -1.0), 1e-4)
     torch.testing.assert_close(result.ratio, vector(1.000100005, 0.904837418))
     torch.testing.assert_close(result.loss, vector(-1.50015, 0.9999))
     assert result.clipped.tolist() == [True, True]
@@ -74,13 +74,13 @@ def test_policy_loss_of_two_clips() -> None:
 def test_the_clip_holds_back_what_goes_on_in_its_direction(
     ratio: float, advantage: float, loss: float, clipped: bool
 ) -> None:
-    result = policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
+    result = compute_policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
     assert (result.loss.item(), result.clipped.item()) == (pytest.approx(loss), clipped)
 
 
 def test_on_policy_the_gradient_is_that_of_the_weighted_log_probability() -> None:
     log_prob = vector(-1.0, 0.5).requires_grad_()
-    result = policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
+    result = compute_policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
     result.loss.sum().backward()
     assert result.ratio.tolist() == [1.0, 1.0]
     assert log_prob.grad is not None
@@ -89,19 +89,19 @@ def test_on_policy_the_gradient_is_that_of_the_weighted_log_probability() -> Non
 
 def test_kl_of_means_and_of_velocities() -> None:
     mean, reference = clips([0.63, -1.57]), clips([0.60, -1.50])
-    assert kl_mean(mean, reference, 0.626099).item() == pytest.approx(0.00369898, rel=1e-5)
+    assert compute_kl_mean(mean, reference, 0.626099).item() == pytest.approx(0.00369898, rel=1e-5)
     # without the root of the step's length (0.2) in the divisor it is five times smaller
-    assert kl_mean(mean, reference, 0.626099 / 0.2**0.5).item() == pytest.approx(0.00073980, rel=1e-4)
-    assert kl_velocity(clips([0.5, 0.25]), clips([0.4, 0.45])).item() == pytest.approx(0.025)
+    assert compute_kl_mean(mean, reference, 0.626099 / 0.2**0.5).item() == pytest.approx(0.00073980, rel=1e-4)
+    assert compute_kl_velocity(clips([0.5, 0.25]), clips([0.4, 0.45])).item() == pytest.approx(0.025)
     mean, reference = clips([0.12, -0.5, 2.0]), clips([0.1, -0.2, 1.7])
-    assert kl_mean(mean, reference, 0.313).item() == pytest.approx(0.306899801637933, rel=1e-12)
-    assert kl_velocity(mean, reference).item() == pytest.approx(0.0601333333333333, rel=1e-12)
+    assert compute_kl_mean(mean, reference, 0.313).item() == pytest.approx(0.306899801637933, rel=1e-12)
+    assert compute_kl_velocity(mean, reference).item() == pytest.approx(0.0601333333333333, rel=1e-12)
 
 
 def test_the_velocitys_error_is_the_weighted_error_of_the_clean_clip() -> None:
     clean, noise, s = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.75
     velocity = clips([-0.4, 1.1])
-    error = flow_matching_loss(velocity, clean, noise).item()
+    error = compute_flow_matching_loss(velocity, clean, noise).item()
     assert error == pytest.approx(0.01625)
     sigma = s / (1 - s)  # the form of EDM, where x = (1 - s)(clean + sigma · noise)
     result = (1 - s) * (clean + sigma * noise) - s * velocity
@@ -114,18 +114,20 @@ OLD, REFERENCE = clips([-0.4, 1.2]), clips([-0.5, 1.1])
 
 def nft(velocity: Tensor, optimal: float, beta: float = 1.0) -> Tensor:
     noisy = (1 - S) * CLEAN + S * NOISE
-    result = nft_loss(
+    result = compute_nft_loss(
         velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=beta, scale=5
     )
-    return result.loss + 1e-4 * kl_velocity(velocity, REFERENCE)
+    return result.loss + 1e-4 * compute_kl_velocity(velocity, REFERENCE)
 
 
 def test_nft_of_one_clip() -> None:
     velocity = clips([-0.6, 1.0]).requires_grad_()
-    assert optimality(vector(2.0, 9.0, -9.0), 5).tolist() == pytest.approx([0.7, 1.0, 0.0])
+    assert compute_optimality(vector(2.0, 9.0, -9.0), 5).tolist() == pytest.approx([0.7, 1.0, 0.0])
     noisy = (1 - S) * CLEAN + S * NOISE
     torch.testing.assert_close(noisy, clips([0.8, -0.5]))
-    result = nft_loss(velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(0.7), beta=1.0, scale=5)
+    result = compute_nft_loss(
+        velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(0.7), beta=1.0, scale=5
+    )
     assert [result.positive.item(), result.negative.item()] == pytest.approx([0.08285714, 0.1])
     assert result.loss.item() == pytest.approx(0.44)
     total = nft(velocity, 0.7)
@@ -154,7 +156,7 @@ def test_nft_with_other_betas(
 ) -> None:
     clean, noise = clips([0.2, -0.6, 1.1]), clips([-1.0, 0.4, 0.3])
     velocity, old = clips([-1.4, 0.9, -0.5]).requires_grad_(), clips([-1.1, 1.2, -0.9])
-    result = nft_loss(
+    result = compute_nft_loss(
         velocity,
         old,
         noisy=(1 - s) * clean + s * noise,
@@ -176,7 +178,7 @@ def test_nft_with_other_betas(
 def test_on_policy_nft_has_one_value_and_the_gradient_of_the_reward(optimal: float, gradient: list[float]) -> None:
     velocity = OLD.clone().requires_grad_()
     noisy = (1 - S) * CLEAN + S * NOISE
-    result = nft_loss(
+    result = compute_nft_loss(
         velocity, OLD, noisy=noisy, clean=CLEAN, times=vector(S), optimal=vector(optimal), beta=1.0, scale=5
     )
     result.loss.sum().backward()
@@ -190,7 +192,7 @@ def test_each_reward_weighs_its_own_clip() -> None:
     clean = torch.zeros(2, 1, 1, 1, 1, dtype=torch.float64)
     # With s = 1 and x_s = 0 the estimates are -v±, and an adaptive loss is |v±|: v+ = v, v- = 2 v_old - v.
     velocity, old = clips([2.0], [4.0]), clips([1.5], [3.0])
-    result = nft_loss(
+    result = compute_nft_loss(
         velocity, old, noisy=clean, clean=clean, times=vector(1, 1), optimal=vector(1, 0), beta=1.0, scale=1
     )
     assert (result.positive.tolist(), result.negative.tolist()) == ([2, 4], [1, 2])
@@ -202,20 +204,20 @@ def test_each_reward_weighs_its_own_clip() -> None:
 def test_rewards_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     values, other = torch.zeros(2), torch.zeros(shape)
     with pytest.raises(ValueError, match="one value for each clip"):
-        policy_loss(values, values, other, 1e-4)
+        compute_policy_loss(values, values, other, 1e-4)
     zero = torch.zeros(2, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="one value for each clip"):
-        nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
+        compute_nft_loss(zero, zero, noisy=zero, clean=zero, times=values, optimal=other, beta=1.0, scale=5)
 
 
 def test_given_frames_count_nowhere() -> None:
     free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)
     values, other = torch.tensor([100.0, 3.0]).view(1, 1, 2, 1, 1), torch.tensor([7.0, 1.0]).view(1, 1, 2, 1, 1)
     assert free_mean(values, free).tolist() == [3.0]
-    assert kl_velocity(values, other, free).tolist() == [4.0]
-    assert kl_mean(values, other, 1.0, free).tolist() == [2.0]
-    assert flow_matching_loss(values, torch.zeros_like(values), other, free).tolist() == [4.0]
-    result = nft_loss(
+    assert compute_kl_velocity(values, other, free).tolist() == [4.0]
+    assert compute_kl_mean(values, other, 1.0, free).tolist() == [2.0]
+    assert compute_flow_matching_loss(values, torch.zeros_like(values), other, free).tolist() == [4.0]
+    result = compute_nft_loss(
         values,
         values,
         noisy=other,
@@ -234,5 +236,5 @@ def test_given_frames_count_nowhere() -> None:
     [(1, 0.001, 0), (50, 0.05, 0), (75, 0.075, 0), (76, 0.076, 0.0075), (100, 0.1, 0.1875), (500, 0.5, 0.999)],
 )
 def test_how_the_old_policy_follows(step: int, slow: float, late: float) -> None:
-    result = [nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
+    result = [compute_nft_decay(kind, step) for kind in ("none", "slow", "late")]  # type: ignore[arg-type]
     assert result == pytest.approx([0, slow, late])

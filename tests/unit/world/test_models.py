@@ -13,12 +13,12 @@ from torch import nn
 
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.world.context_parallel import check_sizes
-from dsreason.world.families import FAMILIES, family_of
+from dsreason.world.families import FAMILIES, find_family
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.models import (
     MODEL_FILES,
+    build_empty_transformer,
     check_components,
-    empty_transformer,
     load_transformer,
     load_vae,
     resolve_world_model,
@@ -41,7 +41,7 @@ def change(file: Path, **values: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_models_are_built_once(tmp_path: Path, name: str) -> None:
     world_model = resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path)
-    assert family_of(world_model) is FAMILIES[name]
+    assert find_family(world_model) is FAMILIES[name]
     (world_model / "mark").touch()
     assert (resolve_world_model(WorldModelConfig(path=f"tiny:{name}"), tmp_path) / "mark").exists()
 
@@ -101,7 +101,7 @@ def test_a_folder_of_another_kind(tmp_path: Path) -> None:
 def test_models_that_are_not_supported(tmp_path: Path, index: Any, message: str) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        family_of(tmp_path)
+        find_family(tmp_path)
 
 
 def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_published_wan_folders_are_supported(tmp_path: Path) -> None:
         "expand_timesteps": False,
     }
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    assert family_of(tmp_path) is FAMILIES["wan"]
+    assert find_family(tmp_path) is FAMILIES["wan"]
 
 
 def test_a_revision_is_downloaded_without_pickles(
@@ -219,8 +219,8 @@ def test_keys_that_config_json_leaves_out_have_the_classes_defaults(
     file = tmp_path / "transformer" / "config.json"
     file.write_text(json.dumps({"_class_name": FAMILIES[name].transformer, "num_layers": 1, **text}))
     shutil.copy(tiny_worlds[name] / "model_index.json", tmp_path)
-    built = dict(empty_transformer(tmp_path).config)
-    config = FAMILIES[name].transformer_config(tmp_path)
+    built = dict(build_empty_transformer(tmp_path).config)
+    config = FAMILIES[name].read_transformer_config(tmp_path)
     assert config["num_layers"] == 1
     check_sizes(config, (16, 3, 4, 4), 4)
     for projected in (False, True):
@@ -250,7 +250,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, component: st
         elif component == "vae":
             load_vae(folder, "cpu", torch.float32)
         else:
-            family_of(folder).encode_text(folder, ["a"], 64, "cpu", torch.float32)
+            find_family(folder).encode_text(folder, ["a"], 64, "cpu", torch.float32)
     assert not mark.exists()
 
 
@@ -337,7 +337,7 @@ def test_published_configurations_are_built_without_memory(
     (tmp_path / "transformer").mkdir()
     shutil.copy(tiny_worlds[name] / "model_index.json", tmp_path)
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(values))
-    transformer: nn.Module = empty_transformer(tmp_path)
+    transformer: nn.Module = build_empty_transformer(tmp_path)
     assert all(parameter.is_meta for parameter in transformer.parameters())
     assert sum(parameter.numel() for parameter in transformer.parameters()) == parameters
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsreason.world.families import FAMILIES
 from dsreason.world.families.components import load_scheduler
 from dsreason.world.models import load_transformer, load_vae
-from dsreason.world.sampler import guided, sample, solve
+from dsreason.world.sampler import apply_guidance, sample, solve
 from dsreason.world.steps import Step, step_of
 from dsreason.world.types import Conditioning
 
@@ -115,7 +115,7 @@ def test_solver_equals_the_pipeline(
 
     def velocity(x: Tensor, s: Tensor) -> Tensor:
         v = predict(x, s, text)
-        return guided(v, predict(x, s, negative), own_scale) if own_scale > 1 else v
+        return apply_guidance(v, predict(x, s, negative), own_scale) if own_scale > 1 else v
 
     result = solve(velocity, noise, load_scheduler(folder), STEPS, family.solver_times)
     assert expected.std() > 0.1
@@ -157,8 +157,8 @@ def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path
 
 def test_wan_pipeline_without_guidance_is_a_scale_of_one() -> None:
     v, negative = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
-    torch.testing.assert_close(guided(v, negative, 1.0), v)
-    torch.testing.assert_close(guided(v, negative, 3.0), torch.tensor([2.0, 6.0]))
+    torch.testing.assert_close(apply_guidance(v, negative, 1.0), v)
+    torch.testing.assert_close(apply_guidance(v, negative, 3.0), torch.tensor([2.0, 6.0]))
 
 
 def straight(x: Tensor, s: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from dsreason.world.families import FAMILIES
-from dsreason.world.noise import linear, noise, window
+from dsreason.world.noise import compute_linear_sigmas, draw_noise, draw_window
 
 KEY = {"seed": 1, "step": 2, "prompt": 3, "clip": 4, "purpose": "start"}
 
 
 def test_linear_schedule() -> None:
-    assert linear(4, 1.0).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
-    assert linear(4, 3.0).tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
-    assert linear(4, 3.0).dtype == torch.float64
+    assert compute_linear_sigmas(4, 1.0).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert compute_linear_sigmas(4, 3.0).tolist() == pytest.approx([1.0, 0.9, 0.75, 0.5, 0.0])
+    assert compute_linear_sigmas(4, 3.0).dtype == torch.float64
 
 
 COSMOS_10 = [0.99502, 0.99084, 0.98217, 0.96313, 0.91888, 0.81433, 0.59398, 0.28448, 0.07417, 0.0099, 0.0]
@@ -42,28 +42,28 @@ def test_schedules_fall_from_at_most_one_to_zero(tiny_worlds: dict[str, Path], n
 
 
 def test_windows_lie_in_the_first_half_and_all_of_them_are_drawn() -> None:
-    drawn = {tuple(window(2, 10, seed=0, step=step)) for step in range(100)}
+    drawn = {tuple(draw_window(2, 10, seed=0, step=step)) for step in range(100)}
     assert drawn == {(0, 1), (1, 2), (2, 3), (3, 4)}
-    assert window(2, 10, seed=0, step=7) == window(2, 10, seed=0, step=7)
-    assert [window(2, 10, seed=1, step=s).start for s in range(20)] != [
-        window(2, 10, seed=0, step=s).start for s in range(20)
+    assert draw_window(2, 10, seed=0, step=7) == draw_window(2, 10, seed=0, step=7)
+    assert [draw_window(2, 10, seed=1, step=s).start for s in range(20)] != [
+        draw_window(2, 10, seed=0, step=s).start for s in range(20)
     ]
 
 
 def test_window_longer_than_the_first_half() -> None:
     with pytest.raises(ValueError, match="size=6"):
-        window(6, 10, seed=0, step=0)
+        draw_window(6, 10, seed=0, step=0)
 
 
 @pytest.mark.parametrize("changed", [{"seed": 5}, {"step": 5}, {"prompt": 5}, {"clip": 5}, {"purpose": "step 0"}])
 def test_noise_depends_on_all_of_its_key(changed: dict[str, object]) -> None:
-    first = noise((2, 3), **KEY)  # type: ignore[arg-type]
-    assert torch.equal(first, noise((2, 3), **KEY))  # type: ignore[arg-type]
-    assert not torch.equal(first, noise((2, 3), **KEY | changed))  # type: ignore[arg-type]
+    first = draw_noise((2, 3), **KEY)  # type: ignore[arg-type]
+    assert torch.equal(first, draw_noise((2, 3), **KEY))  # type: ignore[arg-type]
+    assert not torch.equal(first, draw_noise((2, 3), **KEY | changed))  # type: ignore[arg-type]
     assert first.dtype == torch.float32
 
 
 def test_noise_is_standard_normal() -> None:
-    values = noise((100_000,), **KEY)  # type: ignore[arg-type]
+    values = draw_noise((100_000,), **KEY)  # type: ignore[arg-type]
     assert values.mean().item() == pytest.approx(0, abs=0.02)
     assert values.std().item() == pytest.approx(1, abs=0.02)

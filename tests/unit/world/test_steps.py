@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsreason.world.noise import linear
-from dsreason.world.steps import NEAR_ONE, Kind, log_prob, mean, step_of
+from dsreason.world.noise import compute_linear_sigmas
+from dsreason.world.steps import NEAR_ONE, Kind, compute_mean, log_prob, step_of
 
 X, V, X_NEXT = (
     torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1) for values in ([1, -2], [0.5, 0.25], [0.9, -1.9])
@@ -41,7 +41,7 @@ def test_published_steps(
 ) -> None:
     step = step_of(kind, s, s_next, eta, s_cap=0.9)
     assert (step.a, step.b, step.std) == pytest.approx((a, b, std), abs=1e-6)
-    expected = mean(step, X, V)
+    expected = compute_mean(step, X, V)
     assert expected.flatten().tolist() == pytest.approx(means, abs=1e-6)
     assert log_prob(X_NEXT, expected, step.std).tolist() == pytest.approx([density], abs=1e-6)
 
@@ -69,7 +69,7 @@ def test_steps_in_forty_digits(
         for values in ([-0.3, 1.2], [0.7, -0.4], [-0.25, 1.1])
     )
     step = step_of(kind, s, s_next, eta, s_cap=0.875)
-    expected = mean(step, x, v)
+    expected = compute_mean(step, x, v)
     assert step.std == pytest.approx(std, abs=1e-9)
     assert expected.flatten().tolist() == pytest.approx(means, abs=1e-9)
     assert log_prob(x_next, expected, step.std).item() == pytest.approx(density, abs=1e-8)
@@ -91,7 +91,7 @@ def test_ddim_mixes_predicted_data_and_noise_anew() -> None:
     assert step.std == pytest.approx(0.6 * 0.4841229, abs=1e-6)
     sqrt = math.sqrt(0.25 - step.std**2)
     data, noise = X - 0.8 * V, X + 0.2 * V
-    torch.testing.assert_close(mean(step, X, V), 0.5 * data + sqrt * noise)
+    torch.testing.assert_close(compute_mean(step, X, V), 0.5 * data + sqrt * noise)
 
 
 @pytest.mark.parametrize("kind", NOISY)
@@ -124,7 +124,7 @@ def test_flow_adds_its_own_noise_after_the_first_steps_though_the_level_is_near_
     shift: float, count: int, number: int, std: float
 ) -> None:
     """1 − s of the second level is for the step that begins above it: eta·sqrt(s / (1 − s)·(s − s'))."""
-    levels = linear(count, shift).tolist()
+    levels = compute_linear_sigmas(count, shift).tolist()
     s, s_next = levels[number], levels[number + 1]
     assert s > NEAR_ONE
     assert std == pytest.approx(0.7 * math.sqrt(s / (1 - s) * (s - s_next)), abs=1e-4)
@@ -186,10 +186,12 @@ def test_samples_of_a_gaussian_have_its_mean_and_spread(
     """The exact velocity, float64: Euler's error at 10 steps is known, and gone at 200."""
     numbers = torch.Generator().manual_seed(0)
     x = torch.randn(50_000, generator=numbers, dtype=torch.float64)
-    levels = linear(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)
+    levels = compute_linear_sigmas(count, 1.0).tolist() if grid == "linear" else cosmos_levels(count)
     for s, s_next in zip(levels, levels[1:], strict=False):
         step = step_of(kind, s, s_next, eta, s_cap=levels[1])
-        x = mean(step, x, exact_velocity(x, s)) + step.std * torch.randn(x.shape, generator=numbers, dtype=x.dtype)
+        x = compute_mean(step, x, exact_velocity(x, s)) + step.std * torch.randn(
+            x.shape, generator=numbers, dtype=x.dtype
+        )
     assert x.mean().item() == pytest.approx(2.0, abs=0.01)
     assert x.std().item() == pytest.approx(spread, abs=tolerance)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsreason.problems import nearest
+from dsreason.problems import find_nearest
 from dsreason.tools.cosmos_rl.draft import Settings
 
 MEANT: dict[str, str] = {
@@ -25,7 +25,7 @@ MEANT: dict[str, str] = {
 GONE = {"cp_rotate_method": "it was of another kind of context parallelism, which cosmos-rl no longer has"}
 
 
-def meant(key: str, cosmos: Settings) -> str:
+def suggest(key: str, cosmos: Settings) -> str:
     """Return what to say of a key that is in no table: the known key that is most like it."""
     name = key.rpartition(".")[2]
     if key.startswith("custom."):
@@ -35,14 +35,14 @@ def meant(key: str, cosmos: Settings) -> str:
     probable = MEANT.get(name)
     if probable not in cosmos.keys:
         homes = [known_key for known_key in cosmos.keys if known_key.rpartition(".")[2] == name]
-        probable = homes[0] if homes else nearest(key, cosmos.keys, cutoff=0.75) or by_name(name, cosmos)
+        probable = homes[0] if homes else find_nearest(key, cosmos.keys, cutoff=0.75) or suggest_by_name(name, cosmos)
     if probable is None:
         return "cosmos-rl does not read it, and has no key like it"
     return f"cosmos-rl does not read it; {probable} was probably meant, which is {cosmos[probable]!r} here"
 
 
-def by_name(name: str, cosmos: Settings) -> str | None:
+def suggest_by_name(name: str, cosmos: Settings) -> str | None:
     """The key whose last name is most like it."""
     names = {known_key.rpartition(".")[2]: known_key for known_key in reversed(cosmos.keys)}
-    near = nearest(name, names, cutoff=0.75)
+    near = find_nearest(name, names, cutoff=0.75)
     return names[near] if near else None

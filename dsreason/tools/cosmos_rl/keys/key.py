@@ -41,35 +41,35 @@ class Key:
         return replace(self, trainers=trainers)
 
 
-def takes_of(default: Any) -> Takes:
+def infer_takes(default: Any) -> Takes:
     """Return what a key with this default takes."""
     kinds: dict[type, Takes] = {bool: "bool", int: "int", float: "number", str: "string", list: "list", dict: "table"}
     return kinds.get(type(default), "any")
 
 
-def copied(
+def make_copied(
     default: Any, key: str, takes: Takes | None = None, *, convert: Callable[[Any], Any] = lambda value: value
 ) -> Key:
     """A key whose value, converted, is that of `key` here."""
-    return Key(default, takes or takes_of(default), (key,), copies=True, convert=convert)
+    return Key(default, takes or infer_takes(default), (key,), copies=True, convert=convert)
 
 
-def joint(default: Any, *keys: str, takes: Takes | None = None) -> Key:
+def make_joint(default: Any, *keys: str, takes: Takes | None = None) -> Key:
     """A key that decides these of ours together with others."""
-    return Key(default, takes or takes_of(default), keys)
+    return Key(default, takes or infer_takes(default), keys)
 
 
-def unused(default: Any, because: str, takes: Takes | None = None) -> Key:
+def make_unused(default: Any, because: str, takes: Takes | None = None) -> Key:
     """A key without an equivalent, whatever its value: nothing that is computed depends on it."""
-    return Key(default, takes or takes_of(default), because=because)
+    return Key(default, takes or infer_takes(default), because=because)
 
 
-def only(default: Any, *values: Any, because: str, instead: str, takes: Takes | None = None) -> Key:
+def make_fixed(default: Any, *values: Any, because: str, instead: str, takes: Takes | None = None) -> Key:
     """A key without an equivalent, which can be left out for these values."""
-    return Key(default, takes or takes_of(default), because=because, only=values, instead=instead)
+    return Key(default, takes or infer_takes(default), because=because, only=values, instead=instead)
 
 
-def same_for(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
+def restrict_all(keys: dict[str, Key], *trainers: str) -> dict[str, Key]:
     """All of these, read for the same trainers."""
     return {name: key.of(*trainers) for name, key in keys.items()}
 
@@ -89,26 +89,26 @@ SHOWN: dict[Takes, str] = {
 """Expected kinds of values, for messages."""
 
 
-def as_list(value: Any) -> list[Any]:
+def to_list(value: Any) -> list[Any]:
     """One or several, as several; None is none."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
-def fits(value: Any, takes: Takes) -> bool:
+def is_of_kind(value: Any, takes: Takes) -> bool:
     """Return whether a value is of the kind; True does not count as a number."""
     if takes == "any":
         return True
     if takes in ("names", "numbers", "tables"):
         one: Takes = "string" if takes == "names" else "number" if takes == "numbers" else "table"
         return (
-            all(fits(item, one) for item in value)
+            all(is_of_kind(item, one) for item in value)
             if isinstance(value, list)
-            else takes != "tables" and fits(value, one)
+            else takes != "tables" and is_of_kind(value, one)
         )
     if takes == "rewards":
-        return fits(list(value.values()), "numbers") if isinstance(value, dict) else fits(value, "names")
+        return is_of_kind(list(value.values()), "numbers") if isinstance(value, dict) else is_of_kind(value, "names")
     if isinstance(value, bool) or takes == "bool":
         return isinstance(value, bool) and takes == "bool"
     kinds = {"int": int, "number": (int, float), "string": str, "list": list, "table": dict}

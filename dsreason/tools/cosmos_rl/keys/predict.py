@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dsreason.tools.cosmos_rl.keys.key import Key, copied, joint, only, same_for, takes_of, unused
+from dsreason.tools.cosmos_rl.keys.key import (
+    Key,
+    infer_takes,
+    make_copied,
+    make_fixed,
+    make_joint,
+    make_unused,
+    restrict_all,
+)
 
 SAMPLER = "it is of EDM's sampler with churn, in whose place stands the SDE of Flow-GRPO"
 CALLBACK = "what callbacks show is always written: metrics.jsonl, TensorBoard, world.html"
@@ -12,63 +20,63 @@ FAMILY = "the model's own folder says how it is built and which encoder reads pr
 NAMES = "the run is called as its output folder"
 
 RL: dict[str, Key] = {
-    "model.rl.enabled": unused(False, "the file is one of reinforcement learning"),
-    "model.rl.num_rollout": joint(8, "world.num_generations"),
-    "model.rl.sample_steps": copied(10, "world.sampling_steps"),
-    "model.rl.train_on": joint([0, 1, 2, 3, 4, 5, 6, 7], "world.trained_steps", takes="numbers"),
-    "model.rl.on_policy": only(
+    "model.rl.enabled": make_unused(False, "the file is one of reinforcement learning"),
+    "model.rl.num_rollout": make_joint(8, "world.num_generations"),
+    "model.rl.sample_steps": make_copied(10, "world.sampling_steps"),
+    "model.rl.train_on": make_joint([0, 1, 2, 3, 4, 5, 6, 7], "world.trained_steps", takes="numbers"),
+    "model.rl.on_policy": make_fixed(
         True,
         True,
         because="each rollout is trained once",
         instead="each rollout is drawn from the weights it trains; set it to true",
     ),
-    "model.rl.update_ref_every_iter": joint(16, "world.kl_coef"),
-    "model.rl.solver_option": joint("2ab", "world.sde"),
-    "model.rl.s_churn": unused(1, SAMPLER, takes="any"),
-    "model.rl.s_t_max": unused(None, SAMPLER, takes="any"),
-    "model.rl.s_t_min": unused(0, SAMPLER, takes="any"),
-    "model.rl.s_noise": unused(1, SAMPLER, takes="any"),
-    "model.rl.guidance": copied(0, "world.guidance_scale", "number", convert=lambda scale: 1.0 + scale),
-    "model.rl.min_num_conditional_frames": joint(1, "world.conditional_frames"),
-    "model.rl.max_num_conditional_frames": joint(1, "world.conditional_frames"),
-    "model.rl.clip_ratio": copied(1e-4, "world.clip_range"),
-    "model.rl.kl_beta": joint(0.01, "world.kl_coef"),
-    "model.rl.data_beta": joint(0.0, "world.algorithm", "world.data_coef", takes="number"),
-    "model.rl.use_rl_sigma_and_noise": joint(True, "world.data_noise"),
-    "model.rl.data_on_first_only": joint(False, "world.data_steps"),
-    "model.rl.use_same_seed": copied(True, "world.same_noise"),
-    "model.rl.exp_reward": joint(False, "world.exponential_advantages"),
-    "model.rl.reward_config.adv_clip": joint(5, "world.advantage_clip", takes="numbers"),
-    "model.rl.reward_config.adv_clip_max": joint(5, "world.advantage_clip", takes="numbers"),
-    "model.rl.reward_config.adv_clip_min": unused(-5, "advantages are clipped at ± the same value", takes="any"),
-    "model.rl.reward_config.enabled": unused(True, "rewards are always asked for"),
-    "model.rl.reward_config.reward_fns": joint(None, "reward.services", takes="any"),
+    "model.rl.update_ref_every_iter": make_joint(16, "world.kl_coef"),
+    "model.rl.solver_option": make_joint("2ab", "world.sde"),
+    "model.rl.s_churn": make_unused(1, SAMPLER, takes="any"),
+    "model.rl.s_t_max": make_unused(None, SAMPLER, takes="any"),
+    "model.rl.s_t_min": make_unused(0, SAMPLER, takes="any"),
+    "model.rl.s_noise": make_unused(1, SAMPLER, takes="any"),
+    "model.rl.guidance": make_copied(0, "world.guidance_scale", "number", convert=lambda scale: 1.0 + scale),
+    "model.rl.min_num_conditional_frames": make_joint(1, "world.conditional_frames"),
+    "model.rl.max_num_conditional_frames": make_joint(1, "world.conditional_frames"),
+    "model.rl.clip_ratio": make_copied(1e-4, "world.clip_range"),
+    "model.rl.kl_beta": make_joint(0.01, "world.kl_coef"),
+    "model.rl.data_beta": make_joint(0.0, "world.algorithm", "world.data_coef", takes="number"),
+    "model.rl.use_rl_sigma_and_noise": make_joint(True, "world.data_noise"),
+    "model.rl.data_on_first_only": make_joint(False, "world.data_steps"),
+    "model.rl.use_same_seed": make_copied(True, "world.same_noise"),
+    "model.rl.exp_reward": make_joint(False, "world.exponential_advantages"),
+    "model.rl.reward_config.adv_clip": make_joint(5, "world.advantage_clip", takes="numbers"),
+    "model.rl.reward_config.adv_clip_max": make_joint(5, "world.advantage_clip", takes="numbers"),
+    "model.rl.reward_config.adv_clip_min": make_unused(-5, "advantages are clipped at ± the same value", takes="any"),
+    "model.rl.reward_config.enabled": make_unused(True, "rewards are always asked for"),
+    "model.rl.reward_config.reward_fns": make_joint(None, "reward.services", takes="any"),
 }
 
 RUN: dict[str, Key] = {
-    "model.fsdp_shard_size": joint(8, "GPUs"),
-    "model.dp_replicate_size": joint(1, "GPUs"),
-    "model.conditioner": unused(
+    "model.fsdp_shard_size": make_joint(8, "GPUs"),
+    "model.dp_replicate_size": make_joint(1, "GPUs"),
+    "model.conditioner": make_unused(
         None, "the family says how a prompt, a first frame and the rate of frames condition", takes="any"
     ),
-    "model.text_encoder_class": unused("t5_XXL", FAMILY, takes="any"),
-    "model.text_encoder_config": unused(None, FAMILY, takes="any"),
-    "model.net": unused(None, FAMILY, takes="any"),
-    "model.resolution": joint("", "data.height", takes="any"),
-    "model_parallel.tensor_model_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
-    "model_parallel.pipeline_model_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
-    "model_parallel.pipeline_parallel_size": unused(1, "ZeRO-3 shares the weights among all ranks"),
-    "model_parallel.context_parallel_size": joint(1, "train.context_parallel_size"),
-    "optimizer.lr": copied(1e-5, "optim.lr"),
-    "optimizer.weight_decay": copied(1e-4, "optim.weight_decay"),
-    "optimizer.betas": copied([0.9, 0.99], "optim.betas"),
-    "optimizer.eps": copied(1e-12, "optim.eps"),
-    "optimizer.fused": unused(True, "DeepSpeed has one implementation of AdamW for each device"),
-    "optimizer.master_weights": unused(True, "master weights are always float32"),
-    "scheduler.warm_up_steps": joint([0], "optim.warmup", takes="numbers"),
-    "scheduler.warmup_steps": joint(0, "optim.warmup", takes="numbers"),
-    "scheduler.f_start": unused(None, "the warmup begins at 0", takes="any"),
-    "scheduler.f_max": only(
+    "model.text_encoder_class": make_unused("t5_XXL", FAMILY, takes="any"),
+    "model.text_encoder_config": make_unused(None, FAMILY, takes="any"),
+    "model.net": make_unused(None, FAMILY, takes="any"),
+    "model.resolution": make_joint("", "data.height", takes="any"),
+    "model_parallel.tensor_model_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
+    "model_parallel.pipeline_model_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
+    "model_parallel.pipeline_parallel_size": make_unused(1, "ZeRO-3 shares the weights among all ranks"),
+    "model_parallel.context_parallel_size": make_joint(1, "train.context_parallel_size"),
+    "optimizer.lr": make_copied(1e-5, "optim.lr"),
+    "optimizer.weight_decay": make_copied(1e-4, "optim.weight_decay"),
+    "optimizer.betas": make_copied([0.9, 0.99], "optim.betas"),
+    "optimizer.eps": make_copied(1e-12, "optim.eps"),
+    "optimizer.fused": make_unused(True, "DeepSpeed has one implementation of AdamW for each device"),
+    "optimizer.master_weights": make_unused(True, "master weights are always float32"),
+    "scheduler.warm_up_steps": make_joint([0], "optim.warmup", takes="numbers"),
+    "scheduler.warmup_steps": make_joint(0, "optim.warmup", takes="numbers"),
+    "scheduler.f_start": make_unused(None, "the warmup begins at 0", takes="any"),
+    "scheduler.f_max": make_fixed(
         None,
         None,
         [1.0],
@@ -77,7 +85,7 @@ RUN: dict[str, Key] = {
         instead="set optimizer.lr, and this to [1.0]",
         takes="any",
     ),
-    "scheduler.f_min": only(
+    "scheduler.f_min": make_fixed(
         None,
         None,
         [1.0],
@@ -86,29 +94,29 @@ RUN: dict[str, Key] = {
         instead="the rate is held; set it to [1.0]",
         takes="any",
     ),
-    "scheduler.cycle_lengths": unused(None, "the rate is held after the warmup", takes="any"),
-    "trainer.max_iter": copied(2001, "train.max_steps"),
-    "trainer.seed": copied(0, "train.seed"),
-    "trainer.callbacks": joint(None, "optim.max_grad_norm", takes="tables"),
-    "trainer.grad_scaler_args.enabled": unused(False, "bf16 needs no scaler"),
-    "trainer.logging_iter": unused(1, "every step is logged", takes="any"),
-    "trainer.run_validation": unused(False, CALLBACK, takes="any"),
-    "trainer.validation_iter": joint(32, "validation.every"),
-    "checkpoint.save_iter": copied(32, "checkpoint.every"),
-    "checkpoint.load_path": joint("", "model.path"),
-    "checkpoint.model_id": unused("", "model.revision says which weights", takes="any"),
-    "checkpoint.type": unused("distributed", "checkpoints are DeepSpeed's", takes="any"),
-    "checkpoint.load_training_state": unused(
+    "scheduler.cycle_lengths": make_unused(None, "the rate is held after the warmup", takes="any"),
+    "trainer.max_iter": make_copied(2001, "train.max_steps"),
+    "trainer.seed": make_copied(0, "train.seed"),
+    "trainer.callbacks": make_joint(None, "optim.max_grad_norm", takes="tables"),
+    "trainer.grad_scaler_args.enabled": make_unused(False, "bf16 needs no scaler"),
+    "trainer.logging_iter": make_unused(1, "every step is logged", takes="any"),
+    "trainer.run_validation": make_unused(False, CALLBACK, takes="any"),
+    "trainer.validation_iter": make_joint(32, "validation.every"),
+    "checkpoint.save_iter": make_copied(32, "checkpoint.every"),
+    "checkpoint.load_path": make_joint("", "model.path"),
+    "checkpoint.model_id": make_unused("", "model.revision says which weights", takes="any"),
+    "checkpoint.type": make_unused("distributed", "checkpoints are DeepSpeed's", takes="any"),
+    "checkpoint.load_training_state": make_unused(
         False, "a run starts from a model; --resume continues one of ours", takes="any"
     ),
-    "checkpoint.save_to_object_store.enabled": only(
+    "checkpoint.save_to_object_store.enabled": make_fixed(
         False, False, because="it is off", instead="name checkpoint.upload in the imported file; set it to false"
     ),
-    "checkpoint.load_from_object_store.enabled": unused(False, "model.path may be s3://…"),
-    "job.project": unused("", NAMES),
-    "job.group": unused("", NAMES),
-    "job.name": joint("", "model.path"),
-    "job.wandb_mode": joint("", "monitor.wandb"),
+    "checkpoint.load_from_object_store.enabled": make_unused(False, "model.path may be s3://…"),
+    "job.project": make_unused("", NAMES),
+    "job.group": make_unused("", NAMES),
+    "job.name": make_joint("", "model.path"),
+    "job.wandb_mode": make_joint("", "monitor.wandb"),
 }
 
 LOCAL_KEYS = {
@@ -146,20 +154,23 @@ SET_KEYS = {
 }
 
 
-def loaders() -> dict[str, Key]:
+def build_loader_keys() -> dict[str, Key]:
     """Both loaders of both splits: what the training one of clips says counts, the rest is left out."""
     keys: dict[str, Key] = {}
     for split in ("train", "val"):
-        keys[f"dataloader_{split}.type"] = unused("web", LOADER)
+        keys[f"dataloader_{split}.type"] = make_unused("web", LOADER)
         for kind in ("image", "video"):
             loader = f"dataloader_{split}.{kind}_dataloader"
             because = LOADER if kind == "video" else IMAGES
-            keys[f"{loader}.ratio"] = unused(1, because, takes="any")
+            keys[f"{loader}.ratio"] = make_unused(1, because, takes="any")
             inside = LOADER_KEYS | {"num_workers": 8, "webdataset": False}
             inside |= {f"dataset.{name}": default for name, default in SET_KEYS.items()}
-            keys |= {f"{loader}.{name}": unused(default, because, takes="any") for name, default in LOCAL_KEYS.items()}
             keys |= {
-                f"{loader}.dataloader.{name}": unused(default, because, takes="any") for name, default in inside.items()
+                f"{loader}.{name}": make_unused(default, because, takes="any") for name, default in LOCAL_KEYS.items()
+            }
+            keys |= {
+                f"{loader}.dataloader.{name}": make_unused(default, because, takes="any")
+                for name, default in inside.items()
             }
     own_loader = "dataloader_train.video_dataloader.dataloader"
     read = {
@@ -173,7 +184,7 @@ def loaders() -> dict[str, Key]:
     }
     for name, own_key in read.items():
         default = keys[f"{own_loader}.{name}"].default
-        keys[f"{own_loader}.{name}"] = joint(default, own_key, takes=takes_of(default))
+        keys[f"{own_loader}.{name}"] = make_joint(default, own_key, takes=infer_takes(default))
     local = {
         "dataset_dir": "data.path",
         "num_frames": "data.frames",
@@ -182,12 +193,12 @@ def loaders() -> dict[str, Key]:
         "num_workers": "data.workers",
     }
     for name, own_key in local.items():
-        keys[f"dataloader_train.video_dataloader.{name}"] = joint(LOCAL_KEYS[name], own_key)
-    keys["dataloader_train.video_dataloader.offline_text_embedding"] = unused(
+        keys[f"dataloader_train.video_dataloader.{name}"] = make_joint(LOCAL_KEYS[name], own_key)
+    keys["dataloader_train.video_dataloader.offline_text_embedding"] = make_unused(
         False, "each prompt is encoded once, and kept"
     )
-    keys["dataloader_val.video_dataloader.dataset_dir"] = joint("", "data.validation")
+    keys["dataloader_val.video_dataloader.dataset_dir"] = make_joint("", "data.validation")
     return keys
 
 
-KEYS: dict[str, Key] = same_for(RL | RUN | loaders(), "world")
+KEYS: dict[str, Key] = restrict_all(RL | RUN | build_loader_keys(), "world")

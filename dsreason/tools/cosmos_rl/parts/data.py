@@ -16,9 +16,9 @@ REQUEST = "Please answer the question in the following format: <think> your reas
 """Request of cosmos-rl's RL loader for a format; the adapter leaves that to `data.system_prompt`."""
 
 
-def rows(cosmos: Settings, draft: Draft) -> None:
-    source = custom_source(cosmos, "dataset", "train_dataset") or named_source(
-        cosmos, draft, "train.train_policy.dataset", columns_of(cosmos, draft)
+def convert_rows(cosmos: Settings, draft: Draft) -> None:
+    source = convert_custom_source(cosmos, "dataset", "train_dataset") or convert_named_source(
+        cosmos, draft, "train.train_policy.dataset", convert_columns(cosmos, draft)
     )
     prompt = cosmos["custom.system_prompt"] or cosmos["train.train_policy.system_prompt"]
     if not source:
@@ -26,12 +26,12 @@ def rows(cosmos: Settings, draft: Draft) -> None:
         source = {"adapter": "jsonl"}
     if prompt and "system_prompt" not in source:
         source["system_prompt"] = prompt
-    source |= {"vision": vision} if (vision := vision_of(cosmos, source["adapter"])) else {}
+    source |= {"vision": vision} if (vision := convert_vision(cosmos, source["adapter"])) else {}
     for name, value in source.items():
         draft.set(f"data.{name}", value)
 
 
-def custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
+def convert_custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
     """`[custom.dataset]`, as the scripts of cosmos-reason1 and 2 read it; `train_dataset` is that of the TAO toolkit."""
     for section in sections:
         path = f"custom.{section}"
@@ -48,7 +48,7 @@ def custom_source(cosmos: Settings, *sections: str) -> dict[str, Any]:
 CUSTOM = ("annotation_path", "media_path", "media_root", "path", "system_prompt")
 
 
-def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str, str]) -> dict[str, Any]:
+def convert_named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str, str]) -> dict[str, Any]:
     """A data set by name or folder, as the adapter that reads its rows wants it; {} where none is named."""
     key = f"{section}.name" if cosmos[f"{section}.name"] else f"{section}.local_dir"
     name = cosmos[key]
@@ -61,7 +61,7 @@ def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str
             value = [item for item in value if item]
         if value:
             source[part] = value
-    source["adapter"] = adapter_of(name, key, draft)
+    source["adapter"] = choose_adapter(name, key, draft)
     if source["adapter"] == "cosmos_reason1_rl":
         source["system_prompt"] = REQUEST
     elif source["adapter"] == "local_labels":
@@ -72,7 +72,7 @@ def named_source(cosmos: Settings, draft: Draft, section: str, columns: dict[str
     return source
 
 
-def adapter_of(name: str, key: str, draft: Draft) -> str:
+def choose_adapter(name: str, key: str, draft: Draft) -> str:
     """Choose the adapter by the name and, for an existing folder, by its content."""
     plain = "jsonl" if draft.trainer == "grpo" else "preferences" if draft.trainer == "dpo" else "conversations"
     word = name.rstrip("/").lower()
@@ -84,7 +84,7 @@ def adapter_of(name: str, key: str, draft: Draft) -> str:
     if (folder / "videos").is_dir() and (folder / "metas").is_dir():
         return "local_labels"
     if name.startswith(("/", "./", "../", "~")) and not folder.exists():
-        draft.differs(
+        draft.note_difference(
             key,
             f'data.path = {name!r}, adapter "{plain}": there is nothing at that place to look at; videos/ with metas/ are read '
             'by data.adapter = "local_labels", and what your script reads by an adapter of yours',
@@ -92,7 +92,7 @@ def adapter_of(name: str, key: str, draft: Draft) -> str:
     return plain
 
 
-def columns_of(cosmos: Settings, draft: Draft) -> dict[str, str]:
+def convert_columns(cosmos: Settings, draft: Draft) -> dict[str, str]:
     """Return the columns that the adapter reads under other names."""
     if draft.trainer == "grpo":
         prefix = "train.train_policy"
@@ -109,7 +109,7 @@ def columns_of(cosmos: Settings, draft: Draft) -> dict[str, str]:
     }
 
 
-def vision_of(cosmos: Settings, adapter: str) -> dict[str, Any]:
+def convert_vision(cosmos: Settings, adapter: str) -> dict[str, Any]:
     """`[custom.vision]`, or what the scripts take without it: another sum of pixels for Reason2 than for Reason1."""
     if "custom.vision" in cosmos:
         vision_keys = {own_key: cosmos[f"custom.vision.{their_key}"] for their_key, own_key in VISION}
@@ -122,7 +122,7 @@ def vision_of(cosmos: Settings, adapter: str) -> dict[str, Any]:
     return {"fps": 1, "max_pixels": 81920}
 
 
-def validation(cosmos: Settings, draft: Draft) -> None:
+def convert_validation(cosmos: Settings, draft: Draft) -> None:
     """Convert validation: cosmos-rl validates only if `[validation] enable` is true; without separate rows, on training rows."""
     if not cosmos["validation.enable"]:
         for key in cosmos.given:
@@ -138,18 +138,18 @@ def validation(cosmos: Settings, draft: Draft) -> None:
     draft.set("validation.every", cosmos["validation.freq"])
     draft.set("validation.before_training", cosmos["validation.val_before_train"])
     draft.set("validation.micro_batch_size", cosmos["validation.batch_size"])
-    held_out(cosmos, draft)
+    convert_held_out(cosmos, draft)
     if draft.trainer == "grpo":
-        answers(cosmos, draft)
+        convert_answers(cosmos, draft)
     else:
         draft.set("validation.generate", False)
         if draft.trainer == "dpo":
             draft.set("checkpoint.best_metric", "val/loss")
 
 
-def held_out(cosmos: Settings, draft: Draft) -> None:
-    own_source = custom_source(cosmos, "val_dataset") or named_source(
-        cosmos, draft, "validation.dataset", columns_of(cosmos, draft)
+def convert_held_out(cosmos: Settings, draft: Draft) -> None:
+    own_source = convert_custom_source(cosmos, "val_dataset") or convert_named_source(
+        cosmos, draft, "validation.dataset", convert_columns(cosmos, draft)
     )
     if own_source:
         if vision := draft.get("data.vision"):
@@ -162,13 +162,13 @@ def held_out(cosmos: Settings, draft: Draft) -> None:
     size = cosmos[key] if cosmos[key] is not None else cosmos["validation.dataset.test_size"]
     draft.set("data.validation", 0.1 if size is None else size)
     if key in cosmos.given:
-        draft.differs(
+        draft.note_difference(
             key,
             f"data.validation = {size!r}: that many rows, drawn over the whole data set; cosmos-rl takes the first ones",
         )
 
 
-def answers(cosmos: Settings, draft: Draft) -> None:
+def convert_answers(cosmos: Settings, draft: Draft) -> None:
     """Convert the sampling of GRPO's validation."""
     greedy = cosmos["validation.top_k"] == 1
     draft.set("validation.temperature", 0.0 if greedy else cosmos["validation.temperature"])
@@ -177,10 +177,10 @@ def answers(cosmos: Settings, draft: Draft) -> None:
     draft.set("validation.max_completion_length", longest)
     draft.set("checkpoint.best_metric", "val/reward/mean" if draft.get("reward.functions") else None)
     if not greedy and cosmos["validation.top_k"] not in (None, -1, 0):
-        draft.differs("validation.top_k", "answers are drawn from all tokens")
+        draft.note_difference("validation.top_k", "answers are drawn from all tokens")
     if cosmos["validation.repetition_penalty"] != 1.0:
-        draft.differs("validation.repetition_penalty", "answers are drawn without it")
+        draft.note_difference("validation.repetition_penalty", "answers are drawn without it")
     if cosmos["validation.n_generation"] > 1:
-        draft.differs("validation.n_generation", "each held-out prompt gets one answer")
+        draft.note_difference("validation.n_generation", "each held-out prompt gets one answer")
     if cosmos["validation.reward_function"]:
-        draft.differs("validation.reward_function", "held-out answers have the rewards of training")
+        draft.note_difference("validation.reward_function", "held-out answers have the rewards of training")

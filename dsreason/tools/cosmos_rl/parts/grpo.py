@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import as_list
-from dsreason.tools.cosmos_rl.parts.train import whole
+from dsreason.tools.cosmos_rl.keys.key import to_list
+from dsreason.tools.cosmos_rl.parts.train import is_divisible
 
 POLICY = "train.train_policy"
 NO_CLIP_LOW, NO_CLIP_HIGH = 1.0, 1e9
@@ -24,10 +24,10 @@ REWARDS = {
 """cosmos-rl's rewards, which have the same names here, and what they read otherwise."""
 
 
-def algorithm(cosmos: Settings, draft: Draft) -> None:
-    groups(cosmos, draft)
-    objective(cosmos, draft)
-    clips(cosmos, draft)
+def convert_algorithm(cosmos: Settings, draft: Draft) -> None:
+    convert_groups(cosmos, draft)
+    convert_objective(cosmos, draft)
+    convert_clips(cosmos, draft)
     if cosmos[f"{POLICY}.kl_beta"] > 0:
         draft.set("grpo.kl_clamp", 10.0)
         draft.set("grpo.kl_estimator", "bias_corrected_k3" if cosmos[f"{POLICY}.unbiased_kl_estimate"] else "k3")
@@ -37,22 +37,22 @@ def algorithm(cosmos: Settings, draft: Draft) -> None:
                 draft.refuse(
                     f"{POLICY}.reset_optimizer_with_reference", "the optimizer keeps its moments here; set it to false"
                 )
-    correction(cosmos, draft)
+    convert_correction(cosmos, draft)
     prefix = f"{POLICY}.min_filter_prefix_tokens"
     if cosmos[prefix] is not None:
-        draft.differs(
+        draft.note_difference(
             prefix,
             "the common beginning of a group's completions is trained, too: if all share it, their advantages cancel "
             "out in its gradient, and it counts in the mean over tokens",
         )
 
 
-def groups(cosmos: Settings, draft: Draft) -> None:
+def convert_groups(cosmos: Settings, draft: Draft) -> None:
     """Completions of a step in whole groups, and the optimizer steps that they are cut into."""
     size, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("grpo.num_generations", size)
-    if not whole(batch, size):
+    if not is_divisible(batch, size):
         lower = batch // max(size, 1) * size
         near = f"{lower} or {lower + size}" if lower else f"{size}"
         draft.wrong(
@@ -62,21 +62,21 @@ def groups(cosmos: Settings, draft: Draft) -> None:
         return
     draft.set("grpo.prompts_per_step", batch // size)
     each = cosmos[f"{POLICY}.batch_size_per_optimize"]
-    if each and not whole(cosmos[key], each):
+    if each and not is_divisible(cosmos[key], each):
         draft.wrong(f"{POLICY}.batch_size_per_optimize", f"{each} does not divide {key} ({cosmos[key]}); correct it")
     elif each and each != cosmos[key]:
         steps = cosmos[key] // each
         draft.set("grpo.optimizer_steps_per_rollout", steps)
-        if not whole(batch // size, steps):
+        if not is_divisible(batch // size, steps):
             draft.wrong(
                 f"{POLICY}.batch_size_per_optimize",
                 f"{batch // size} prompts of a step cannot be cut into {steps} updates of whole groups; set another number",
             )
         if draft.get("train.max_steps"):
-            draft.differs("train.max_num_steps", f"optimizer steps are counted here, {steps} for each rollout")
+            draft.note_difference("train.max_num_steps", f"optimizer steps are counted here, {steps} for each rollout")
 
 
-def objective(cosmos: Settings, draft: Draft) -> None:
+def convert_objective(cosmos: Settings, draft: Draft) -> None:
     """Convert the mean over tokens that the loss is, and the divisor of advantages."""
     variant, loss, key = cosmos[f"{POLICY}.variant"], cosmos[f"{POLICY}.loss_type"], f"{POLICY}.loss_type"
     longest = cosmos[f"{POLICY}.unbiased_loss_max_tokens"]
@@ -87,7 +87,9 @@ def objective(cosmos: Settings, draft: Draft) -> None:
     if variant == "gspo":
         draft.set("grpo.preset", "gspo")
         if loss != "seq-mean-token-mean":
-            draft.differs(key, "GSPO's loss is the mean over sequences here, as in its paper; each counts the same")
+            draft.note_difference(
+                key, "GSPO's loss is the mean over sequences here, as in its paper; each counts the same"
+            )
     elif loss in presets:
         draft.set("grpo.preset", presets[loss])
     elif loss in ("seq-mean-token-sum", "token-sum"):
@@ -100,7 +102,7 @@ def objective(cosmos: Settings, draft: Draft) -> None:
         draft.wrong(key, f"{loss!r} is not one of token-mean, seq-mean-token-mean, seq-mean-token-sum; correct it")
         return
     if longest and draft.get("grpo.preset") == "dr_grpo" and longest != cosmos["rollout.max_response_length"]:
-        draft.differs(
+        draft.note_difference(
             f"{POLICY}.unbiased_loss_max_tokens",
             f"sums of tokens are divided by the longest completion, {cosmos['rollout.max_response_length']}, not by {longest}",
         )
@@ -118,7 +120,7 @@ def objective(cosmos: Settings, draft: Draft) -> None:
             )
 
 
-def clips(cosmos: Settings, draft: Draft) -> None:
+def convert_clips(cosmos: Settings, draft: Draft) -> None:
     low, high, bound = (cosmos[f"{POLICY}.{name}"] for name in ("epsilon_low", "epsilon_high", "lower_bound_ratio"))
     draft.set("grpo.clip_low", low if low >= 0 else NO_CLIP_LOW)
     draft.set("grpo.clip_high", high if high >= 0 else NO_CLIP_HIGH)
@@ -130,7 +132,7 @@ def clips(cosmos: Settings, draft: Draft) -> None:
         draft.refuse(f"{POLICY}.lower_bound_ratio", f"a bound of the ratio is above 1, and is {bound:g}; correct it")
 
 
-def correction(cosmos: Settings, draft: Draft) -> None:
+def convert_correction(cosmos: Settings, draft: Draft) -> None:
     """cosmos-rl's usual ratio is 1 whatever was sampled; ours is corrected for what the engine sees otherwise."""
     all_tokens = cosmos["rollout.sampling_config.top_p"] == 1 and cosmos["rollout.sampling_config.top_k"] < 1
     decoupled, cap = cosmos[f"{POLICY}.use_decoupled_loss"], cosmos[f"{POLICY}.behav_imp_weight_cap"]
@@ -148,13 +150,13 @@ def correction(cosmos: Settings, draft: Draft) -> None:
         draft.set("grpo.correction", "token_truncate")
     key = f"{POLICY}.use_rollout_logprobs_for_loss"
     if cosmos[key]:
-        draft.differs(
+        draft.note_difference(
             key,
             "the ratio is to the trainer's own, and the engine's enter as a weight (grpo.correction)",
         )
 
 
-def rollout(cosmos: Settings, draft: Draft) -> None:
+def convert_rollout(cosmos: Settings, draft: Draft) -> None:
     backend = cosmos["rollout.backend"]
     engines = {"vllm": "vllm", "vllm_async": "vllm", "trtllm": "vllm", "example_hf": "transformers"}
     if backend not in engines:
@@ -165,9 +167,9 @@ def rollout(cosmos: Settings, draft: Draft) -> None:
     engine = engines.get(backend, "vllm")
     draft.set("rollout.engine", engine)
     if backend == "trtllm":
-        draft.differs("rollout.backend", "vLLM samples, in the ranks that train")
+        draft.note_difference("rollout.backend", "vLLM samples, in the ranks that train")
     if engine == "vllm":
-        utilization(cosmos, draft)
+        convert_utilization(cosmos, draft)
         if "rollout.enforce_eager" in cosmos.given:
             draft.set("rollout.enforce_eager", cosmos["rollout.enforce_eager"] or None)
         parallel = max(cosmos["rollout.parallelism.tp_size"], 1)
@@ -177,21 +179,21 @@ def rollout(cosmos: Settings, draft: Draft) -> None:
                 "rollout.parallelism.tp_size",
                 f"{parallel} does not divide the {draft.num_gpus} GPUs of the whole job; change it",
             )
-    temperature(cosmos, draft)
+    convert_temperature(cosmos, draft)
 
 
-def utilization(cosmos: Settings, draft: Draft) -> None:
+def convert_utilization(cosmos: Settings, draft: Draft) -> None:
     key = "rollout.gpu_memory_utilization"
     value = cosmos[key]
     draft.set(key, min(value, MOST_UTILIZATION))
     if value > MOST_UTILIZATION and key in cosmos.given:
-        draft.differs(
+        draft.note_difference(
             key,
             f"{key} = {MOST_UTILIZATION}: the engine shares its GPU with a policy that waits; `dsreason plan` says what fits",
         )
 
 
-def temperature(cosmos: Settings, draft: Draft) -> None:
+def convert_temperature(cosmos: Settings, draft: Draft) -> None:
     """One here; cosmos-rl samples at one and divides the logits of training by another."""
     sampled, trained = "rollout.sampling_config.temperature", f"{POLICY}.temperature"
     given_keys = [key for key in (sampled, trained) if key in cosmos.given]
@@ -206,18 +208,18 @@ def temperature(cosmos: Settings, draft: Draft) -> None:
         return
     draft.set("rollout.temperature", values.pop() if values else 1.0)
     if given_keys == [trained] and cosmos[trained] != cosmos[sampled]:
-        draft.differs(
+        draft.note_difference(
             trained,
             f"rollout.temperature = {cosmos[trained]:g}, of sampling and training; cosmos-rl trains with it, and samples with "
             f"{sampled}, which is {cosmos[sampled]:g} unless set",
         )
 
 
-def rewards(cosmos: Settings, draft: Draft) -> None:
+def convert_rewards(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.reward_function"
     value = cosmos[key]
     alone = cosmos["distillation.enable"] and value is None
-    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if value is None else as_weights(value)
+    weights: dict[str, float] = {} if alone else {"single_choice": 1.0} if value is None else to_weights(value)
     if unknown := [name for name in weights if name not in REWARDS and ":" not in name]:
         draft.wrong(
             key,
@@ -226,24 +228,24 @@ def rewards(cosmos: Settings, draft: Draft) -> None:
         return
     draft.set("reward.functions", weights or None)
     if "overlong" in weights:
-        overlong(cosmos, draft)
+        convert_overlong(cosmos, draft)
     if value is None and weights:
-        draft.differs(
+        draft.note_difference(
             key,
             f"reward.functions = {weights}: rewards that a script gives to launch_worker are none of the file's; "
             "name them there, as file.py:function",
         )
     elif other := [f"{name}: {REWARDS[name]}" for name in weights if REWARDS.get(name)]:
-        draft.differs(key, f"reward.functions = {weights}; {'; '.join(other)}")
+        draft.note_difference(key, f"reward.functions = {weights}; {'; '.join(other)}")
 
 
-def as_weights(given: Any) -> dict[str, float]:
+def to_weights(given: Any) -> dict[str, float]:
     if isinstance(given, dict):
         return {str(name): float(weight) for name, weight in given.items()}
-    return {str(name): 1.0 for name in as_list(given)}
+    return {str(name): 1.0 for name in to_list(given)}
 
 
-def overlong(cosmos: Settings, draft: Draft) -> None:
+def convert_overlong(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.overlong_reward.buffer_length"
     buffer, longest = cosmos[key], cosmos["rollout.max_response_length"]
     options: dict[str, float] = {"factor": cosmos[f"{POLICY}.overlong_reward.penalty_factor"]}
@@ -257,7 +259,7 @@ def overlong(cosmos: Settings, draft: Draft) -> None:
     draft.set("reward.options", {"overlong": options})
 
 
-def teacher(cosmos: Settings, draft: Draft) -> None:
+def convert_teacher(cosmos: Settings, draft: Draft) -> None:
     section = "distillation"
     if not cosmos[f"{section}.enable"]:
         for key in cosmos.given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import as_list, fits
+from dsreason.tools.cosmos_rl.keys.key import is_of_kind, to_list
 
 CLIPS = "dataloader_train.video_dataloader.dataloader"
 LOCAL = "dataloader_train.video_dataloader"
@@ -17,13 +17,13 @@ SAMPLER = (
 )
 
 
-def world(cosmos: Settings, draft: Draft) -> None:
-    ranks(cosmos, draft)
-    model(cosmos, draft)
-    objective(cosmos, draft)
-    clips(cosmos, draft)
+def convert_world(cosmos: Settings, draft: Draft) -> None:
+    convert_ranks(cosmos, draft)
+    convert_model(cosmos, draft)
+    convert_objective(cosmos, draft)
+    convert_clips(cosmos, draft)
     clip_norm(cosmos, draft)
-    warmup = as_list(cosmos["scheduler.warm_up_steps"]) + as_list(cosmos["scheduler.warmup_steps"])
+    warmup = to_list(cosmos["scheduler.warm_up_steps"]) + to_list(cosmos["scheduler.warmup_steps"])
     draft.set("optim.warmup", next((int(steps) for steps in warmup if steps), 0))
     draft.set("optim.schedule", "constant")
     draft.set("validation.every", cosmos["trainer.validation_iter"])
@@ -33,7 +33,7 @@ def world(cosmos: Settings, draft: Draft) -> None:
         draft.set("monitor.wandb_name", cosmos["job.name"] or None)
 
 
-def ranks(cosmos: Settings, draft: Draft) -> None:
+def convert_ranks(cosmos: Settings, draft: Draft) -> None:
     """A group is num_rollout ranks with a clip each, of which several may compute one together."""
     draft.num_gpus = max(cosmos["model.fsdp_shard_size"], 1) * max(cosmos["model.dp_replicate_size"], 1)
     together, group = max(cosmos["model_parallel.context_parallel_size"], 1), cosmos["model.rl.num_rollout"]
@@ -52,21 +52,23 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
     draft.set("world.prompts_per_step", draft.num_gpus // (group * together))
 
 
-def model(cosmos: Settings, draft: Draft) -> None:
+def convert_model(cosmos: Settings, draft: Draft) -> None:
     load_path = cosmos["checkpoint.load_path"]
     large = "14b" in (cosmos["job.name"] + load_path).lower()
     draft.set("model.path", f"nvidia/Cosmos-Predict2.5-{'14B' if large else '2B'}")
     draft.set("model.revision", "diffusers/base/pre-trained")
     draft.set("model.freeze_text_projection", True)
-    draft.differs("job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another")
+    draft.note_difference(
+        "job.name", f"model.path = {draft.get('model.path')!r}, by this name; correct it where it is another"
+    )
     if load_path and not load_path.startswith("nvidia/"):
-        draft.differs(
+        draft.note_difference(
             "checkpoint.load_path",
             "its checkpoints are of another format; export the model to diffusers', and set model.path",
         )
 
 
-def objective(cosmos: Settings, draft: Draft) -> None:
+def convert_objective(cosmos: Settings, draft: Draft) -> None:
     weight = cosmos["model.rl.data_beta"]
     draft.set("world.algorithm", "ddrl" if weight else "flow_grpo")
     if weight:
@@ -76,10 +78,10 @@ def objective(cosmos: Settings, draft: Draft) -> None:
         draft.set("world.exponential_advantages", cosmos["model.rl.exp_reward"])
     elif cosmos["model.rl.exp_reward"]:
         draft.refuse("model.rl.exp_reward", "advantages are transformed so in ddrl only; set it to false")
-    steps = as_list(cosmos["model.rl.train_on"])
+    steps = to_list(cosmos["model.rl.train_on"])
     if any(step < 0 for step in steps):
         draft.set("world.window", len(steps))
-        draft.differs(
+        draft.note_difference(
             "model.rl.train_on", f"world.window = {len(steps)}: that many consecutive steps, drawn from the first half"
         )
     else:
@@ -90,22 +92,24 @@ def objective(cosmos: Settings, draft: Draft) -> None:
     draft.set("world.kl_coef", float(cosmos["model.rl.kl_beta"]))
     draft.set("world.sde", "flow")
     draft.set("world.noise_level", 0.7)
-    draft.differs("model.rl.solver_option", SAMPLER)
+    draft.note_difference("model.rl.solver_option", SAMPLER)
     if cosmos["model.rl.kl_beta"] and cosmos["model.rl.update_ref_every_iter"]:
-        draft.differs("model.rl.update_ref_every_iter", "the reference stays the model that training began with")
+        draft.note_difference(
+            "model.rl.update_ref_every_iter", "the reference stays the model that training began with"
+        )
     clip = cosmos["model.rl.reward_config.adv_clip_max"]
     if "model.rl.reward_config.adv_clip" in cosmos.given:
         clip = cosmos["model.rl.reward_config.adv_clip"]
-    draft.set("world.advantage_clip", max((abs(float(bound)) for bound in as_list(clip)), default=5.0))
+    draft.set("world.advantage_clip", max((abs(float(bound)) for bound in to_list(clip)), default=5.0))
 
 
-def clips(cosmos: Settings, draft: Draft) -> None:
+def convert_clips(cosmos: Settings, draft: Draft) -> None:
     loader_keys = LOCAL if cosmos["dataloader_train.type"] == "local" else CLIPS
     frames = f"{loader_keys}.num_frames" if loader_keys == LOCAL else f"{loader_keys}.dataset.num_video_frames"
     draft.set("data.frames", cosmos[frames])
     draft.set("data.workers", cosmos[f"{loader_keys}.num_workers"])
     draft.set("train.micro_batch_size", cosmos[f"{loader_keys}.batch_size"])
-    size(cosmos, draft)
+    convert_size(cosmos, draft)
     folder = cosmos[f"{LOCAL}.dataset_dir"]
     key = f"{CLIPS}.webdataset"
     if folder:
@@ -118,11 +122,11 @@ def clips(cosmos: Settings, draft: Draft) -> None:
         )
     else:
         draft.set("data.format", "mock")
-        draft.differs(key, 'data.format = "mock": random clips and prompts, as its loader makes them here')
-    rewards(cosmos, draft)
+        draft.note_difference(key, 'data.format = "mock": random clips and prompts, as its loader makes them here')
+    convert_rewards(cosmos, draft)
 
 
-def size(cosmos: Settings, draft: Draft) -> None:
+def convert_size(cosmos: Settings, draft: Draft) -> None:
     """Width and height of a local folder's loader, else the name of a resolution."""
     key = f"{LOCAL}.video_size"
     if value := cosmos[key]:
@@ -141,27 +145,27 @@ def size(cosmos: Settings, draft: Draft) -> None:
     draft.set("data.width", width)
 
 
-def rewards(cosmos: Settings, draft: Draft) -> None:
+def convert_rewards(cosmos: Settings, draft: Draft) -> None:
     usual = {"name": "dance_grpo", "score_key": "overall_reward", "weight": 1.0}
     reward_functions: Any = cosmos["model.rl.reward_config.reward_fns"]
     if draft.get("data.format") == "mock" and reward_functions is None:
         draft.set("reward.functions", {"brightness": 1.0})
-        draft.differs(
+        draft.note_difference(
             "model.rl.reward_config.reward_fns", "reward.functions = {'brightness': 1.0}, which needs no service"
         )
     elif reward_functions is None:
         draft.set("reward.services", [usual])
-        draft.differs("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
+        draft.note_difference("model.rl.reward_config.reward_fns", f"reward.services = [{usual}]")
     else:
-        named(reward_functions, usual, draft)
+        convert_named_rewards(reward_functions, usual, draft)
 
 
-def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
+def convert_named_rewards(given: Any, usual: dict[str, Any], draft: Draft) -> None:
     """Rewards by name with their weights, or as tables."""
     services = (
         [{"name": name, "weight": weight} for name, weight in given.items()] if isinstance(given, dict) else given
     )
-    if fits(services, "tables"):
+    if is_of_kind(services, "tables"):
         draft.set("reward.services", [usual | service for service in services])
     else:
         draft.wrong(
@@ -172,7 +176,7 @@ def named(given: Any, usual: dict[str, Any], draft: Draft) -> None:
 
 def clip_norm(cosmos: Settings, draft: Draft) -> None:
     """Name of the callback that clips gradients; all others only show something."""
-    callbacks = as_list(cosmos["trainer.callbacks"])
+    callbacks = to_list(cosmos["trainer.callbacks"])
     clips = [
         callback["args"]
         for callback in callbacks

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import as_list
+from dsreason.tools.cosmos_rl.keys.key import to_list
 
 LOSSES = {"sigmoid": "sigmoid", "bco_pair": "bco", "sft": "sft"}
 """cosmos-rl's losses of preferences, and ours."""
 
 
-def gpus_of(cosmos: Settings, role: str) -> int:
+def count_gpus(cosmos: Settings, role: str) -> int:
     """GPUs of one replica of "policy" or "rollout"; where the shards are "automatic", its launcher starts one."""
     sizes = ("tp_size", "cp_size", "pp_size", "dp_replicate_size")
     count = max(cosmos[f"{role}.parallelism.dp_shard_size"], 1)
@@ -21,13 +21,13 @@ def gpus_of(cosmos: Settings, role: str) -> int:
     return int(count)
 
 
-def data_parallel(cosmos: Settings) -> int:
+def count_data_parallel_ranks(cosmos: Settings) -> int:
     """Data-parallel ranks of one replica of the policy."""
     shards = max(cosmos["policy.parallelism.dp_shard_size"], 1)
     return int(shards * max(cosmos["policy.parallelism.dp_replicate_size"], 1))
 
 
-def ranks(cosmos: Settings, draft: Draft) -> None:
+def convert_ranks(cosmos: Settings, draft: Draft) -> None:
     """Batches and ranks: in SFT and DPO a batch is of a data-parallel rank, in GRPO of a replica."""
     kind = cosmos["train.train_policy.trainer_type"]
     if kind not in ("", "sft", "dpo", "grpo"):
@@ -36,12 +36,12 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
             f"{kind!r} is a custom trainer, which is unknown here; remove the key",
         )
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
-    draft.num_gpus = gpus_of(cosmos, "policy") * replicas
+    draft.num_gpus = count_gpus(cosmos, "policy") * replicas
     if draft.trainer == "grpo" and cosmos["mode"] == "disaggregated":
-        draft.num_gpus += gpus_of(cosmos, "rollout") * max(cosmos["rollout.parallelism.n_init_replicas"], 1)
+        draft.num_gpus += count_gpus(cosmos, "rollout") * max(cosmos["rollout.parallelism.n_init_replicas"], 1)
     shards = "policy.parallelism.dp_shard_size"
     if cosmos[shards] < 1:
-        draft.differs(
+        draft.note_difference(
             shards, "taken as 1, which is what its launcher starts; set it to the number of GPUs that you used"
         )
     batch = cosmos["train.train_batch_per_replica"]
@@ -49,7 +49,7 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
         draft.wrong("train.train_batch_per_replica", f"{batch} is less than 1; raise it")
         return
     if draft.trainer != "grpo":
-        draft.set("train.global_batch_size", batch * data_parallel(cosmos) * replicas)
+        draft.set("train.global_batch_size", batch * count_data_parallel_ranks(cosmos) * replicas)
     if cosmos["policy.parallelism.cp_size"] > 1:
         draft.set("train.sequence_parallel_size", cosmos["policy.parallelism.cp_size"])
     longest = "train.train_policy.max_token_len_per_mini_batch"
@@ -57,19 +57,19 @@ def ranks(cosmos: Settings, draft: Draft) -> None:
     draft.set("train.max_tokens_per_micro_batch", cosmos[longest] or rows)
     draft.set("deepspeed", "zero3_offload.json" if cosmos["train.fsdp_offload"] else "zero3.json")
     draft.set("train.activation_offload", cosmos["train.activation_offload"] or None)
-    loading(cosmos, draft)
+    convert_loading(cosmos, draft)
     draft.set("train.max_steps", cosmos["train.max_num_steps"])
 
 
-def loading(cosmos: Settings, draft: Draft) -> None:
+def convert_loading(cosmos: Settings, draft: Draft) -> None:
     """Workers of the data; none there means our default here, since it changes speed only."""
     draft.set("data.workers", cosmos["train.train_policy.dataloader_num_workers"] or None)
     draft.set("data.prefetch", cosmos["train.train_policy.dataloader_prefetch_factor"] or None)
 
 
-def optimizer(cosmos: Settings, draft: Draft) -> None:
+def convert_optimizer(cosmos: Settings, draft: Draft) -> None:
     name = cosmos["train.optm_name"]
-    names = set(as_list(name))
+    names = set(to_list(name))
     decay = cosmos["train.optm_weight_decay"]
     draft.set("optim.weight_decay", decay)
     if names == {"Adam"} and decay:
@@ -101,7 +101,7 @@ def resume(cosmos: Settings, draft: Draft) -> None:
     resume = cosmos["train.resume"]
     if resume is True:
         draft.arguments.append("--resume auto")
-        draft.differs("train.resume", "--resume auto on the command line; the first run starts from the model")
+        draft.note_difference("train.resume", "--resume auto on the command line; the first run starts from the model")
     elif isinstance(resume, str) and resume:
         draft.refuse(
             "train.resume",
@@ -109,10 +109,10 @@ def resume(cosmos: Settings, draft: Draft) -> None:
         )
 
 
-def model(cosmos: Settings, draft: Draft) -> None:
+def convert_model(cosmos: Settings, draft: Draft) -> None:
     draft.set("model.revision", cosmos["policy.model_revision"])
-    frozen = [pattern for pattern in as_list(cosmos["policy.freeze_pattern"]) if pattern]
-    trained = [pattern for pattern in as_list(cosmos["policy.trainable_pattern"]) if pattern]
+    frozen = [pattern for pattern in to_list(cosmos["policy.freeze_pattern"]) if pattern]
+    trained = [pattern for pattern in to_list(cosmos["policy.trainable_pattern"]) if pattern]
     for key, patterns in (("policy.freeze_pattern", frozen), ("policy.trainable_pattern", trained)):
         if wrong := next((pattern for pattern in patterns if not is_regex(pattern)), None):
             draft.wrong(key, f"{wrong!r} is not a regular expression; correct it")
@@ -124,8 +124,8 @@ def model(cosmos: Settings, draft: Draft) -> None:
     elif frozen:
         draft.set("model.freeze", frozen)
     if "policy.lora" in cosmos:
-        adapters(cosmos, draft)
-    logger = as_list(cosmos["logging.logger"])
+        convert_adapters(cosmos, draft)
+    logger = to_list(cosmos["logging.logger"])
     if "wandb" in logger:
         draft.set("monitor.wandb", True)
         draft.set("monitor.wandb_project", cosmos["logging.project_name"])
@@ -136,7 +136,7 @@ def model(cosmos: Settings, draft: Draft) -> None:
             if key in cosmos.given:
                 draft.notes[key] = ("left out", "it is of Weights & Biases, which logging.logger does not name")
     if unknown := sorted(set(logger) - {"wandb", "console"}):
-        draft.differs(
+        draft.note_difference(
             "logging.logger", f"{', '.join(unknown)} is not known here; TensorBoard and metrics.jsonl are always there"
         )
 
@@ -149,7 +149,7 @@ def is_regex(pattern: str) -> bool:
     return True
 
 
-def adapters(cosmos: Settings, draft: Draft) -> None:
+def convert_adapters(cosmos: Settings, draft: Draft) -> None:
     section = "policy.lora"
     draft.set("lora.rank", cosmos[f"{section}.r"])
     draft.set("lora.alpha", cosmos[f"{section}.lora_alpha"])
@@ -165,9 +165,11 @@ def adapters(cosmos: Settings, draft: Draft) -> None:
     if targets == "all-linear":
         draft.set("lora.vision", True)
     elif targets is None:
-        draft.differs(f"{section}.target_modules", "attention and feed-forward of the language model get adapters")
+        draft.note_difference(
+            f"{section}.target_modules", "attention and feed-forward of the language model get adapters"
+        )
     else:
-        draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in as_list(targets)])
+        draft.set("lora.targets", [rf"(^|\.){re.escape(name)}$" for name in to_list(targets)])
     if cosmos[f"{section}.modules_to_save"]:
         draft.refuse(f"{section}.modules_to_save", "only adapters are trained beside frozen weights; remove the key")
     if cosmos[f"{section}.init_lora_weights"] not in (True, "gaussian"):
@@ -176,10 +178,10 @@ def adapters(cosmos: Settings, draft: Draft) -> None:
             "adapters start as PEFT's do (B is 0, A random): the model as it is; set it to true",
         )
     elif cosmos[f"{section}.init_lora_weights"] == "gaussian":
-        draft.differs(f"{section}.init_lora_weights", "A is drawn uniformly (as with true); B is 0 in both")
+        draft.note_difference(f"{section}.init_lora_weights", "A is drawn uniformly (as with true); B is 0 in both")
 
 
-def checkpoints(cosmos: Settings, draft: Draft) -> None:
+def convert_checkpoints(cosmos: Settings, draft: Draft) -> None:
     keep = cosmos["train.ckpt.max_keep"]
     if keep == 0:
         draft.wrong("train.ckpt.max_keep", "0 would delete each one as it is written; set 1 or more, or -1 for all")
@@ -219,7 +221,7 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     if upload_mode in (False, "", "false"):
         return []
     if upload_mode is True or upload_mode == "true":
-        draft.differs(
+        draft.note_difference(
             "train.ckpt.upload_s3", 'cosmos-rl refuses true; "final" or "all" was probably meant, and "final" is taken'
         )
         upload_mode = "final"
@@ -233,15 +235,15 @@ def to_s3(cosmos: Settings, draft: Draft) -> list[dict[str, str]]:
     return [{"to": f"s3://{bucket}" + (f"/{prefix}" if prefix else ""), "what": upload_mode}]
 
 
-def preferences(cosmos: Settings, draft: Draft) -> None:
+def convert_preferences(cosmos: Settings, draft: Draft) -> None:
     """Convert DPO. cosmos-rl's has no reference model: its loss uses only the policy's log-probabilities."""
     losses, weights = cosmos["custom.dpo_loss_type"], cosmos["custom.dpo_loss_weights"]
-    names, weights = as_list(losses), None if weights is None else as_list(weights)
+    names, weights = to_list(losses), None if weights is None else to_list(weights)
     if unknown := [name for name in names if name not in LOSSES]:
         draft.wrong("custom.dpo_loss_type", f"{unknown[0]!r} is not one of {', '.join(LOSSES)}; correct it")
         return
     if weights is not None and len(weights) != len(names):
-        draft.differs(
+        draft.note_difference(
             "custom.dpo_loss_weights",
             f"{len(weights)} for {len(names)} losses: cosmos-rl takes 1 for each, and so do we",
         )
@@ -253,7 +255,7 @@ def preferences(cosmos: Settings, draft: Draft) -> None:
     if not parts:
         draft.wrong("custom.dpo_loss_type", "only sft is not a preference loss; use type = sft without trainer_type")
     if "bco" in parts:
-        draft.differs(
+        draft.note_difference(
             "custom.dpo_loss_type",
             "bco compares with a reference here, the model that training begins with; cosmos-rl has none",
         )
@@ -261,6 +263,6 @@ def preferences(cosmos: Settings, draft: Draft) -> None:
         draft.set("dpo.reference", "none")
 
 
-def whole(value: Any, parts: int) -> bool:
+def is_divisible(value: Any, parts: int) -> bool:
     """Return whether it can be cut into equal parts."""
     return parts > 0 and value % parts == 0

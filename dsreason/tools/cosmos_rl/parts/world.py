@@ -8,50 +8,57 @@ from pathlib import Path
 from typing import Any
 
 from dsreason.tools.cosmos_rl.draft import Draft, Settings
-from dsreason.tools.cosmos_rl.keys.key import as_list
-from dsreason.tools.cosmos_rl.parts.train import checkpoints, data_parallel, gpus_of, loading, optimizer, whole
+from dsreason.tools.cosmos_rl.keys.key import to_list
+from dsreason.tools.cosmos_rl.parts.train import (
+    convert_checkpoints,
+    convert_loading,
+    convert_optimizer,
+    count_data_parallel_ranks,
+    count_gpus,
+    is_divisible,
+)
 
 POLICY, DIFFUSERS = "train.train_policy", "policy.diffusers"
 DECAYS = {0: "none", 1: "slow", 2: "late"}
 """`weight_copy_decay_type`, and `world.nft_decay`."""
 
 
-def world(cosmos: Settings, draft: Draft) -> None:
-    draft.num_gpus = gpus_of(cosmos, "policy") * max(cosmos["policy.parallelism.n_init_replicas"], 1)
+def convert_world(cosmos: Settings, draft: Draft) -> None:
+    draft.num_gpus = count_gpus(cosmos, "policy") * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("deepspeed", "zero3_offload.json" if cosmos["train.fsdp_offload"] else "zero3.json")
     if cosmos["policy.parallelism.cp_size"] > 1:
         draft.set("train.context_parallel_size", cosmos["policy.parallelism.cp_size"])
     draft.set("train.max_steps", cosmos["train.max_num_steps"])
-    loading(cosmos, draft)
-    optimizer(cosmos, draft)
-    adapters(cosmos, draft)
+    convert_loading(cosmos, draft)
+    convert_optimizer(cosmos, draft)
+    convert_adapters(cosmos, draft)
     if cosmos["train.ema_enable"]:
         draft.set("train.ema_decay", cosmos["train.ema_decay"])
         draft.set("train.ema_every", max(cosmos["train.ema_update_interval"], 1))
-    clips(cosmos, draft)
+    convert_clips(cosmos, draft)
     if cosmos[f"{POLICY}.type"] == "sft":
-        supervised(cosmos, draft)
+        convert_supervised(cosmos, draft)
     else:
-        nft(cosmos, draft)
-    validation(cosmos, draft)
-    checkpoints(cosmos, draft)
-    logger = as_list(cosmos["logging.logger"])
+        convert_nft(cosmos, draft)
+    convert_validation(cosmos, draft)
+    convert_checkpoints(cosmos, draft)
+    logger = to_list(cosmos["logging.logger"])
     if "wandb" in logger:
         draft.set("monitor.wandb", True)
         draft.set("monitor.wandb_project", cosmos["logging.project_name"])
 
 
-def adapters(cosmos: Settings, draft: Draft) -> None:
+def convert_adapters(cosmos: Settings, draft: Draft) -> None:
     if "policy.lora" not in cosmos:
         return
     draft.set("lora.rank", cosmos["policy.lora.r"])
     draft.set("lora.alpha", cosmos["policy.lora.lora_alpha"])
     targets = cosmos["policy.lora.target_modules"]
     if targets != "all-linear":
-        draft.set("lora.targets", as_list(targets) or None)
+        draft.set("lora.targets", to_list(targets) or None)
 
 
-def clips(cosmos: Settings, draft: Draft) -> None:
+def convert_clips(cosmos: Settings, draft: Draft) -> None:
     size = cosmos[f"{DIFFUSERS}.inference_size"]
     if len(size) != 2 or not all(isinstance(side, int) for side in size):
         draft.wrong(f"{DIFFUSERS}.inference_size", f"{size!r} is not [height, width]; correct it")
@@ -60,22 +67,25 @@ def clips(cosmos: Settings, draft: Draft) -> None:
     draft.set("data.width", size[1])
 
 
-def supervised(cosmos: Settings, draft: Draft) -> None:
+def convert_supervised(cosmos: Settings, draft: Draft) -> None:
     draft.set("world.algorithm", "sft")
     replicas = max(cosmos["policy.parallelism.n_init_replicas"], 1)
-    draft.set("train.global_batch_size", cosmos["train.train_batch_per_replica"] * data_parallel(cosmos) * replicas)
+    draft.set(
+        "train.global_batch_size",
+        cosmos["train.train_batch_per_replica"] * count_data_parallel_ranks(cosmos) * replicas,
+    )
     key = f"{POLICY}.dataset.name" if cosmos[f"{POLICY}.dataset.name"] else f"{POLICY}.dataset.local_dir"
     if not cosmos[key]:
         draft.refuse(f"{POLICY}.dataset.name", "the folder of clips is missing; name one")
         return
     draft.set("data.format", "folder")
     draft.set("data.path", cosmos[key])
-    draft.differs(
+    draft.note_difference(
         key, f"data.path = {cosmos[key]!r}: clips are read from videos/ with metas/*.txt there, not x.mp4 beside x.json"
     )
 
 
-def nft(cosmos: Settings, draft: Draft) -> None:
+def convert_nft(cosmos: Settings, draft: Draft) -> None:
     trainer = cosmos[f"{POLICY}.trainer_type"]
     if trainer != "diffusion_nft":
         draft.refuse(
@@ -85,14 +95,14 @@ def nft(cosmos: Settings, draft: Draft) -> None:
     group, key = cosmos["rollout.n_generation"], "train.train_batch_per_replica"
     batch = cosmos[key] * max(cosmos["policy.parallelism.n_init_replicas"], 1)
     draft.set("world.num_generations", group)
-    if not whole(batch, group):
+    if not is_divisible(batch, group):
         draft.wrong(
             key,
             f"{batch} clips per step cannot be divided into groups of {group} (rollout.n_generation); change one of them",
         )
         return
     draft.set("world.prompts_per_step", batch // group)
-    prompts(cosmos, draft)
+    convert_prompts(cosmos, draft)
     low, high = cosmos[f"{POLICY}.advantage_low"], cosmos[f"{POLICY}.advantage_high"]
     draft.set("world.advantage_clip", float(high))
     if low != -high:
@@ -106,21 +116,21 @@ def nft(cosmos: Settings, draft: Draft) -> None:
     steps, share = cosmos[f"{DIFFUSERS}.sample.num_steps"], cosmos[f"{DIFFUSERS}.timesteps_fraction"]
     if share != 0.99:
         draft.set("world.nft_times", max(math.floor(steps * share), 1))
-    draft.differs(
+    draft.note_difference(
         f"{DIFFUSERS}.sample.solver",
         "it becomes the ODE of the family's schedule, which its pipeline samples with, too",
     )
-    guidance(cosmos, draft)
-    services(cosmos, draft)
+    convert_guidance(cosmos, draft)
+    convert_services(cosmos, draft)
 
 
-def guidance(cosmos: Settings, draft: Draft) -> None:
+def convert_guidance(cosmos: Settings, draft: Draft) -> None:
     scale = cosmos[f"{DIFFUSERS}.sample.guidance_scale"]
     of_cosmos = "cosmos" in cosmos["policy.model_name_or_path"].lower()
     draft.set("world.guidance_scale", scale + 1.0 if scale > 1 and of_cosmos else max(scale, 1.0))
 
 
-def prompts(cosmos: Settings, draft: Draft) -> None:
+def convert_prompts(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.dataset.name"
     if not cosmos[key]:
         draft.refuse(key, "the prompts are missing; name a data set")
@@ -134,7 +144,7 @@ def prompts(cosmos: Settings, draft: Draft) -> None:
 
 def split_of(given: Any, usual: str) -> str:
     """The first one that is named."""
-    return next((name for name in as_list(given) if name), usual)
+    return next((name for name in to_list(given) if name), usual)
 
 
 def prompt_file(name: str, split: Any) -> str:
@@ -148,7 +158,7 @@ def prompt_file(name: str, split: Any) -> str:
     return str(folder / f"{split}.txt")
 
 
-def services(cosmos: Settings, draft: Draft) -> None:
+def convert_services(cosmos: Settings, draft: Draft) -> None:
     key = f"{POLICY}.remote_reward.reward_fns"
     if not cosmos[f"{POLICY}.use_remote_reward"]:
         reward_function = cosmos[f"{POLICY}.reward_function"]
@@ -169,7 +179,7 @@ def services(cosmos: Settings, draft: Draft) -> None:
     draft.set("reward.services", complete_rewards)
 
 
-def validation(cosmos: Settings, draft: Draft) -> None:
+def convert_validation(cosmos: Settings, draft: Draft) -> None:
     held_out = cosmos["validation.dataset.local_dir"] or cosmos["validation.dataset.name"]
     if draft.get("world.algorithm") == "sft" and held_out:
         draft.set("data.validation", held_out)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from dsreason.config.schema_dpo import DPOConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.losses.objective import objective_of
-from dsreason.monitor.flops import ModelFlops, Work, model_flops
+from dsreason.losses.objective import build_objective
+from dsreason.monitor.flops import ModelFlops, Work, compute_model_flops
 from dsreason.tools.planning.duration.rates import GB, Rates
-from dsreason.tools.planning.parameters import meta_model
+from dsreason.tools.planning.parameters import build_meta_model
 from dsreason.tools.planning.plan import Plan
-from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.request import PlanRequest
 
 FRAME = (1, 32, 32)
 """Patches of a medium's frame; 256 tokens if two by two make one."""
@@ -48,7 +48,7 @@ class Timed:
     """Resource that the phase waits for."""
 
 
-def slowest(name: str, **seconds: float) -> Timed:
+def time_slowest(name: str, **seconds: float) -> Timed:
     limit = max(seconds, key=seconds.__getitem__)
     return Timed(name, seconds[limit], limit.replace("_", " "))
 
@@ -74,7 +74,7 @@ class Duration:
         return self.tokens / self.seconds
 
     @property
-    def slowest(self) -> Timed:
+    def time_slowest(self) -> Timed:
         return max(self.phases, key=lambda phase: phase.seconds)
 
     @property
@@ -86,28 +86,28 @@ def estimate_duration(plan: Plan, rates: Rates, load: Load) -> Duration:
     """Estimate a step of the planned run, and how many of them it has."""
     request = plan.request
     config, gpus = request.config, request.machine.gpus
-    model = Model(request)
+    model = FlopsModel(request)
     if isinstance(config, GRPOConfig):
-        rollout = sampling_phases(plan, rates, load, model)
+        rollout = time_sampling_phases(plan, rates, load, model)
         per_rollout = config.grpo.optimizer_steps_per_rollout
         phases = [Timed(phase.name, phase.seconds / per_rollout, phase.limit) for phase in rollout]
         completions = config.grpo.prompts_per_step * config.grpo.num_generations / per_rollout
         tokens = completions * config.rollout.max_completion_length
         tokens += config.grpo.prompts_per_step / per_rollout * load.tokens_per_sample
         sample = load.tokens_per_sample + config.grpo.num_generations * config.rollout.max_completion_length
-        extra = (per_rollout > 1) + bool(objective_of(config.grpo).kl_coef)
+        extra = (per_rollout > 1) + bool(build_objective(config.grpo).kl_coef)
     else:
         phases, sample = [], load.tokens_per_sample
         tokens = config.samples_per_step * (2 if isinstance(config, DPOConfig) else 1) * sample
         extra = 1 if isinstance(config, DPOConfig) and config.dpo.reference == "adapter_off" else 0
     local = tokens / gpus * config.ranks_per_row
     if extra:
-        phases.append(forwards(model, rates, load, local, sample, extra))
-    phases += [training(request, model, rates, load, local, sample), optimizer_step(request, rates)]
+        phases.append(time_forwards(model, rates, load, local, sample, extra))
+    phases += [time_training(request, model, rates, load, local, sample), time_optimizer_step(request, rates)]
     return Duration(rates, load, tuple(phases), tokens, count_steps(request, load), gpus)
 
 
-def count_steps(request: Request, load: Load) -> int | None:
+def count_steps(request: PlanRequest, load: Load) -> int | None:
     train = request.config.train
     if train.max_steps is not None:
         return train.max_steps
@@ -116,17 +116,17 @@ def count_steps(request: Request, load: Load) -> int | None:
     return math.ceil(load.num_samples / request.config.samples_per_step) * train.epochs
 
 
-class Model:
+class FlopsModel:
     """FLOPs of the planned model, by whether it is trained as configured or altogether."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self.request = request
-        model = meta_model(request.architecture, request.config)
-        self.whole: ModelFlops = model_flops(model)
+        model = build_meta_model(request.architecture, request.config)
+        self.whole: ModelFlops = compute_model_flops(model)
         trained = {parameter.name for parameter in request.parameters.trained}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
-        self.trained: ModelFlops = model_flops(model)
+        self.trained: ModelFlops = compute_model_flops(model)
 
     def work(self, tokens: float, sample: int, load: Load) -> Work:
         """Samples of `sample` tokens, a share of which stand for frames; all other tokens are trained."""
@@ -151,7 +151,9 @@ class Model:
         return self.request.shape.layers + self.request.shape.vision_depth
 
 
-def training(request: Request, model: Model, rates: Rates, load: Load, tokens: float, sample: int) -> Timed:
+def time_training(
+    request: PlanRequest, model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int
+) -> Timed:
     """All micro-batches of a step on one GPU: forward and backward, with the gathers and reductions of ZeRO."""
     rows = cut_rows(tokens, request.row_tokens)
     work = model.work(tokens, sample, load)
@@ -172,7 +174,7 @@ def cut_rows(tokens: float, row_tokens: int) -> list[float]:
     return [*[float(row_tokens)] * full_rows, tokens - full_rows * row_tokens]
 
 
-def exchange_seconds(request: Request, rates: Rates, load: Load) -> float:
+def exchange_seconds(request: PlanRequest, rates: Rates, load: Load) -> float:
     """Seconds of a micro-batch in which a GPU sends: weights gathered twice at stage 3, gradients reduced in float32."""
     gpus, machine = request.machine.gpus, request.machine
     if gpus == 1:
@@ -184,24 +186,24 @@ def exchange_seconds(request: Request, rates: Rates, load: Load) -> float:
     return (gathers + reductions) * (gpus - 1) / gpus / rate
 
 
-def optimizer_step(request: Request, rates: Rates) -> Timed:
+def time_optimizer_step(request: PlanRequest, rates: Rates) -> Timed:
     share = UPDATE_BYTES * request.parameters.num_trained / request.machine.gpus
     if request.zero.offloads("optimizer"):
         host = share * request.machine.ranks_per_host / rates.host_update
         copies = 6 / UPDATE_BYTES * share / rates.to_host  # gradients there, weights back
-        return slowest("optimizer step", host_memory=host, copies_to_the_host=copies)
-    return slowest("optimizer step", GPU_memory=share / rates.update)
+        return time_slowest("optimizer step", host_memory=host, copies_to_the_host=copies)
+    return time_slowest("optimizer step", GPU_memory=share / rates.update)
 
 
-def forwards(model: Model, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
+def time_forwards(model: FlopsModel, rates: Rates, load: Load, tokens: float, sample: int, count: int) -> Timed:
     """Old and reference log-probabilities."""
     arithmetic = count * model.forward(model.work(tokens, sample, load)) / rates.inference
     micro_batches = len(cut_rows(tokens, model.request.row_tokens))
     host = count * micro_batches * model.blocks * rates.block_seconds / 3
-    return slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
+    return time_slowest("log-probabilities before training", arithmetic=arithmetic, host=host)
 
 
-def sampling_phases(plan: Plan, rates: Rates, load: Load, model: Model) -> list[Timed]:
+def time_sampling_phases(plan: Plan, rates: Rates, load: Load, model: FlopsModel) -> list[Timed]:
     """A rollout: training state out of the way, weights into vLLM, completions, and back."""
     request = plan.request
     config = request.config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsreason.monitor.flops import PEAK_TFLOPS, peak_flops
+from dsreason.monitor.flops import PEAK_TFLOPS, find_peak_flops
 
 GB = 1e9
 MEASURED = "measured on an H200, 2026-11-26 (benchmarks/RESULTS.md)"
@@ -67,7 +67,7 @@ CARDS = {
 
 def find_card(device_name: str, gpu_memory: float) -> str:
     """Return the card that a local GPU is, or one of that memory (GB)."""
-    if (peak := peak_flops(device_name)) is not None:
+    if (peak := find_peak_flops(device_name)) is not None:
         known_rates = {key: rates for key, rates in CARDS.items() if rates.peak == peak and rates.card in device_name}
         if known_rates:
             return next(iter(known_rates))

@@ -26,7 +26,7 @@ def time_table(duration: Duration) -> Table:
 
 def describe_time(duration: Duration) -> list[str]:
     """The speed, the length of the run, and how all of it is known."""
-    slowest, rates, load = duration.slowest, duration.rates, duration.load
+    slowest, rates, load = duration.time_slowest, duration.rates, duration.load
     lines = [
         f"speed: {duration.tokens_per_second:,.0f} tokens/s on {duration.gpus} {rates.card}; most of the time goes to "
         f"{slowest.name}, limited by {slowest.limit}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsreason.models.nf4.blocks import BLOCK, CODE_BYTES, ROW_BYTES, TABLE, dequantize, num_blocks, quantize
+from dsreason.models.nf4.blocks import BLOCK, CODE_BYTES, ROW_BYTES, TABLE, count_blocks, dequantize, quantize
 
 PUBLISHED = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -54,7 +54,7 @@ def test_a_block_holds_its_codes_high_half_first_and_then_its_scale() -> None:
 def test_values_are_those_of_a_search_over_the_table(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = weight_of(*shape, dtype=dtype)
     rows = quantize(weight)
-    assert (rows.shape, rows.dtype) == ((num_blocks(weight.shape), ROW_BYTES), torch.uint8)
+    assert (rows.shape, rows.dtype) == ((count_blocks(weight.shape), ROW_BYTES), torch.uint8)
     result = dequantize(rows, weight.shape, torch.float32)
     assert np.array_equal(result.numpy(), reference(weight))
     assert torch.equal(dequantize(rows, weight.shape, torch.bfloat16), result.bfloat16())

@@ -11,10 +11,10 @@ from torch import nn
 
 from dsreason.config.schema_lora import LoRAConfig
 from dsreason.models.load import load_model
-from dsreason.models.lora import add_adapters, trained_share
+from dsreason.models.lora import add_adapters, describe_trained_share
 from dsreason.models.nf4.blocks import ROW_BYTES
-from dsreason.models.nf4.layers import NF4Linear, is_quantized, quantize_weight, quantized_linears
-from dsreason.monitor.flops import model_flops
+from dsreason.models.nf4.layers import NF4Linear, convert_to_nf4, is_quantized, quantize_weight
+from dsreason.monitor.flops import compute_model_flops
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -24,7 +24,7 @@ def test_a_layer_computes_as_a_plain_one_with_what_its_codes_stand_for(bias: boo
     model = nn.Sequential(nn.Linear(96, 32, bias=bias, dtype=dtype), nn.Linear(32, 3, dtype=dtype))
     model.requires_grad_(False)
     before = model[0].weight.clone()
-    (layer,) = quantized_linears(model, "0", dtype)
+    (layer,) = convert_to_nf4(model, "0", dtype)
     quantize_weight(layer, "cpu")
     plain = nn.Linear(96, 32, bias=bias, dtype=dtype)
     plain.load_state_dict({"weight": layer.whole()} | ({"bias": layer.bias} if bias else {}))
@@ -45,7 +45,7 @@ def test_a_layer_computes_as_a_plain_one_with_what_its_codes_stand_for(bias: boo
 def test_its_bytes_alone_wait_for_the_backward_pass() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     model.requires_grad_(False)
-    (layer,) = quantized_linears(model, "0", torch.float32)
+    (layer,) = convert_to_nf4(model, "0", torch.float32)
     quantize_weight(layer, "cpu")
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):  # type: ignore[func-returns-value]
@@ -86,5 +86,5 @@ def test_work_and_shares_count_weights_and_not_bytes(tiny: Path) -> None:
     for quantize in (None, "nf4"):
         model: Any = load_model(tiny, dtype=torch.float32, quantize=quantize)
         add_adapters(model, LoRAConfig(rank=4), seed=0)
-        result.append((model_flops(model), trained_share(model)))
+        result.append((compute_model_flops(model), describe_trained_share(model)))
     assert result[0] == result[1]

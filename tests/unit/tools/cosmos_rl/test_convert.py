@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_values
 from dsreason.errors import ConfigError
 from dsreason.tools.cosmos_rl.convert import Imported, convert, is_cosmos_rl
@@ -58,7 +58,7 @@ def document(text: str, **changes: Any) -> dict[str, Any]:
 def imported(text: str, *accepted: str, **changes: Any) -> Imported:
     result = convert(document(text, **changes), accepted)
     result.check("cosmos.toml")
-    read_values(trainers()[result.trainer].schema, result.config, "cosmos.toml")
+    read_values(find_trainers()[result.trainer].schema, result.config, "cosmos.toml")
     return result
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dsreason.cli.job import trainers
+from dsreason.cli.job import find_trainers
 from dsreason.config.load import read_values
 from dsreason.errors import ConfigError
 from dsreason.tools.cosmos_rl.convert import LANGUAGE_KEYS, PREDICT_KEYS, WORLD_KEYS, Imported, convert
-from dsreason.tools.cosmos_rl.keys.key import Key, fits
-from dsreason.tools.cosmos_rl.write import toml_of
+from dsreason.tools.cosmos_rl.keys.key import Key, is_of_kind
+from dsreason.tools.cosmos_rl.write import write_toml
 from tests.unit.tools.cosmos_rl.test_convert import DPO, GRPO, SFT, document
 
 SHARED = Path(__file__).parents[4] / "../shared/cosmos_configs"
@@ -145,7 +145,7 @@ def test_an_entry_says_what_becomes_of_the_key_or_why_nothing_does(keys: dict[st
     for name, key in keys.items():
         assert bool(key.becomes) != bool(key.because), name
         assert (key.only is None) == (key.instead == ""), name
-        assert key.default is None or key.takes == "any" or fits(key.default, key.takes), name
+        assert key.default is None or key.takes == "any" or is_of_kind(key.default, key.takes), name
 
 
 OTHER_VALUES: dict[str, Any] = {
@@ -370,7 +370,7 @@ def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
             try:
                 converted = convert(document(text, **{key.replace(".", "__"): value}))
                 converted.check("x")
-                read_values(trainers()[converted.trainer].schema, converted.config, "x")
+                read_values(find_trainers()[converted.trainer].schema, converted.config, "x")
                 taken_value, used = value, converted
             except ConfigError:
                 pass
@@ -378,6 +378,6 @@ def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
                 raise AssertionError(f"{key} = {value!r}") from error
         try:
             if used is not None:
-                toml_of(used, "x")
+                write_toml(used, "x")
         except Exception as error:
             raise AssertionError(f"{key} = {taken_value!r}, written as TOML") from error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dsreason.config.load import read_document, read_values
-from dsreason.config.shipped import shipped_file
+from dsreason.config.shipped import get_shipped_file
 from dsreason.tools.cosmos_rl.convert import convert
 from dsreason.world.schema import WorldConfig
 from tests.unit.tools.cosmos_rl.test_keys import SHARED, needs_configs
@@ -19,7 +19,7 @@ def file(name: str) -> dict[str, Any]:
 
 
 def recipe(name: str) -> dict[str, Any]:
-    return read_document(shipped_file("launch/recipes", name), name)
+    return read_document(get_shipped_file("launch/recipes", name), name)
 
 
 def compared(found: dict[str, Any], shipped: dict[str, Any], *sections: str) -> dict[str, tuple[Any, Any]]:

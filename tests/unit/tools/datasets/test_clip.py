@@ -13,8 +13,8 @@ from PIL import Image
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.media.videos import load_video, probe_video
-from dsreason.tools.datasets.clip import cut_clips, needed_clips
-from dsreason.tools.datasets.clip_rules import Cut, MissingRaw, check_name, fine_actions, rule_for
+from dsreason.tools.datasets.clip import cut_clips, list_needed_clips
+from dsreason.tools.datasets.clip_rules import Cut, MissingRaw, check_name, choose_rule, collect_fine_actions
 from dsreason.tools.datasets.cutting import IMAGE_FPS, cut_clip, encode
 from dsreason.tools.datasets.processes import run_tasks
 from tests.unit.media.videos import number_frame, read_number, write_video
@@ -51,7 +51,7 @@ def write(file: Path, content: bytes = b"") -> Path:
 def test_agibot_names_give_the_frames_of_a_view(tmp_path: Path, raw_file: str) -> None:
     source = write(tmp_path / raw_file)
     for name in ("327-648642-head-120-260", "327-648642-head-120-260-8"):
-        assert rule_for("agibot", tmp_path)(name) == Cut(source, 120, 260, "frames")
+        assert choose_rule("agibot", tmp_path)(name) == Cut(source, 120, 260, "frames")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_bridge_names_give_the_first_frames_of_an_episode(tmp_path: Path, raw_fi
     if "." not in raw_file.split("/")[0]:
         names.append("v2-kitchen-stack.12.totalframe050.clipframe032")
     for name in names:
-        assert rule_for("bridgev2", tmp_path)(name) == Cut(source, 0, 32, "frames", total=50)
+        assert choose_rule("bridgev2", tmp_path)(name) == Cut(source, 0, 32, "frames", total=50)
 
 
 EVENTS = [
@@ -98,7 +98,7 @@ EVENTS = [
 
 
 def test_fine_actions_are_known_by_their_id() -> None:
-    assert fine_actions(EVENTS) == {41: (10.0, 12.5), 7: (4.0, 9.5)}
+    assert collect_fine_actions(EVENTS) == {41: (10.0, 12.5), 7: (4.0, 9.5)}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_holoassist_names_give_the_seconds_of_an_action(
 ) -> None:
     source = write(tmp_path / raw_file)
     (tmp_path / "data-annotation-trainval-v1_1.json").write_text(json.dumps([{"video_name": "R1", "events": EVENTS}]))
-    assert rule_for("holoassist", tmp_path)(name) == Cut(source, *seconds, "seconds")
+    assert choose_rule("holoassist", tmp_path)(name) == Cut(source, *seconds, "seconds")
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,19 @@ def test_actions_that_are_not_annotated_are_told(tmp_path: Path, name: str, word
     write(tmp_path / "R1.mp4"), write(tmp_path / "R2.mp4")
     (tmp_path / "actions.json").write_text(json.dumps([{"video_name": "R1", "events": EVENTS}]))
     with pytest.raises(DataError, match=words):
-        rule_for("holoassist", tmp_path, events=tmp_path / "actions.json")(name)
+        choose_rule("holoassist", tmp_path, events=tmp_path / "actions.json")(name)
 
 
 @pytest.mark.parametrize("content", ["{", '{"R1": []}', "[3]"])
 def test_a_file_of_actions_in_another_form_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / "data-annotation.json").write_text(content)
     with pytest.raises(DataError, match="is not an annotation of HoloAssist"):
-        rule_for("holoassist", tmp_path)
+        choose_rule("holoassist", tmp_path)
 
 
 def test_holoassist_needs_its_file_of_actions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no data-annotation\*\.json in it or beside it; give it with --events"):
-        rule_for("holoassist", tmp_path)
+        choose_rule("holoassist", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_a_name_that_does_not_follow_its_rule_is_told_with_the_rule(dataset: str
 def test_a_range_that_cannot_be_is_told(tmp_path: Path, dataset: str, name: str, words: str) -> None:
     write(tmp_path / "1/2/head.mp4"), write(tmp_path / "a/1.mp4")
     with pytest.raises(DataError, match=words):
-        rule_for(dataset, tmp_path)(name)
+        choose_rule(dataset, tmp_path)(name)
 
 
 def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(MissingRaw, match=r"^no raw video, such as .*observations/1/2/videos/head\.mp4"):
-        rule_for("agibot", tmp_path)("1-2-head-3-4")
+        choose_rule("agibot", tmp_path)("1-2-head-3-4")
     with pytest.raises(MissingRaw):
-        rule_for("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # a bad range, too
+        choose_rule("bridgev2", tmp_path)("a.1._.totalframe008.clipframe009")  # a bad range, too
 
 
 # ---------------------------------------------------------------- frames
@@ -310,7 +310,7 @@ def annotate(folder: Path, *videos: str) -> Path:
 
 def test_the_annotations_tell_which_clips_are_needed(tmp_path: Path) -> None:
     folder = annotate(tmp_path, "clips/1-2-head-3-8.mp4", "1-2-head-0-2", "clips/1-2-head-3-8.mp4")
-    assert needed_clips(folder, "agibot") == ["1-2-head-3-8", "1-2-head-0-2"]
+    assert list_needed_clips(folder, "agibot") == ["1-2-head-3-8", "1-2-head-0-2"]
 
 
 @pytest.mark.parametrize(
@@ -323,12 +323,12 @@ def test_the_annotations_tell_which_clips_are_needed(tmp_path: Path) -> None:
 )
 def test_rows_that_name_no_clip_are_told(tmp_path: Path, video: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        needed_clips(annotate(tmp_path, "1-2-head-3-8", video), "agibot")
+        list_needed_clips(annotate(tmp_path, "1-2-head-3-8", video), "agibot")
 
 
 def test_no_annotations_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no annotation file"):
-        needed_clips(tmp_path, "agibot")
+        list_needed_clips(tmp_path, "agibot")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -336,7 +336,7 @@ def test_clips_are_cut_once_and_what_cannot_be_is_told(tmp_path: Path, workers: 
     (tmp_path / "raw/1/2").mkdir(parents=True)
     write_video(tmp_path / "raw/1/2/head.mp4", 20)
     names = ["1-2-head-3-8", "1-2-head-0-2", "1-9-head-0-2", "1-2-head-15-25"]
-    rule, folder = rule_for("agibot", tmp_path / "raw"), tmp_path / "clips"
+    rule, folder = choose_rule("agibot", tmp_path / "raw"), tmp_path / "clips"
     first = cut_clips(names, rule, folder, workers=workers)
     assert sorted(first.cut) == ["1-2-head-0-2", "1-2-head-3-8"]
     assert [text.partition(":")[0] for text in first.missing] == ["1-9-head-0-2"]

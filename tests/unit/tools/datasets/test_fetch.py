@@ -12,7 +12,7 @@ import pytest
 from dsreason.errors import DataError
 from dsreason.tools.datasets import fetch as fetching
 from dsreason.tools.datasets import hub as hub_files
-from dsreason.tools.datasets.fetch import Plan, fetch, plan_fetch
+from dsreason.tools.datasets.fetch import FetchPlan, fetch, plan_fetch
 from tests.unit.tools.datasets.hub import COMMIT, Hub
 
 QUESTIONS = json.dumps([{"video": "clips/a.mp4", "qa_pairs": []}]).encode()
@@ -50,7 +50,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
-def plan(tmp_path: Path, **options: object) -> Plan:
+def plan(tmp_path: Path, **options: object) -> FetchPlan:
     return plan_fetch("benchmark", data_dir=tmp_path, **options)  # type: ignore[arg-type]
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsreason.cli.data.inspection_tables import facts
+from dsreason.cli.data.inspection_tables import collect_facts
 from dsreason.config.schema import ModelConfig, SFTConfig
 from dsreason.config.schema_data import DataConfig
 from dsreason.data.chat import Encoder
-from dsreason.data.labels import short_answer
-from dsreason.data.order import evenly
+from dsreason.data.labels import extract_short_answer
+from dsreason.data.order import pick_evenly
 from dsreason.data.sources import SampleDataset, open_datasets
 from dsreason.data.types import Sample
 from dsreason.tools.datasets.inspection import (
@@ -28,13 +28,13 @@ from dsreason.tools.datasets.inspection import (
     PixelReport,
     PreferenceReport,
     Spread,
+    compute_spread,
     inspect_data,
-    spread,
 )
 from dsreason.tools.datasets.rendering import render_rows
-from dsreason.tools.datasets.row_facts import UnusableRow, normalised
+from dsreason.tools.datasets.row_facts import UnusableRow, normalise
 from dsreason.train.common import contact_sheet
-from dsreason.train.common.contact_sheet import sheet_of_samples
+from dsreason.train.common.contact_sheet import draw_sample_sheets
 from dsreason.train.common.preflight import build_encoder
 from tests.unit.media.videos import write_video
 
@@ -71,15 +71,15 @@ def inspect(folder: Path, *rows: dict[str, Any], **options: Any) -> Inspection:
 
 
 def test_a_spread_has_the_least_the_middle_the_95th_percentile_and_the_most() -> None:
-    assert spread(range(1, 102)) == Spread(1, 51, 96, 101)
-    assert spread([]) is None
+    assert compute_spread(range(1, 102)) == Spread(1, 51, 96, 101)
+    assert compute_spread([]) is None
 
 
 @pytest.mark.parametrize(
     ("count", "limit", "rows"), [(10, 3, [0, 3, 6]), (2, 5, [0, 1]), (3, None, [0, 1, 2]), (0, 4, [])]
 )
 def test_a_limit_takes_evenly_spaced_rows(count: int, limit: int | None, rows: list[int]) -> None:
-    assert evenly(count, limit) == rows
+    assert pick_evenly(count, limit) == rows
 
 
 def test_rows_lengths_and_modalities_are_counted(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_of_preferences_the_lengths_of_both_answers_are_told(folder: Path) -> No
     rows = [row(i, answer=choice, rejected=rejected) for i, (choice, rejected) in enumerate(pairs)]
     part = inspect(folder, *rows, row(9)).parts["training"]
     assert part.preferences == PreferenceReport(4, Spread(1, 1.5, pytest.approx(3.7), 4), longer_chosen=2, undecided=1)
-    message = facts(part, None)
+    message = collect_facts(part, None)
     assert message["preferences"] == "4"
     assert message["chosen answer is the longer one"] == "50.0%"
     assert message["both answers are the same"] == "1"
@@ -201,7 +201,7 @@ def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
     assert part.letters == {"A": Letter(2, 1.5), "B": Letter(1, 1.5)}
     assert part.answers == {"no": 1}
     assert part.unlisted_answers == 1
-    assert facts(part, None)["answers that are none of the question's options"] == "1"
+    assert collect_facts(part, None)["answers that are none of the question's options"] == "1"
 
 
 def test_answers_that_differ_in_case_or_a_full_stop_are_one(folder: Path) -> None:
@@ -247,12 +247,12 @@ def test_short_answers_system_prompts_and_tags_are_counted(folder: Path) -> None
     ],
 )
 def test_the_answer_is_read_out_of_its_tags(text: str, answer: str | None) -> None:
-    assert short_answer(text) == answer
+    assert extract_short_answer(text) == answer
 
 
 def test_questions_are_compared_by_their_words() -> None:
-    assert normalised("Which  WAY does\nit move?") == normalised("which way does it move") == "which way does it move"
-    assert normalised("Wohin geht's? 左") != normalised("Wohin geht's? 右")
+    assert normalise("Which  WAY does\nit move?") == normalise("which way does it move") == "which way does it move"
+    assert normalise("Wohin geht's? 左") != normalise("Wohin geht's? 右")
 
 
 def test_duplicates_are_found_under_other_names_and_in_other_parts(folder: Path) -> None:
@@ -323,12 +323,12 @@ def test_real_media_are_measured(tmp_path: Path) -> None:
 def test_a_contact_sheet_shows_media_and_what_cannot_be_shown(folder: Path) -> None:
     rows = [row(0, video="a.mp4"), row(1, image="c.png"), row(2, video="broken.mp4")]
     samples = open_rows(folder, *rows)
-    page = np.asarray(sheet_of_samples([samples[i] for i in range(3)]))
+    page = np.asarray(draw_sample_sheets([samples[i] for i in range(3)]))
     assert page.shape[1] == 1280
     assert (page[40:100, 10:150] > 200).all()  # of the video: frame 0 is white,
     assert (page[40:100, 168:196] < 60).all()  # frame 3 has its two left bars
     assert (page[40:60, 650:760] < 50).all()  # the black picture beside it
-    assert sheet_of_samples([]).size == (1280, 1)
+    assert draw_sample_sheets([]).size == (1280, 1)
 
 
 def test_a_contact_sheet_holds_media_at_the_size_at_which_it_shows_them(
@@ -338,10 +338,12 @@ def test_a_contact_sheet_holds_media_at_the_size_at_which_it_shows_them(
     frames = [np.zeros((240, 320, 3), np.uint8)] * 4
     write_video(folder / "large.mp4", 4, frames=frames)
     held: list[Any] = []
-    make = contact_sheet.contact_sheet
-    monkeypatch.setattr(contact_sheet, "contact_sheet", lambda media, text: held.extend(media) or make(media, text))
+    make = contact_sheet.draw_contact_sheet
+    monkeypatch.setattr(
+        contact_sheet, "draw_contact_sheet", lambda media, text: held.extend(media) or make(media, text)
+    )
     samples = open_rows(folder, row(0, video="large.mp4"), row(1, image="large.png"))
-    sheet_of_samples([samples[0], samples[1]])
+    draw_sample_sheets([samples[0], samples[1]])
     assert [held[0][0].shape, held[1].size] == [(4, 117, 156, 3), (156, 117)]
 
 

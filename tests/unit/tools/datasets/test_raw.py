@@ -13,8 +13,8 @@ from PIL import Image
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.tools.datasets import ranges, raw
-from dsreason.tools.datasets.clip_rules import rule_for
-from dsreason.tools.datasets.raw import check_origin, fetch_raw, plan_raw, tars_of_episode
+from dsreason.tools.datasets.clip_rules import choose_rule
+from dsreason.tools.datasets.raw import check_origin, fetch_raw, plan_raw, select_tars
 from tests.unit.tools.datasets.hub import Hub
 from tests.unit.tools.datasets.test_tfrecord import record
 
@@ -83,7 +83,7 @@ def fetch(folder: Path, dataset: str, *names: str) -> list[str]:
 
 
 def source_of(folder: Path, dataset: str, name: str) -> Path:
-    return rule_for(dataset, folder / "raw")(name).source
+    return choose_rule(dataset, folder / "raw")(name).source
 
 
 def requested(hub: Hub) -> list[str]:
@@ -128,7 +128,7 @@ def test_a_tar_that_was_looked_through_is_not_looked_through_again(hub: Hub, tmp
     ("episode", "tars"), [(100, ["o/100-199.tar"]), (250, ["o/200-299.tar"]), (500, ["o/more.tar"])]
 )
 def test_the_names_of_tars_say_which_episodes_they_have(episode: int, tars: list[str]) -> None:
-    assert tars_of_episode(["o/100-199.tar", "o/200-299.tar", "o/more.tar"], episode) == tars
+    assert select_tars(["o/100-199.tar", "o/200-299.tar", "o/more.tar"], episode) == tars
 
 
 def test_terms_that_were_not_accepted_are_told_with_what_to_do_by_hand(hub: Hub, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_terms_that_were_not_accepted_are_told_with_what_to_do_by_hand(hub: Hub,
 
 def test_recordings_and_their_actions_are_fetched_without_the_hub_s_token(hub: Hub, tmp_path: Path) -> None:
     assert fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4") == []
-    cut = rule_for("holoassist", tmp_path / "raw")("R1_coarse_0_fine_4")
+    cut = choose_rule("holoassist", tmp_path / "raw")("R1_coarse_0_fine_4")
     assert (cut.source.read_bytes(), cut.start, cut.end) == (b"R1" * 4000, 1, 2.5)
     assert [file.name for file in (tmp_path / "raw" / "videos").iterdir()] == ["R1"]
     assert {token for _, token in hub.tokens} == {None}
@@ -166,7 +166,7 @@ def test_what_was_fetched_before_an_outage_is_not_fetched_again_and_needs_no_roo
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_raw("holoassist", ["R1_coarse_0_fine_4"], tmp_path / "clips", tmp_path / "raw")
-    source = ranges.Source(f"{plan.origin}/video_pitch_shifted.tar")
+    source = ranges.ServedFile(f"{plan.origin}/video_pitch_shifted.tar")
     fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4")
     members = raw.find_members(source, {"R1/Export_py/Video_pitchshift.mp4": "R1"}, tmp_path / "raw" / raw.INDICES)
     _, start, size = members["R1"]

@@ -18,14 +18,14 @@ from dsreason.cli import main
 from dsreason.errors import ConfigError
 from dsreason.job import gpu
 from dsreason.tools.doctor import checks, environment, gpus, machine, network, trial, versions
-from dsreason.tools.doctor.finding import Finding, last_line, output_of, passed
+from dsreason.tools.doctor.finding import DoctorFinding, find_last_line, report_pass, run_program
 
 
-def verdicts(found: Iterable[Finding]) -> list[tuple[str, str]]:
+def verdicts(found: Iterable[DoctorFinding]) -> list[tuple[str, str]]:
     return [(finding.name, finding.verdict) for finding in found]
 
 
-def only(found: Iterable[Finding]) -> Finding:
+def only(found: Iterable[DoctorFinding]) -> DoctorFinding:
     (finding,) = found
     return finding
 
@@ -60,8 +60,8 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_versions_are_compared_with_those_that_are_claimed(
     name: str, version: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = versions.installed
-    monkeypatch.setattr(versions, "installed", lambda one: version if one == name else installed(one))
+    installed = versions.get_version
+    monkeypatch.setattr(versions, "get_version", lambda one: version if one == name else installed(one))
     result = dict(verdicts(versions.check_packages()))
     assert result.get(name, "pass") == verdict
 
@@ -89,9 +89,9 @@ def test_the_bounds_are_those_of_the_package() -> None:
 def test_one_engine_is_needed(
     engines: dict[str, str], expected: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = versions.installed
+    installed = versions.get_version
     monkeypatch.setattr(
-        versions, "installed", lambda one: engines.get(one) if one in versions.ENGINES else installed(one)
+        versions, "get_version", lambda one: engines.get(one) if one in versions.ENGINES else installed(one)
     )
     assert [verdict for verdict in verdicts(versions.check_packages()) if verdict[0] == "vLLM"] == expected
 
@@ -119,7 +119,7 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_memory_that_a_job_has(free: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.monitor import memory
 
-    monkeypatch.setattr(memory, "available_bytes", lambda: free * machine.GIB)
+    monkeypatch.setattr(memory, "count_available_bytes", lambda: free * machine.GIB)
     assert dict(verdicts(machine.check_memory()))["memory"] == verdict
 
 
@@ -180,7 +180,7 @@ def driver(path: Path, *cards: str) -> None:
 )
 def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expected: list[str]) -> None:
     driver(path, CARD.format(**facts))
-    (card,) = gpus.listed()
+    (card,) = gpus.list_cards()
     assert [finding.verdict for finding in gpus.check_card(card)] == expected
 
 
@@ -194,10 +194,10 @@ def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(path: Path, mo
 
 def test_gpus_that_torch_cannot_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(gpu, "cuda_fault", lambda: "The NVIDIA driver on your system is too old")
+    monkeypatch.setattr(gpu, "find_cuda_fault", lambda: "The NVIDIA driver on your system is too old")
     result = only(gpus.check_gpus())
     assert (result.verdict, "too old" in result.what) == ("fail", True)
-    monkeypatch.setattr(gpu, "cuda_fault", lambda: None)
+    monkeypatch.setattr(gpu, "find_cuda_fault", lambda: None)
     driver(path, CARD.format(used=10, mig="Disabled", errors="0"))
     assert only(gpus.check_gpus()).verdict == "fail"  # a card, and a torch that sees none
 
@@ -302,7 +302,7 @@ def test_hosts_are_asked_by_ssh(
     ],
 )
 def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "output_of", lambda command, seconds: (code, printed))
+    monkeypatch.setattr(trial, "run_program", lambda command, seconds: (code, printed))
     result = only(trial.check_collective())
     assert result.verdict == verdict
     assert text in result.what
@@ -310,7 +310,7 @@ def test_a_collective(code: int, printed: str, verdict: str, text: str, monkeypa
 
 @pytest.mark.parametrize(("code", "verdict"), [(0, "pass"), (2, "fail"), (124, "fail")])
 def test_an_engine(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "output_of", lambda command, seconds: (code, "error: no vLLM"))
+    monkeypatch.setattr(trial, "run_program", lambda command, seconds: (code, "error: no vLLM"))
     assert only(trial.check_engine()).verdict == verdict
 
 
@@ -318,21 +318,21 @@ def test_an_engine(code: int, verdict: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_program_that_hangs_is_ended() -> None:
-    assert output_of(["sleep", "30"], 0.2)[0] == 124
-    assert output_of(["no-such-program"], 1)[0] == 127
+    assert run_program(["sleep", "30"], 0.2)[0] == 124
+    assert run_program(["no-such-program"], 1)[0] == 127
 
 
 def test_what_a_program_printed_is_shown_without_control_characters() -> None:
-    assert last_line("a\nerror: b \x1b[31mred\nc") == "error: b [31mred"
-    assert last_line("") == "nothing was printed"
+    assert find_last_line("a\nerror: b \x1b[31mred\nc") == "error: b [31mred"
+    assert find_last_line("") == "nothing was printed"
 
 
 def test_a_check_that_does_not_work_is_a_line() -> None:
     def broken() -> Any:
-        yield passed("a", "b")
+        yield report_pass("a", "b")
         raise OSError(5, "Input/output error")
 
-    findings = list(checks.findings_of(checks.Check("disks", broken)))
+    findings = list(checks.iter_findings(checks.Check("disks", broken)))
     assert verdicts(findings) == [("a", "pass"), ("disks", "fail")]
     assert "Input/output error" in findings[1].what
 
@@ -343,7 +343,7 @@ def test_what_a_configuration_names_is_looked_for(tmp_path: Path) -> None:
     config = SFTConfig.model_validate(
         {"model": {"path": str(tmp_path)}, "data": {"adapter": "jsonl", "path": "./no.jsonl"}}
     )
-    assert verdicts(checks.of_config(config)) == [
+    assert verdicts(checks.check_config(config)) == [
         ("deepspeed", "pass"),
         ("model.path", "pass"),
         ("data.path (1)", "fail"),
@@ -358,8 +358,8 @@ def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.fixture
-def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    result = [passed("one", "is well")]
+def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[DoctorFinding]:
+    result = [report_pass("one", "is well")]
     monkeypatch.setattr(checks, "CHECKS", (checks.Check("one", lambda: iter(result)),))
     monkeypatch.setattr(checks, "TRIALS", ())
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -368,19 +368,19 @@ def two_checks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
 
 
 def test_the_exit_code_says_whether_anything_fails(
-    two_checks: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_checks: list[DoctorFinding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two_checks.append(Finding("two", "warn", "is odd", "look"))
+    two_checks.append(DoctorFinding("two", "warn", "is odd", "look"))
     assert call("doctor", monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr().out
     assert printed == "pass  one: is well\nwarn  two: is odd\n      → look\n1 pass, 1 warn, 0 fail\n"
-    two_checks.append(Finding("three", "fail", "is broken", "mend it"))
+    two_checks.append(DoctorFinding("three", "fail", "is broken", "mend it"))
     assert call("doctor", monkeypatch=monkeypatch) == 1
     capsys.readouterr()
 
 
 def test_for_machines_there_is_a_json_object_a_line(
-    two_checks: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_checks: list[DoctorFinding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("doctor", "--json", monkeypatch=monkeypatch) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [

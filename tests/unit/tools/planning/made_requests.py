@@ -6,22 +6,22 @@ from typing import Any
 
 from dsreason.config.schema import RunConfig, SFTConfig
 from dsreason.config.schema_grpo import GRPOConfig
-from dsreason.tools.planning.request import Machine, Request
+from dsreason.tools.planning.request import Machine, PlanRequest
 
 SEVEN = "nvidia/Cosmos-Reason1-7B"
 REWARDS = {"functions": {"format": 1.0}}
 
 
-def sft(path: str = SEVEN, gpus: int = 4, ds_config: str = "zero3.json", **sections: dict[str, Any]) -> Request:
+def sft(path: str = SEVEN, gpus: int = 4, ds_config: str = "zero3.json", **sections: dict[str, Any]) -> PlanRequest:
     return made(SFTConfig, "sft", path, gpus, ds_config, sections)
 
 
-def grpo(path: str = SEVEN, gpus: int = 4, ds_config: str = "zero3.json", **sections: dict[str, Any]) -> Request:
+def grpo(path: str = SEVEN, gpus: int = 4, ds_config: str = "zero3.json", **sections: dict[str, Any]) -> PlanRequest:
     return made(GRPOConfig, "grpo", path, gpus, ds_config, {"reward": REWARDS} | sections)
 
 
 def made(
     schema: type[RunConfig], trainer: str, path: str, gpus: int, ds_config: str, sections: dict[str, Any]
-) -> Request:
+) -> PlanRequest:
     document = {**sections, "model": {"path": path} | sections.get("model", {})}
-    return Request(trainer, schema.model_validate(document), Machine(gpus), ds_config)
+    return PlanRequest(trainer, schema.model_validate(document), Machine(gpus), ds_config)

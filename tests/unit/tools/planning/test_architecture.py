@@ -11,8 +11,8 @@ from dsreason.config.schema import SFTConfig
 from dsreason.errors import CheckpointError, ConfigError
 from dsreason.tools.planning import architecture
 from dsreason.tools.planning.architecture import find_architecture
-from dsreason.tools.planning.parameters import count_parameters, meta_model
-from dsreason.tools.planning.published import architectures
+from dsreason.tools.planning.parameters import build_meta_model, count_parameters
+from dsreason.tools.planning.published import list_architectures
 from tests.unit.tools.planning.test_parameters import CONFIG
 
 
@@ -61,9 +61,9 @@ def test_weights_in_s3_are_not_looked_at() -> None:
 )
 def test_published_models_have_the_parameters_that_they_are_known_for(name: str, parameters: int) -> None:
     config = SFTConfig()
-    assert count_parameters(meta_model(find_architecture(name), config), config).numel == parameters
+    assert count_parameters(build_meta_model(find_architecture(name), config), config).numel == parameters
 
 
 def test_every_entry_of_the_table_can_be_built() -> None:
-    for values in architectures().values():
-        assert architecture.from_table(values).get_text_config().vocab_size in (151936, 152064)
+    for values in list_architectures().values():
+        assert architecture.build_from_table(values).get_text_config().vocab_size in (151936, 152064)

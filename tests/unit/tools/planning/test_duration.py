@@ -10,26 +10,26 @@ import pytest
 from dsreason.monitor.flops import Work
 from dsreason.tools.planning.duration.estimate import (
     Duration,
+    FlopsModel,
     Load,
-    Model,
     estimate_duration,
     exchange_seconds,
-    optimizer_step,
+    time_optimizer_step,
 )
 from dsreason.tools.planning.duration.rates import CARDS, GB, H200, find_card
 from dsreason.tools.planning.plan import plan_run
-from dsreason.tools.planning.request import Machine, Request
+from dsreason.tools.planning.request import Machine, PlanRequest
 from tests.unit.tools.planning.made_requests import grpo, sft
 
 TWO = "nvidia/Cosmos-Reason2-2B"
 
 
-def on_h200(request: Request, load: Load, gpus: int = 1) -> Duration:
+def on_h200(request: PlanRequest, load: Load, gpus: int = 1) -> Duration:
     request.machine = Machine(gpus, 141.0)
     return estimate_duration(plan_run(request), H200, load)
 
 
-def sft_2b(gpus: int = 1, ds_config: str = "zero3.json", **train: Any) -> Request:
+def sft_2b(gpus: int = 1, ds_config: str = "zero3.json", **train: Any) -> PlanRequest:
     settings = {"global_batch_size": 64 * gpus, "max_tokens_per_micro_batch": 16_384} | train
     return sft(TWO, gpus, ds_config, train=settings, model={"max_length": 2048})
 
@@ -72,7 +72,7 @@ def test_log_probabilities_of_a_reference_take_a_forward_more() -> None:
 def test_flops_of_a_row_are_those_of_mfu() -> None:
     """Samples without media: 6 FLOPs per matrix value and token, and the forward once more for recomputation."""
     request = sft_2b()
-    model = Model(request)
+    model = FlopsModel(request)
     work = model.work(4096, 1024, Load(1024, media_share=0.0))
     assert work == Work([(1024, 0)] * 4, 4096, [])
     assert model.training(work) == pytest.approx(model.whole.step(work) * 4 / 3)
@@ -86,7 +86,7 @@ def test_gpus_of_a_host_share_the_work(gpus: int) -> None:
 
 def test_a_slow_network_limits_many_hosts() -> None:
     fast, slow = (on_h200(sft_2b(1024), Load(273, network=rate * GB), 1024) for rate in (50, 0.5))
-    assert fast.slowest.limit != "network" and slow.slowest.limit == "network"
+    assert fast.time_slowest.limit != "network" and slow.time_slowest.limit == "network"
     assert slow.seconds > 5 * fast.seconds
 
 
@@ -100,7 +100,7 @@ def test_weights_are_gathered_twice_and_gradients_reduced_once() -> None:
 
 def test_an_offloaded_optimizer_waits_for_the_hosts_memory() -> None:
     request = sft_2b(ds_config="zero3_offload.json")
-    step = optimizer_step(request, replace(H200, host_update=30 * GB))
+    step = time_optimizer_step(request, replace(H200, host_update=30 * GB))
     assert (step.seconds, step.limit) == (pytest.approx(request.parameters.num_trained / GB), "host memory")
 
 

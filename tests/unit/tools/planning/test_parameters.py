@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dsreason.config.schema import SFTConfig
-from dsreason.tools.planning.architecture import Architecture, from_table
-from dsreason.tools.planning.parameters import Parameter, Parameters, count_parameters, meta_model
+from dsreason.tools.planning.architecture import Architecture, build_from_table
+from dsreason.tools.planning.parameters import Parameters, PlannedParameter, build_meta_model, count_parameters
 
 CONFIG = {
     "model_type": "qwen2",
@@ -31,7 +31,7 @@ MATRICES = 64 * 64 + 2 * 64 * 32 + 64 * 64 + MLP
 
 def counted(**sections: dict[str, Any]) -> Parameters:
     config = SFTConfig.model_validate(sections)
-    return count_parameters(meta_model(Architecture(from_table(CONFIG), "here"), config), config)
+    return count_parameters(build_meta_model(Architecture(build_from_table(CONFIG), "here"), config), config)
 
 
 def test_all_weights_are_counted_and_a_tied_embedding_once() -> None:
@@ -41,13 +41,13 @@ def test_all_weights_are_counted_and_a_tied_embedding_once() -> None:
 
 def test_frozen_ones_are_told_apart() -> None:
     result = counted(model={"freeze": ["embed_tokens"]})
-    assert (result.num_trained, result.of_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
+    assert (result.num_trained, result.count_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
 
 
 def test_adapters_are_two_matrices_a_layer_and_not_the_models() -> None:
     result = counted(lora={"rank": 4})
     ends = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)  # q, k and v, o, the feed-forward
-    assert result.num_trained == result.of_kind("adapter") == 2 * 4 * ends
+    assert result.num_trained == result.count_kind("adapter") == 2 * 4 * ends
     assert result.numel == ALL
 
 
@@ -65,4 +65,4 @@ def test_4_bits_take_36_bytes_for_64_values() -> None:
 
 @pytest.mark.parametrize(("numel", "ranks", "share"), [(10, 1, 20), (10, 4, 6), (3, 4, 2)])
 def test_the_last_ranks_share_is_padded(numel: int, ranks: int, share: int) -> None:
-    assert Parameter("x", numel, "trained", 2).share(ranks) == share
+    assert PlannedParameter("x", numel, "trained", 2).share(ranks) == share

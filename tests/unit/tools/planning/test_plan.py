@@ -10,11 +10,11 @@ import pytest
 from dsreason.cli.data.chosen_run import choose_trainer
 from dsreason.config.load import load_config
 from dsreason.config.schema import RunConfig
-from dsreason.tools.planning.advice import changed, suggestions
+from dsreason.tools.planning.advice import apply_change, list_suggestions
 from dsreason.tools.planning.phases import GIB
 from dsreason.tools.planning.plan import Plan, plan_run
-from dsreason.tools.planning.request import Machine, Request
-from dsreason.tools.planning.training import activations_of
+from dsreason.tools.planning.request import Machine, PlanRequest
+from dsreason.tools.planning.training import compute_activations
 from tests.unit.tools.planning.made_requests import SEVEN, grpo, sft
 
 RECIPES = Path(__file__).parents[4] / "launch" / "recipes"
@@ -36,7 +36,7 @@ def test_7b_sft_on_two_gpus_of_80_gb_needs_offload() -> None:
     assert not plan.fits
     assert plan.problems[0].startswith("forward and backward")
     assert "--ds-config zero3_offload.json" in [
-        suggestion.change.text.partition(" (")[0] for suggestion in suggestions(plan)
+        suggestion.change.text.partition(" (")[0] for suggestion in list_suggestions(plan)
     ]
 
 
@@ -58,22 +58,22 @@ def test_32b_on_eight_gpus_of_80_gb_fits_with_offload(ds_config: str, fits: bool
 
 def test_what_is_suggested_fits_when_it_is_planned_anew() -> None:
     plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
-    result = suggestions(plan)
+    result = list_suggestions(plan)
     assert result
     for item in result:
-        second = plan_run(changed(plan.request, item.change))
+        second = plan_run(apply_change(plan.request, item.change))
         assert second.fits
         assert f"fits, {second.fullest.total / GIB:.1f} GiB a GPU" in item.text
 
 
 def test_a_run_that_fits_needs_no_suggestion() -> None:
-    assert suggestions(plan_run(sft(gpus=8))) == []
+    assert list_suggestions(plan_run(sft(gpus=8))) == []
 
 
 def test_a_cache_without_room_for_one_sequence_is_told_and_more_is_suggested() -> None:
     plan = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.22}))
     assert any("less than one sequence" in text for text in plan.problems)
-    keys = [key for suggestion in suggestions(plan) for key in suggestion.change.sets]
+    keys = [key for suggestion in list_suggestions(plan) for key in suggestion.change.sets]
     assert "rollout.gpu_memory_utilization" in keys
 
 
@@ -85,21 +85,21 @@ def test_too_much_for_vllm_is_told_by_its_phase() -> None:
 def test_inputs_of_layers_wait_on_the_host_where_it_is_asked_for() -> None:
     """28 layers of 4,096 tokens of 3,584 values of 2 bytes; of one layer they are still there."""
     usual, moved = sft(), sft(train={"activation_offload": True})
-    assert activations_of(usual).inputs == 28 * 4096 * 3584 * 2
-    assert activations_of(moved).inputs == 4096 * 3584 * 2
-    assert activations_of(moved).on_host == 28 * 4096 * 3584 * 2
+    assert compute_activations(usual).inputs == 28 * 4096 * 3584 * 2
+    assert compute_activations(moved).inputs == 4096 * 3584 * 2
+    assert compute_activations(moved).on_host == 28 * 4096 * 3584 * 2
 
 
 def test_ranks_that_share_a_row_have_a_part_of_its_tokens() -> None:
     request = sft(train={"sequence_parallel_size": 4})
     assert request.tokens == 1024
-    assert activations_of(request).inputs == 28 * 1024 * 3584 * 2
+    assert compute_activations(request).inputs == 28 * 1024 * 3584 * 2
 
 
 def test_a_kl_needs_two_copies_of_the_weights_on_the_host_and_adapters_none() -> None:
     name = "reference and policy while the other is in place, pinned"
 
-    def copies(request: Request) -> int:
+    def copies(request: PlanRequest) -> int:
         return sum(item.nbytes for item in plan_run(request).host.items if item.name == name)
 
     assert copies(grpo(grpo={"kl_coef": 0.1})) == pytest.approx(2 * 2 * 8_292_166_656, rel=1e-4)
@@ -140,7 +140,7 @@ def test_shipped_recipes_fit_the_gpus_that_they_were_sized_for(recipe: Path) -> 
     config = load_config(trainer.schema, recipe, (), default_recipe=trainer.recipe)
     sized = SIZED.search(recipe.read_text())
     machine = Machine(int(sized[1]), float(sized[2])) if sized else Machine(1)
-    plan = plan_run(Request(trainer.name, config, machine, config.deepspeed, recipe.name))
+    plan = plan_run(PlanRequest(trainer.name, config, machine, config.deepspeed, recipe.name))
     assert plan.problems == []
 
 
@@ -154,4 +154,6 @@ def test_the_forward_of_held_out_rows_is_a_phase_of_its_own() -> None:
 def test_fewer_held_out_rows_are_suggested_where_they_alone_do_not_fit() -> None:
     plan = plan_run(sft(data={"validation": 100}, gpus=4, validation={"micro_batch_size": 256, "generate": False}))
     assert [text.partition(":")[0] for text in plan.problems] == ["validation"]
-    assert "validation.micro_batch_size" in [key for suggestion in suggestions(plan) for key in suggestion.change.sets]
+    assert "validation.micro_batch_size" in [
+        key for suggestion in list_suggestions(plan) for key in suggestion.change.sets
+    ]

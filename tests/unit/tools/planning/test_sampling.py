@@ -8,14 +8,14 @@ from dsreason.config.schema_grpo import GRPOConfig
 from dsreason.errors import ConfigError
 from dsreason.tools.planning.phases import GIB
 from dsreason.tools.planning.plan import plan_run
-from dsreason.tools.planning.request import Request
+from dsreason.tools.planning.request import PlanRequest
 from dsreason.tools.planning.sampling import VLLM
 from tests.unit.tools.planning.made_requests import grpo
 
 GPU = int(80 * 0.985 * GIB)
 
 
-def engine(request: Request) -> VLLM:
+def engine(request: PlanRequest) -> VLLM:
     assert isinstance(request.config, GRPOConfig)
     return VLLM(request, request.config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsreason.tools.planning.states import gathered, pinned_size, states_of
+from dsreason.tools.planning.states import compute_gathered, compute_states, round_pinned_size
 from tests.unit.tools.planning.made_requests import sft
 
 NUMEL = 8_292_166_656
@@ -16,7 +16,7 @@ def about(number: float) -> object:
 
 
 def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
-    states = states_of(sft(gpus=4))
+    states = compute_states(sft(gpus=4))
     assert states.weights == about(2 * NUMEL / 4)
     assert states.gradients == states.masters == about(4 * NUMEL / 4)
     assert states.moments == about(8 * NUMEL / 4)
@@ -25,7 +25,7 @@ def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
 
 
 def test_offload_leaves_the_gpu_the_bucket_and_small_parameters() -> None:
-    states = states_of(sft(gpus=2, ds_config="zero3_offload.json"))
+    states = compute_states(sft(gpus=2, ds_config="zero3_offload.json"))
     assert (states.weights, states.gradients, states.optimizer) == (0, 0, 0)
     assert 0 < states.persistent < 10_000_000
     assert states.host_weights == about(2 * NUMEL / 2)
@@ -36,7 +36,7 @@ def test_offload_leaves_the_gpu_the_bucket_and_small_parameters() -> None:
 
 def test_frozen_weights_need_two_bytes() -> None:
     tower = NUMEL - 7_615_616_512
-    full, frozen = states_of(sft(gpus=1)), states_of(sft(gpus=1, model={"freeze": ["visual"]}))
+    full, frozen = compute_states(sft(gpus=1)), compute_states(sft(gpus=1, model={"freeze": ["visual"]}))
     assert frozen.weights == full.weights
     assert full.gradients - frozen.gradients == 4 * tower
     assert full.optimizer - frozen.optimizer == 12 * tower
@@ -44,22 +44,22 @@ def test_frozen_weights_need_two_bytes() -> None:
 
 def test_fp32_has_master_weights_as_well() -> None:
     """DeepSpeed compares a device with its name, and so never takes the weights themselves."""
-    states = states_of(sft(gpus=1, train={"precision": "fp32"}))
+    states = compute_states(sft(gpus=1, train={"precision": "fp32"}))
     assert (states.weights, states.masters) == (4 * NUMEL, 4 * NUMEL)
 
 
 def test_stage_2_keeps_all_weights_everywhere() -> None:
-    states = states_of(sft(gpus=4, ds_config="zero2.json"))
+    states = compute_states(sft(gpus=4, ds_config="zero2.json"))
     assert states.weights == 2 * NUMEL
     assert states.optimizer == about(12 * NUMEL / 4)
 
 
 @pytest.mark.parametrize(("size", "pinned"), [(0, 0), (1, 1), (2**20, 2**20), (2**20 + 1, 2**21)])
 def test_pinned_blocks_are_powers_of_two(size: int, pinned: int) -> None:
-    assert pinned_size(size) == pinned
+    assert round_pinned_size(size) == pinned
 
 
 def test_one_rank_gathers_nothing_unless_its_weights_are_away() -> None:
-    assert gathered(sft(gpus=1)) == (0, 0)
-    at_work, _ = gathered(sft(gpus=1, ds_config="zero3_offload.json"))
+    assert compute_gathered(sft(gpus=1)) == (0, 0)
+    at_work, _ = compute_gathered(sft(gpus=1, ds_config="zero3_offload.json"))
     assert at_work == 2 * 152064 * 3584  # the output layer, more than the 500 million values that would be kept

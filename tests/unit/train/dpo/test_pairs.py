@@ -18,7 +18,13 @@ from dsreason.data.types import EncodedSample, Sample
 from dsreason.errors import DataError
 from dsreason.train.common.preflight import build_encoder
 from dsreason.train.dpo.pairs import Pair, PairEncoder, check_differ, cut_pairs
-from dsreason.train.dpo.preflight import check_given, encode_row, given_file, pair_encoder, row_encoder
+from dsreason.train.dpo.preflight import (
+    build_pair_encoder,
+    check_reference_logprobs,
+    encode_row,
+    open_reference_file,
+    row_encoder,
+)
 from tests.unit.media.videos import write_video
 
 
@@ -36,7 +42,7 @@ def preference(*chosen: dict[str, Any], rejected: list[dict[str, Any]], **meta: 
 
 @pytest.fixture(scope="module")
 def encoder(tiny: Path) -> PairEncoder:
-    return pair_encoder(build_encoder(DPOConfig(), tiny))
+    return build_pair_encoder(build_encoder(DPOConfig(), tiny))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +162,7 @@ def test_a_file_of_references_that_does_not_fit_is_found_before_training(encoder
     with pytest.raises(DataError, match=r"sample '7': the row has changed since dpo\.reference_file"):
         row_encoder(config, encoder)(preference(LEFT, rejected=[says("assistant", "up")]))
     with pytest.raises(DataError, match=r"sample '8': dpo\.reference_file \(.*\) has no line with this id; add it"):
-        check_given(config, given_file(config), replace(sample, id="8"))
+        check_reference_logprobs(config, open_reference_file(config), replace(sample, id="8"))
 
 
 def test_a_fingerprint_tells_texts_and_pixels_apart(encoder: PairEncoder, tmp_path: Path) -> None:

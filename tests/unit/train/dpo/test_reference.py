@@ -10,9 +10,19 @@ import pytest
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.train.dpo.loader import PairFacts
-from dsreason.train.dpo.reference import GivenLine, Measured, StoredReference, append, open_stored, read_given
+from dsreason.train.dpo.reference import (
+    ReferenceLine,
+    ReferenceRecord,
+    StoredReference,
+    append,
+    open_stored,
+    read_reference_file,
+)
 
-ROWS = [Measured("training", 3, "7", "ab", -10.5, -9.25), Measured("validation", 3, "8", "cd", -1.0, -2.0)]
+ROWS = [
+    ReferenceRecord("training", 3, "7", "ab", -10.5, -9.25),
+    ReferenceRecord("validation", 3, "8", "cd", -1.0, -2.0),
+]
 
 
 def facts(row: int = 3, name: str = "7", fingerprint: str = "ab") -> PairFacts:
@@ -73,12 +83,12 @@ def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
 
 
 def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: Path) -> None:
-    value = read_given(str(run / "reference.jsonl"))
-    assert value.by_id == {"7": GivenLine(-10.5, -9.25, "ab"), "8": GivenLine(-1.0, -2.0, "cd")}
+    value = read_reference_file(str(run / "reference.jsonl"))
+    assert value.by_id == {"7": ReferenceLine(-10.5, -9.25, "ab"), "8": ReferenceLine(-1.0, -2.0, "cd")}
     assert value.of(facts()) == (-10.5, -9.25)
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"id": 7, "chosen": -1, "rejected": -2.5}\n\n{"id": 8, "chosen": -3, "rejected": 0}')
-    value = read_given(str(plain))
+    value = read_reference_file(str(plain))
     assert value.of(facts()) == (-1.0, -2.5)
     assert value.of(facts(name="8")) == (-3.0, 0.0)
     with pytest.raises(
@@ -88,7 +98,7 @@ def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: P
 
 
 def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> None:
-    value = read_given(str(run / "reference.jsonl"))
+    value = read_reference_file(str(run / "reference.jsonl"))
     with pytest.raises(
         DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(fingerprint xx, in the file ab\)"
     ):
@@ -96,17 +106,17 @@ def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> N
 
 
 def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    value = read_given(str(run / "reference.jsonl"))
-    value.tell_other_model("model-1")
+    value = read_reference_file(str(run / "reference.jsonl"))
+    value.warn_of_other_model("model-1")
     assert not caplog.records
-    value.tell_other_model("model-2")
+    value.warn_of_other_model("model-2")
     assert "another model (fingerprint model-1) than training starts with (model-2)" in caplog.text
 
 
 def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
     with (run / "reference.jsonl").open("a") as file:
         file.write('{"part": "training", "row": 9')
-    assert read_given(str(run / "reference.jsonl")).by_id.keys() == {"7", "8"}
+    assert read_reference_file(str(run / "reference.jsonl")).by_id.keys() == {"7", "8"}
 
 
 @pytest.mark.parametrize(
@@ -130,12 +140,12 @@ def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
 def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "given.jsonl").write_text(text)
     with pytest.raises(DataError, match=rf"given\.jsonl, {error}"):
-        read_given(str(tmp_path / "given.jsonl"))
+        read_reference_file(str(tmp_path / "given.jsonl"))
 
 
 def test_a_file_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="dpo.reference_file .*: no such file"):
-        read_given("nowhere.jsonl")
+        read_reference_file("nowhere.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import random
 import pytest
 
 from dsreason.config.schema_dpo import PreferenceConfig
-from dsreason.train.dpo.update import WINDOW, Baseline, ChosenWatch, metrics_of, settings_of
+from dsreason.train.dpo.update import WINDOW, Baseline, ChosenWatch, build_settings, compute_pair_metrics
 from tests.unit.losses.test_preference import PAIRS, make_pairs
 
 
 def test_metrics_are_means_over_pairs() -> None:
-    metrics = metrics_of(PAIRS, PreferenceConfig(sft_weight=0.5), settings_of(PreferenceConfig(), Baseline()))
+    metrics = compute_pair_metrics(
+        PAIRS, PreferenceConfig(sft_weight=0.5), build_settings(PreferenceConfig(), Baseline())
+    )
     assert metrics == pytest.approx(
         {
             "loss": (0.6587596 + 0.6931472) / 2,

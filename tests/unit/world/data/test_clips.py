@@ -22,7 +22,7 @@ from dsreason.files.address import S3Address
 from dsreason.files.s3 import S3Object
 from dsreason.media.vision import VideoInfo
 from dsreason.world.data import open_world_data, shards
-from dsreason.world.data.clips import covering_size, frame_indices
+from dsreason.world.data.clips import choose_frames, fit_size
 from dsreason.world.schema import WorldDataConfig
 from dsreason.world.types import ClipSize
 
@@ -64,7 +64,7 @@ def test_the_frame_is_taken_that_is_shown_at_each_moment(
     fps: float, wanted: float, start: float, indices: list[int]
 ) -> None:
     info = VideoInfo(100, fps, 32, 64, 100 / fps)
-    assert frame_indices(info, ClipSize(5, 32, 32, wanted), start) == indices
+    assert choose_frames(info, ClipSize(5, 32, 32, wanted), start) == indices
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_the_frame_is_taken_that_is_shown_at_each_moment(
 )
 def test_a_short_or_slow_video_is_told_with_both_numbers(frames: int, fps: float, start: float, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        frame_indices(VideoInfo(frames, fps, 32, 64, frames / fps), ClipSize(5, 32, 32, 16.0), start)
+        choose_frames(VideoInfo(frames, fps, 32, 64, frames / fps), ClipSize(5, 32, 32, 16.0), start)
 
 
 def test_a_video_with_exactly_the_frames_that_are_needed_is_read() -> None:
-    assert frame_indices(VideoInfo(93, 16, 1, 1, 5.8), ClipSize(93, 32, 32, 16.0), 0)[-1] == 92
+    assert choose_frames(VideoInfo(93, 16, 1, 1, 5.8), ClipSize(93, 32, 32, 16.0), 0)[-1] == 92
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_video_with_exactly_the_frames_that_are_needed_is_read() -> None:
     ],
 )
 def test_the_smallest_size_that_covers(have: tuple[int, int], wanted: tuple[int, int], size: tuple[int, int]) -> None:
-    assert covering_size(have, wanted) == size
+    assert fit_size(have, wanted) == size
 
 
 @pytest.fixture(scope="module")
@@ -239,11 +239,11 @@ def test_shards_that_the_disk_has_no_room_for_are_not_fetched(cache: Path, monke
         return S3Object(S3Address("bucket", f"clips/{name}"), 4 * 10**17, "etag", name)
 
     listed = {name: source(name) for name in ("a.tar", "b.tar", "c.tar", "notes.txt")}
-    folder = remote._folder(listed["c.tar"].address, "c.tar")
+    folder = remote._get_cache_folder(listed["c.tar"].address, "c.tar")
     folder.mkdir(parents=True)
     fetched: list[str] = []
     monkeypatch.setattr(shards, "list_objects", lambda address: listed)
-    monkeypatch.setattr(shards, "local_copy", fetched.append)
+    monkeypatch.setattr(shards, "fetch_file", fetched.append)
     with pytest.raises(StorageError, match=r"s3://bucket/clips: 800000000.0 GB .* [0-9.]+ GB are free"):
         open_world_data(WorldDataConfig(format="shards", path="s3://bucket/clips"), 0)
     assert not fetched

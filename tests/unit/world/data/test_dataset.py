@@ -17,7 +17,7 @@ from dsreason.errors import ConfigError, DataError
 from dsreason.world.data import open_world_data
 from dsreason.world.data.builtin import MOVES, PROMPTS, Square, draw_clip
 from dsreason.world.data.dataset import open_rows
-from dsreason.world.data.rows import Rows
+from dsreason.world.data.rows import CheckedRows
 from dsreason.world.schema import WorldConfig, WorldDataConfig
 from dsreason.world.types import ClipSize
 
@@ -194,7 +194,7 @@ def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
     ],
 )
 def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
-    rows = Rows()
+    rows = CheckedRows()
     rows.add(row_id, {"prompt": prompt}, clip)
     assert not rows.rows
     assert re.search(said, rows.bad[0])

@@ -14,11 +14,11 @@ from dsreason.errors import DataError
 from dsreason.media.videos import probe_video
 from dsreason.train.common.answers import write_rows
 from dsreason.world.evaluation import page as pages
-from dsreason.world.evaluation.history import chosen, small_video, write_run_page
-from dsreason.world.evaluation.page import Card, Clip, Curve, Page, draw, number, render
+from dsreason.world.evaluation.history import choose_steps, locate_small_video, write_run_page
+from dsreason.world.evaluation.page import Clip, Curve, Page, PromptCard, draw, number, render
 from dsreason.world.evaluation.report import write_report
 from dsreason.world.evaluation.results import ClipResult, open_results, write_clip
-from dsreason.world.video import gif, small, write_mp4
+from dsreason.world.video import encode_gif, shrink, write_mp4
 
 EVIL = '<script>alert(1)</script> "quoted" & {{ 7 * 7 }}'
 CLIP = np.random.default_rng(0).integers(0, 256, (3, 9, 32, 48), dtype=np.uint8)
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
             for i in range(2)
         ]
         folder = tmp_path / "validation" / f"step_{step}"
-        write_mp4(small(CLIP), small_video(folder, 0), 16.0)
+        write_mp4(shrink(CLIP), locate_small_video(folder, 0), 16.0)
         folder.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [{"step": step, "reward/mean": step / 10, "clips/brightness": 0.5 - step / 25} for step in range(1, 11)]
     lines.insert(0, {"step": 0, "val/reward/mean": 0.0, "val/diversity": 0.25})
@@ -102,7 +102,7 @@ def test_a_run_without_rewards_has_a_page(run: Path) -> None:
     ("steps", "expected"), [([0], [0]), ([0, 9], [0, 9]), ([*range(0, 101, 10)], [0, 20, 50, 80, 100])]
 )
 def test_the_first_and_the_last_validation_are_always_shown(steps: list[int], expected: list[int]) -> None:
-    assert chosen(steps) == expected
+    assert choose_steps(steps) == expected
 
 
 def test_a_curve_spans_its_panel() -> None:
@@ -119,7 +119,7 @@ def test_videos_that_do_not_fit_are_left_out_and_said(tmp_path: Path, monkeypatc
     for name in "ab":
         (tmp_path / name).write_bytes(b"x" * 60)
     monkeypatch.setattr(pages, "MAX_BYTES", 100)
-    cards = [Card("p", name, [Clip(tmp_path / name, {})]) for name in "ab"]
+    cards = [PromptCard("p", name, [Clip(tmp_path / name, {})]) for name in "ab"]
     html = render(Page("k", "t", ["one"], cards))
     assert tags(html).count("video") == 1
     assert "1 clips are left out" in html
@@ -139,7 +139,7 @@ def test_the_page_of_an_evaluation_has_the_baseline_beside_it(tmp_path: Path) ->
         open_results(folder, {"model": {"path": name}, "world": {"sampling_steps": len(name)}}, overwrite=False)
         for i in range(3):
             write_clip(folder, ClipResult(i, f"row {i}", f"{EVIL} {i}", {"": reward}, 0.5, 0.1, [1, 2]))
-            write_mp4(small(CLIP), small_video(folder / "clips", i), 16.0)
+            write_mp4(shrink(CLIP), locate_small_video(folder / "clips", i), 16.0)
     report = write_report(tmp_path / "new", tmp_path / "base")
     assert report.notices == ("world.sampling_steps differs: 4 in the baseline, 3 here",)
     html = report.file.read_text()
@@ -165,11 +165,11 @@ def test_a_clip_is_written_as_it_is_and_small_ones_are_enlarged(tmp_path: Path) 
     write_mp4(CLIP, tmp_path / "clip.mp4", 16.0)
     info = probe_video(tmp_path / "clip.mp4")
     assert (info.num_frames, info.fps, info.height, info.width) == (9, 16.0, 32, 48)
-    assert small(CLIP).shape == (3, 9, 96, 144)
-    assert (small(CLIP)[:, :, ::3, ::3] == CLIP).all()
+    assert shrink(CLIP).shape == (3, 9, 96, 144)
+    assert (shrink(CLIP)[:, :, ::3, ::3] == CLIP).all()
     large = np.zeros((3, 2, 704, 1280), np.uint8)
-    assert small(large).shape == (3, 2, 176, 320)
-    assert small(small(large)).shape == (3, 2, 176, 320)
+    assert shrink(large).shape == (3, 2, 176, 320)
+    assert shrink(shrink(large)).shape == (3, 2, 176, 320)
 
 
 def test_a_gif_keeps_its_speed_where_frames_are_left_out() -> None:
@@ -178,6 +178,6 @@ def test_a_gif_keeps_its_speed_where_frames_are_left_out() -> None:
     from PIL import Image
 
     ramp = np.arange(96, dtype=np.uint8)[None, :, None, None].repeat(3, 0).repeat(8, 2).repeat(8, 3)
-    made = Image.open(BytesIO(gif(ramp, 16.0)))
+    made = Image.open(BytesIO(encode_gif(ramp, 16.0)))
     assert made.n_frames == 48
     assert made.info["duration"] == 120  # 125 ms, in the format's hundredths of a second

@@ -10,7 +10,7 @@ import pytest
 
 from dsreason.errors import ConfigError, DataError
 from dsreason.world.evaluation.results import ClipResult, open_results, read_clips, write_clip
-from dsreason.world.evaluation.score import bootstrap_interval, compare, summarise
+from dsreason.world.evaluation.score import compare, compute_interval, summarise
 
 
 def clip(number: int, reward: float, prompt: str = "", **changes: object) -> ClipResult:
@@ -30,7 +30,7 @@ def test_a_summary_has_the_mean_of_every_reward_and_what_clips_look_like() -> No
 
 def test_an_interval_is_that_of_the_normal_distribution_for_many_independent_clips() -> None:
     values = np.random.default_rng(1).normal(2.0, 0.5, size=400)
-    low, high = bootstrap_interval(list(values), [str(i) for i in range(400)]) or (0, 0)
+    low, high = compute_interval(list(values), [str(i) for i in range(400)]) or (0, 0)
     reach = 1.96 * values.std() / 20
     assert low == pytest.approx(values.mean() - reach, abs=0.005)
     assert high == pytest.approx(values.mean() + reach, abs=0.005)
@@ -38,12 +38,12 @@ def test_an_interval_is_that_of_the_normal_distribution_for_many_independent_cli
 
 def test_clips_of_one_prompt_count_as_one_where_they_are_alike() -> None:
     """Ten copies of each of two values say no more than the two: an interval that takes them for 20 is too narrow."""
-    low, high = bootstrap_interval([0.0] * 10 + [1.0] * 10, ["a"] * 10 + ["b"] * 10) or (1, 0)
+    low, high = compute_interval([0.0] * 10 + [1.0] * 10, ["a"] * 10 + ["b"] * 10) or (1, 0)
     assert (low, high) == (0.0, 1.0)
 
 
 def test_a_single_prompt_has_no_interval() -> None:
-    assert bootstrap_interval([0.0, 1.0], ["a", "a"]) is None
+    assert compute_interval([0.0, 1.0], ["a", "a"]) is None
 
 
 def test_a_comparison_is_of_pairs() -> None:

@@ -10,7 +10,7 @@ import pytest
 from dsreason.errors import ConfigError
 from dsreason.world.rewards import jobs
 from dsreason.world.rewards.jobs import Jobs, find_functions
-from dsreason.world.rewards.wire import Request, enqueue_body, read_body
+from dsreason.world.rewards.wire import ScoringRequest, enqueue_body, read_body
 
 FILE = """
 from os.path import join
@@ -38,7 +38,7 @@ def test_public_functions_of_the_file_are_served_and_built_in_ones_that_it_impor
         find_functions(str(file.with_name("absent.py")))
 
 
-REQUEST = Request(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2, 2), np.uint8), {"geneval_tags": ["b"]})
+REQUEST = ScoringRequest(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2, 2), np.uint8), {"geneval_tags": ["b"]})
 
 
 def test_a_request_is_read_as_it_was_written() -> None:
@@ -60,12 +60,12 @@ def test_scores_are_kept_of_the_newest_jobs_and_those_that_wait_are_never_droppe
     queue = Jobs(10, 1000)
     names = []
     for _ in range(5):
-        assert queue.hold(10)
+        assert queue.reserve(10)
         names.append(queue.add(REQUEST, ["x"], 10))
     assert all(queue.find(name) for name in names)
     for _ in range(4):
         queue.finish(queue.take())
-    assert queue.hold(10)
+    assert queue.reserve(10)
     names.append(queue.add(REQUEST, ["x"], 10))
     assert [queue.find(name) is not None for name in names] == [False, False, False, True, True, True]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsreason.errors import ConfigError, DataError, RewardError
 from dsreason.world.rewards.functions import BUILT_IN, check_scores
-from dsreason.world.rewards.scorer import Scores, open_scorer
+from dsreason.world.rewards.scorer import ClipScores, open_scorer
 from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 
@@ -78,7 +78,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def score(config: WorldRewardConfig) -> Scores:
+def score(config: WorldRewardConfig) -> ClipScores:
     with open_scorer(config) as scorer:
         return scorer.start(CLIPS, LATENTS, ROWS, fps=16.0).result()
 

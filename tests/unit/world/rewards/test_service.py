@@ -17,7 +17,7 @@ import torch
 
 from dsreason.errors import ConfigError, RewardError
 from dsreason.world.rewards.scorer import open_scorer
-from dsreason.world.rewards.service import RewardService, service_total
+from dsreason.world.rewards.service import RewardService, compute_total
 from dsreason.world.schema import WorldRewardConfig
 from dsreason.world.types import WorldRow
 from tests.quiet_server import QuietServer
@@ -172,7 +172,7 @@ def test_weights_clips_and_scale(
     scores: tuple[dict[str, Any], ...], scale: float, values: dict[str, list[float]], total: float
 ) -> None:
     settings = WorldRewardConfig.model_validate({"services": scores, "scale": scale})
-    assert service_total(settings, values).tolist() == pytest.approx([total])
+    assert compute_total(settings, values).tolist() == pytest.approx([total])
 
 
 def test_a_scorer_adds_the_service_to_functions_while_the_caller_goes_on(service: Service) -> None:

@@ -10,13 +10,13 @@ import pytest
 from dsreason.errors import ConfigError
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import build
-from dsreason.world.training.clips import Share
+from dsreason.world.training.clips import ClipShare
 
 
 def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's reward has processes of its own; of ranks that compute a clip together one needs them."""
     opened = []
-    monkeypatch.setattr(build, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(build, "share_errors", nullcontext)
     monkeypatch.setattr(build, "open_scorer", lambda reward: opened.append(reward) or nullcontext("scorer"))
     config = WorldConfig.model_validate({"train": {"context_parallel_size": 4}, "reward": {"functions": {"red": 1.0}}})
     shares = [build.compute_share(config, SimpleNamespace(rank=rank, size=8)) for rank in range(8)]  # type: ignore[arg-type]
@@ -25,7 +25,7 @@ def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyP
     assert scorers == ["scorer", None, None, None] * 2
     assert len(opened) == 2
     with ExitStack() as stack:
-        assert build.open_rewards(WorldConfig(), Share(0, 1), stack) is None
+        assert build.open_rewards(WorldConfig(), ClipShare(0, 1), stack) is None
 
 
 @pytest.mark.parametrize(("algorithm", "step", "fits"), [("nft", 3, False), ("nft", 4, True), ("sft", 3, True)])

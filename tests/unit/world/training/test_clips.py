@@ -7,17 +7,17 @@ import torch
 
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training.clips import (
-    Place,
-    Share,
+    ClipIndex,
+    ClipShare,
+    build_conditioning,
     clip_noise,
-    conditioning_of,
-    given_frames,
-    halved,
+    draw_given_frames,
+    halve,
     share_out,
     start_noise,
 )
 
-PLACES = [Place(prompt, clip) for prompt in range(3) for clip in range(2)]
+PLACES = [ClipIndex(prompt, clip) for prompt in range(3) for clip in range(2)]
 SHAPE = (2, 3, 4, 4)
 
 
@@ -29,7 +29,7 @@ def config(**world: object) -> WorldConfig:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 5, 6])
 def test_every_clip_counts_once_and_all_ranks_run_as_many_forwards(num_ranks: int, size: int, count: int) -> None:
-    ranks = [share_out(PLACES[:count], Share(rank, num_ranks), size) for rank in range(num_ranks)]
+    ranks = [share_out(PLACES[:count], ClipShare(rank, num_ranks), size) for rank in range(num_ranks)]
     counted = [place for groups in ranks for group, counts in groups if counts for place in group]
     assert counted == PLACES[:count]
     assert len({len(groups) for groups in ranks}) == 1
@@ -37,8 +37,8 @@ def test_every_clip_counts_once_and_all_ranks_run_as_many_forwards(num_ranks: in
 
 
 def test_a_rank_without_clips_runs_a_stand_in() -> None:
-    assert share_out(PLACES[:1], Share(0, 2), 4) == [((Place(0, 0),), False)]
-    assert share_out(PLACES[:1], Share(1, 2), 4) == [((Place(0, 0),), True)]
+    assert share_out(PLACES[:1], ClipShare(0, 2), 4) == [((ClipIndex(0, 0),), False)]
+    assert share_out(PLACES[:1], ClipShare(1, 2), 4) == [((ClipIndex(0, 0),), True)]
 
 
 def test_noise_follows_from_seed_step_place_and_purpose() -> None:
@@ -61,25 +61,25 @@ def test_same_noise_is_that_of_a_group() -> None:
 def test_how_many_frames_are_given_is_drawn_once_a_group() -> None:
     clean = {place: torch.full(SHAPE, float(place.prompt + 1)) for place in PLACES}
     settings = config(conditional_frames=(0, 2))
-    drawn = {given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
+    drawn = {draw_given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
     assert drawn == {0, 1, 2}
-    conditioning = conditioning_of(PLACES, clean.__getitem__, settings, 7)
+    conditioning = build_conditioning(PLACES, clean.__getitem__, settings, 7)
     assert conditioning is not None
     assert conditioning.mask.shape == (6, 1, 3, 1, 1)
     for row, place in enumerate(PLACES):
-        count = given_frames(settings, 7, place.prompt)
+        count = draw_given_frames(settings, 7, place.prompt)
         assert conditioning.mask[row].flatten().tolist() == [1.0] * count + [0.0] * (3 - count)
         assert conditioning.latents[row, :, :count].eq(place.prompt + 1).all()
         assert conditioning.latents[row, :, count:].eq(0).all()
 
 
 def test_without_given_frames_no_clip_is_read() -> None:
-    assert conditioning_of(PLACES, {}.__getitem__, config(), 7) is None
+    assert build_conditioning(PLACES, {}.__getitem__, config(), 7) is None
 
 
 def test_velocities_are_kept_in_half_the_memory_where_nothing_is_lost() -> None:
     exact = torch.randn(2, 3).bfloat16().float()
-    assert halved(exact).dtype == torch.bfloat16
-    assert halved(exact).float().equal(exact)
+    assert halve(exact).dtype == torch.bfloat16
+    assert halve(exact).float().equal(exact)
     guided = exact + 0.001
-    assert halved(guided) is guided
+    assert halve(guided) is guided

@@ -11,27 +11,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dsreason.errors import CheckpointError, ConfigError
-from dsreason.world.base import FILE, base_note
-from dsreason.world.evaluation.results import MODEL_KEYS, differing, open_results
+from dsreason.world.base import FILE, describe_base
+from dsreason.world.evaluation.results import MODEL_KEYS, find_differences, open_results
 from dsreason.world.families import FAMILIES
-from dsreason.world.lora import add_lora, lora_metadata, save_lora
+from dsreason.world.lora import add_lora, build_lora_metadata, save_lora
 from dsreason.world.models import load_transformer
 from dsreason.world.schema import (
-    LoRAConfig,
     WorldConfig,
+    WorldLoRAConfig,
     WorldModelConfig,
     WorldRewardConfig,
     WorldTrainConfig,
     WorldValidationConfig,
 )
 from dsreason.world.training.evaluate import (
+    adapt_to_evaluation,
     check,
+    collect_settings,
     cut,
     find_evaluated,
-    for_evaluation,
+    identify_weights,
     load_model,
-    settings_of,
-    weights_of,
 )
 
 pytest.importorskip("diffusers")
@@ -60,8 +60,8 @@ def test_an_adapter_is_evaluated_on_the_model_that_it_belongs_to(base: Path, tmp
     adapter = {name: p.detach() for name, p in trained.named_parameters() if "lora_" in name}
     export = tmp_path / "export"
     export.mkdir()
-    save_lora(adapter, export, lora_metadata(trained))
-    (export / FILE).write_text(base_note({"path": str(base)}, base))
+    save_lora(adapter, export, build_lora_metadata(trained))
+    (export / FILE).write_text(describe_base({"path": str(base)}, base))
 
     evaluated = find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
     assert evaluated == (base, export)
@@ -79,30 +79,30 @@ def test_every_clip_is_kept_and_the_weights_are_taken_as_they_are() -> None:
     config = WorldConfig(
         validation=WorldValidationConfig(max_samples=7, show=1),
         train=WorldTrainConfig(context_parallel_size=4),
-        lora=LoRAConfig(rank=8),
+        lora=WorldLoRAConfig(rank=8),
     )
-    result = for_evaluation(config)
+    result = adapt_to_evaluation(config)
     assert (result.validation.show, result.train.context_parallel_size, result.lora.rank) == (7, 1, 0)
 
 
 def test_what_changes_speed_only_does_not_tell_evaluations_apart() -> None:
     config = WorldConfig()
     faster = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 8})})
-    assert settings_of(faster, "w") == settings_of(config, "w")
+    assert collect_settings(faster, "w") == collect_settings(config, "w")
     other = config.model_copy(update={"train": config.train.model_copy(update={"seed": 8})})
-    assert settings_of(other, "w") != settings_of(config, "w")
+    assert collect_settings(other, "w") != collect_settings(config, "w")
 
 
 @pytest.mark.parametrize("change", [{"time_limit": 700.0}, {"enqueue_url": "https://b"}, {"fetch_url": "https://b"}])
 def test_an_evaluation_goes_on_with_another_patience_or_address(change: dict[str, object]) -> None:
     config = WorldConfig()
     other = config.model_copy(update={"reward": config.reward.model_copy(update=change)})
-    assert settings_of(other, "w") == settings_of(config, "w")
+    assert collect_settings(other, "w") == collect_settings(config, "w")
 
 
 def test_an_evaluation_with_other_settings_is_refused_before_ranks_start(base: Path, tmp_path: Path) -> None:
     config = WorldConfig(model=WorldModelConfig(path=str(base)))
-    open_results(tmp_path, settings_of(for_evaluation(config), weights_of(base, None)), overwrite=False)
+    open_results(tmp_path, collect_settings(adapt_to_evaluation(config), identify_weights(base, None)), overwrite=False)
     check(config, tmp_path, overwrite=False)
     other = config.model_copy(update={"world": config.world.model_copy(update={"guidance_scale": 3.0})})
     with pytest.raises(ConfigError, match=r"another world\.guidance_scale \(1\.0, now 3\.0\)"):
@@ -119,7 +119,7 @@ def test_an_evaluation_of_weights_that_were_replaced_is_refused(base: Path, tmp_
     model = tmp_path / "model"
     shutil.copytree(base, model)
     config, results = WorldConfig(model=WorldModelConfig(path=str(model))), tmp_path / "results"
-    open_results(results, settings_of(for_evaluation(config), weights_of(model, None)), overwrite=False)
+    open_results(results, collect_settings(adapt_to_evaluation(config), identify_weights(model, None)), overwrite=False)
     halve(next((model / "transformer").glob("*.safetensors")))
     with pytest.raises(
         ConfigError, match=r"another model\.weights \('\w{16}', now '\w{16}'\); choose another --results"
@@ -130,11 +130,11 @@ def test_an_evaluation_of_weights_that_were_replaced_is_refused(base: Path, tmp_
 def test_adapters_of_one_model_are_told_apart(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "pytorch_lora_weights.safetensors")
     (tmp_path / "README.md").write_text("")
-    before = weights_of(tmp_path, tmp_path)
+    before = identify_weights(tmp_path, tmp_path)
     (tmp_path / "README.md").write_text("of another day")
-    assert weights_of(tmp_path, tmp_path) == before
+    assert identify_weights(tmp_path, tmp_path) == before
     halve(tmp_path / "pytorch_lora_weights.safetensors")
-    assert weights_of(tmp_path, tmp_path) != before
+    assert identify_weights(tmp_path, tmp_path) != before
 
 
 @pytest.mark.parametrize("name", ["judge.py:score", "judge:score", "package.judge:score"])
@@ -146,12 +146,14 @@ def test_the_code_of_a_reward_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = []
     for text in ("one", "another"):
         file.write_text(text)  # it is not imported: this is no Python
-        result.append(settings_of(config, "w"))
-    assert [*differing(*result)] == [f"reward.code.{name}"]
+        result.append(collect_settings(config, "w"))
+    assert [*find_differences(*result)] == [f"reward.code.{name}"]
 
 
 def test_weights_are_what_a_comparison_is_about() -> None:
-    assert {*differing(settings_of(WorldConfig(), "a"), settings_of(WorldConfig(), "b"))} <= {*MODEL_KEYS}
+    assert {*find_differences(collect_settings(WorldConfig(), "a"), collect_settings(WorldConfig(), "b"))} <= {
+        *MODEL_KEYS
+    }
 
 
 def test_rows_are_cut_into_parts_of_which_the_last_may_be_short() -> None:

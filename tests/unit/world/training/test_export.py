@@ -31,7 +31,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             yield name, tensor
             del tensor
 
-    monkeypatch.setattr(export, "checkpoint_tensors", tensors)
+    monkeypatch.setattr(export, "iter_checkpoint_tensors", tensors)
     shape = [3]
     parameters = {name: SimpleNamespace(shape=shape, trained=name != "c") for name in ("a", "b", "c")}
     return SimpleNamespace(parameters=parameters, world_size=2, alive=alive)
@@ -43,7 +43,7 @@ def test_the_average_takes_the_place_of_what_is_trained_and_one_tensor_is_held_a
     for rank, part in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]):  # of 3 values, padded
         save_file({"a": part, "b": part + 10}, tmp_path / f"average_ema_rank_{rank}.safetensors")
     result = {}
-    for name, tensor in export.saved_tensors(tmp_path, saved, with_frozen=True):
+    for name, tensor in export.iter_saved_tensors(tmp_path, saved, with_frozen=True):
         result[name] = tensor.tolist()
         del tensor
         assert sum(item() is not None for item in saved.alive) <= 1
@@ -51,7 +51,7 @@ def test_the_average_takes_the_place_of_what_is_trained_and_one_tensor_is_held_a
 
 
 def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any) -> None:
-    saved_tensors = dict(export.saved_tensors(tmp_path, saved, with_frozen=True))
+    saved_tensors = dict(export.iter_saved_tensors(tmp_path, saved, with_frozen=True))
     assert {name: tensor.tolist() for name, tensor in saved_tensors.items()} == dict.fromkeys("abc", [0, 0, 0])
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dsreason.world.data import WorldDataset
 from dsreason.world.schema import WorldConfig
-from dsreason.world.training.clips import Place
+from dsreason.world.training.clips import ClipIndex
 from dsreason.world.training.inputs import Inputs
-from dsreason.world.training.preflight import keeps_projected
+from dsreason.world.training.preflight import is_projection_kept
 from dsreason.world.types import ClipSize, WorldRow
 
 UPSTREAM = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
@@ -35,7 +35,7 @@ def test_projected_text_is_kept_unless_its_layer_is_trained(
 ) -> None:
     document = {"lora": {"rank": rank, "targets": targets}, "model": {"freeze_text_projection": frozen}}
     config = WorldConfig.model_validate(document)
-    assert keeps_projected(config) is projected
+    assert is_projection_kept(config) is projected
 
 
 class Source:
@@ -66,9 +66,9 @@ def test_what_a_group_has_in_common_is_read_once(size: int) -> None:
     """Two prompts of three clips, in micro-batches that may hold both; and a stand-in of a row of another rank."""
     source = Source()
     dataset = WorldDataset([WorldRow(str(n), f"prompt {n}", clip="x") for n in range(9)], source.read_clip)
-    places = [Place(prompt, clip) for prompt in (1, 2) for clip in range(3)]
+    places = [ClipIndex(prompt, clip) for prompt in (1, 2) for clip in range(3)]
     groups = [(tuple(places[i : i + size]), True) for i in range(0, 6, size)]
-    groups.append(((Place(0, 0),), False))
+    groups.append(((ClipIndex(0, 0),), False))
     batches = inputs_of(source, "ddrl", conditional_frames=(1, 1)).micro_batches(
         groups, dataset, [7, 4, 8], 1, with_clean=True
     )
@@ -89,6 +89,6 @@ def test_what_a_group_has_in_common_is_read_once(size: int) -> None:
 def test_clips_are_read_only_where_they_are_needed() -> None:
     source = Source()
     dataset = WorldDataset([WorldRow("3", "prompt 3", clip="x")], source.read_clip)
-    (batch,) = inputs_of(source, "ddrl").micro_batches([((Place(0, 0),), True)], dataset, [0], 0, with_clean=False)
+    (batch,) = inputs_of(source, "ddrl").micro_batches([((ClipIndex(0, 0),), True)], dataset, [0], 0, with_clean=False)
     assert source.asked == Counter({"prompt 3": 1})
     assert batch.clean is None

@@ -15,7 +15,7 @@ from dsreason.monitor.progress import Progress
 from dsreason.train.common.nonfinite import FiniteCheck
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import gradients, loop
-from dsreason.world.training.clips import Share
+from dsreason.world.training.clips import ClipShare
 from tests.runs import make_job, make_run
 
 
@@ -53,7 +53,7 @@ def test_a_skipped_step_is_shown_without_its_loss(
     run.engine, run.metrics, run.progress = SimpleNamespace(global_steps=3), Curves(), Bar()  # type: ignore[assignment]
     trainer: Any = SimpleNamespace(
         run=run,
-        clip_maker=SimpleNamespace(config=config, share=Share(0, 1), inputs=SimpleNamespace(shape=(16, 3, 4, 4))),
+        clip_maker=SimpleNamespace(config=config, share=ClipShare(0, 1), inputs=SimpleNamespace(shape=(16, 3, 4, 4))),
         order=SimpleNamespace(rows_per_epoch=8),
         lora=None,
     )

@@ -16,24 +16,24 @@ import torch
 from dsreason.config.schema import OptimConfig
 from dsreason.errors import DsReasonError, RewardError
 from dsreason.world.families import FAMILIES
-from dsreason.world.noise import linear
-from dsreason.world.rewards.scorer import Scores
+from dsreason.world.noise import compute_linear_sigmas
+from dsreason.world.rewards.scorer import ClipScores
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import rollout
-from dsreason.world.training.clips import MicroBatch, Place, Sample, Share
+from dsreason.world.training.clips import ClipIndex, ClipMicroBatch, ClipShare, SampledClips
 from dsreason.world.training.gradients import EpsilonCheck
 from dsreason.world.training.inputs import Inputs
 from dsreason.world.training.nft import add_noise, count_times, draw_levels
 from dsreason.world.training.rollout import (
     PendingBatch,
-    Scored,
+    ScoredClip,
     add_advantages,
     collect_scores,
     plan_steps,
     split_places,
 )
 from dsreason.world.training.sft import draw_times
-from dsreason.world.training.show import Look, look_at, looks
+from dsreason.world.training.show import Look, average_looks, look_at
 from dsreason.world.training.update import RatioCheck
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 from dsreason.world.types import ClipSize, Conditioning, WorldRow
@@ -56,7 +56,7 @@ def make_maker(config: WorldConfig) -> ClipMaker:
         transformer=unused,
         codec=unused,
         inputs=Inputs(config, unused, unused, ClipSize(9, 32, 32, 16.0), (2, 3, 4, 4)),
-        share=Share(0, 1),
+        share=ClipShare(0, 1),
         scorer=None,
         device=torch.device("cpu"),
     )
@@ -65,13 +65,13 @@ def make_maker(config: WorldConfig) -> ClipMaker:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(rollout, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(rollout, "share_errors", nullcontext)
 
 
-def batch_of(*places: Place) -> MicroBatch:
+def batch_of(*places: ClipIndex) -> ClipMicroBatch:
     rows = tuple(WorldRow(f"row {place.prompt}", f"prompt {place.prompt}") for place in places)
     noise = torch.zeros(len(places), 2, 3, 4, 4)
-    return MicroBatch(places, True, rows, noise, torch.zeros(len(places), 1, 1))
+    return ClipMicroBatch(places, True, rows, noise, torch.zeros(len(places), 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,17 @@ def batch_of(*places: Place) -> MicroBatch:
     ],
 )
 def test_trained_steps_are_noisy_and_the_others_follow_the_ode(settings: dict[str, Any], trained: Any) -> None:
-    plan = plan_steps(make_config(**settings), linear(10, 3.0), 1)
+    plan = plan_steps(make_config(**settings), compute_linear_sigmas(10, 3.0), 1)
     assert plan.trained == tuple(trained)
     assert [number for number, step in enumerate(plan.steps) if step.std > 0] == list(trained)
-    levels = linear(10, 3.0)
+    levels = compute_linear_sigmas(10, 3.0)
     for number, step in enumerate(plan.steps):
         if number not in plan.trained:
             assert (step.a, step.b) == pytest.approx((1.0, float(levels[number + 1] - levels[number])))
 
 
 def test_a_window_is_drawn_from_the_first_half_for_each_step() -> None:
-    config, sigmas = make_config(window=2), linear(10, 3.0)
+    config, sigmas = make_config(window=2), compute_linear_sigmas(10, 3.0)
     windows = [plan_steps(config, sigmas, step).trained for step in range(40)]
     assert {window[0] for window in windows} == {0, 1, 2, 3}
     assert all(window[1] == window[0] + 1 for window in windows)
@@ -110,17 +110,24 @@ def test_optimizer_steps_share_the_prompts() -> None:
 def test_rewards_prompts_and_clips_stay_together() -> None:
     """The clips of three prompts in batches that do not end where groups do."""
     config = make_config().world
-    rewards = {Place(0, 0): 1, Place(0, 1): 0, Place(1, 0): 0, Place(1, 1): 3, Place(2, 0): 5, Place(2, 1): 5}
+    rewards = {
+        ClipIndex(0, 0): 1,
+        ClipIndex(0, 1): 0,
+        ClipIndex(1, 0): 0,
+        ClipIndex(1, 1): 3,
+        ClipIndex(2, 0): 5,
+        ClipIndex(2, 1): 5,
+    }
     places = list(rewards)
     batches = [batch_of(*places[3:6]), batch_of(*places[:3])]
 
-    def scores(batch: MicroBatch) -> Scores:
+    def scores(batch: ClipMicroBatch) -> ClipScores:
         values = torch.tensor([float(rewards[place]) for place in batch.places])
-        return Scores(values, {"mine": values * 2})
+        return ClipScores(values, {"mine": values * 2})
 
     scored = collect_scores([PendingBatch(batch, partial(scores, batch), [LOOK] * 3) for batch in batches])
     assert [clip.place for clip in scored] == places
-    samples = [Sample(batch, batch.start, {}, torch.zeros(3), {}) for batch in batches]
+    samples = [SampledClips(batch, batch.start, {}, torch.zeros(3), {}) for batch in batches]
     ((last, first),) = add_advantages(config, [samples], scored)
     assert first.advantages.tolist() == pytest.approx([0.707, -0.707, -0.707], abs=1e-3)
     assert last.advantages.tolist() == pytest.approx([0.707, 0, 0], abs=1e-3)
@@ -132,27 +139,27 @@ def test_rewards_prompts_and_clips_stay_together() -> None:
 
 def test_exponential_advantages_are_of_ddrl() -> None:
     config = make_config(algorithm="ddrl", exponential_advantages=True).world
-    scored = [Scored(Place(p, c), float(c), {}, LOOK) for p in range(3) for c in range(2)]
+    scored = [ScoredClip(ClipIndex(p, c), float(c), {}, LOOK) for p in range(3) for c in range(2)]
     batch = batch_of(*(clip.place for clip in scored))
-    ((sample,),) = add_advantages(config, [[Sample(batch, batch.start, {}, torch.zeros(6), {})]], scored)
+    ((sample,),) = add_advantages(config, [[SampledClips(batch, batch.start, {}, torch.zeros(6), {})]], scored)
     assert sample.advantages[:2].tolist() == pytest.approx([-np.exp(0.707), -np.exp(-0.707)], abs=1e-3)
 
 
 def test_a_reward_that_fails_or_is_no_number_stops_the_run() -> None:
-    def failing() -> Scores:
+    def failing() -> ClipScores:
         raise RewardError("mine: no")
 
-    batch = batch_of(Place(0, 0))
+    batch = batch_of(ClipIndex(0, 0))
     with pytest.raises(RewardError, match="mine: no"):
         collect_scores([PendingBatch(batch, failing, [LOOK])])
     with pytest.raises(RewardError, match="row 0"):
-        collect_scores([PendingBatch(batch, lambda: Scores(torch.tensor([float("nan")]), {}), [LOOK])])
+        collect_scores([PendingBatch(batch, lambda: ClipScores(torch.tensor([float("nan")]), {}), [LOOK])])
 
 
 @pytest.mark.parametrize(("times", "expected"), [(None, 9), (4, 4), (20, 10)])
 def test_training_sees_the_samplers_noise_levels(times: int | None, expected: int) -> None:
     maker = make_maker(make_config(algorithm="nft", nft_times=times))
-    places = [Place(0, 0), Place(0, 1)]
+    places = [ClipIndex(0, 0), ClipIndex(0, 1)]
     drawn = draw_levels(maker, places, 3)
     levels = maker.sigmas[:-1].float().tolist()
     assert count_times(maker.config.world) == expected
@@ -164,15 +171,15 @@ def test_training_sees_the_samplers_noise_levels(times: int | None, expected: in
 
 def test_a_noised_clip_lies_between_clip_and_noise() -> None:
     maker = make_maker(make_config(algorithm="nft"))
-    batch = batch_of(Place(0, 0), Place(2, 1))
+    batch = batch_of(ClipIndex(0, 0), ClipIndex(2, 1))
     clean = torch.full((2, 2, 3, 4, 4), 3.0)
-    x, s, noise = add_noise(maker, Sample(batch, clean, {}, torch.zeros(2), {}), 4, 1)
+    x, s, noise = add_noise(maker, SampledClips(batch, clean, {}, torch.zeros(2), {}), 4, 1)
     torch.testing.assert_close(x, (1 - s.view(-1, 1, 1, 1, 1)) * clean + s.view(-1, 1, 1, 1, 1) * noise)
     assert s.tolist() == draw_levels(maker, batch.places, 1)[:, 4].tolist()
 
 
 def test_noise_levels_of_real_clips_are_shifted() -> None:
-    places = [Place(prompt, 0) for prompt in range(2000)]
+    places = [ClipIndex(prompt, 0) for prompt in range(2000)]
     plain, shifted = draw_times(places, 1.0, 0, 1), draw_times(places, 3.0, 0, 1)
     assert plain.mean().item() == pytest.approx(0.5, abs=0.02)
     torch.testing.assert_close(shifted, 3 * plain / (1 + 2 * plain))
@@ -199,12 +206,12 @@ def test_guidance_leads_away_from_the_negative_prompt() -> None:
     family: Any = SimpleNamespace(velocity=velocity)
     inputs: Any = SimpleNamespace(negative=lambda count: torch.full((count, 1, 1), 1.0))
     maker = replace(make_maker(make_config()), family=family, inputs=inputs)
-    batch = batch_of(Place(0, 0), Place(1, 0))
+    batch = batch_of(ClipIndex(0, 0), ClipIndex(1, 0))
     text = torch.tensor([2.0, 5.0]).view(2, 1, 1)
     mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]]).view(2, 1, 3, 1, 1)
     value = Conditioning(mask * torch.tensor([3.0, 4.0]).view(2, 1, 1, 1, 1), mask)
     start = batch.start + torch.tensor([6.0, 7.0]).view(2, 1, 1, 1, 1)
-    batch = MicroBatch(batch.places, True, batch.rows, start, text, value)
+    batch = ClipMicroBatch(batch.places, True, batch.rows, start, text, value)
     v = build_velocity(maker, batch, 3.0)(batch.start, torch.tensor([0.25, 0.75]))
     assert v[:, 0, 0, 0, 0].tolist() == [2 + 2 * (2 - 1), 5 + 2 * (5 - 1)]
     ((times, conditioning, noise),) = calls
@@ -225,11 +232,11 @@ def test_looks_tell_dark_and_alike_clips() -> None:
     moving[:, :, 1] = 255
     (a,), (b,), (c,) = look_at(dark), look_at(bright), look_at(moving)
     assert (a.brightness, b.brightness, c.motion) == (0.0, 1.0, 1.0)
-    assert looks([[a, a], [b, b]], "clips")["clips/diversity"] == 0.0
-    assert looks([[a, b]], "clips") == pytest.approx(
+    assert average_looks([[a, a], [b, b]], "clips")["clips/diversity"] == 0.0
+    assert average_looks([[a, b]], "clips") == pytest.approx(
         {"clips/brightness": 0.5, "clips/motion": 0.0, "clips/diversity": 0.5}
     )
-    assert "val/diversity" not in looks([[a]], "val")
+    assert "val/diversity" not in average_looks([[a]], "val")
 
 
 @pytest.mark.parametrize(

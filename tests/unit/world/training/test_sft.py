@@ -13,7 +13,7 @@ import torch
 from dsreason.errors import DataError, DsReasonError, StorageError
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import sft
-from dsreason.world.training.clips import Share
+from dsreason.world.training.clips import ClipShare
 
 BAD = DataError("clip.mp4: is no video")
 CLIP = torch.zeros(3, 5, 16, 16, dtype=torch.uint8)
@@ -30,7 +30,7 @@ def make_maker(**functions: Callable[..., Any]) -> Any:
     encode = functions.get("encode", lambda clip: torch.zeros(1, 4, 2, 2, 2))
     return SimpleNamespace(
         config=WorldConfig.model_validate(config),
-        share=Share(1, 2),
+        share=ClipShare(1, 2),
         inputs=SimpleNamespace(
             size=None,
             latents=SimpleNamespace(encode=encode),
@@ -42,7 +42,7 @@ def make_maker(**functions: Callable[..., Any]) -> Any:
 def next_batches(maker: Any, clips: Iterator[Any], num_rows: int = 1) -> Any:
     """The batches of step 7."""
     dataset: Any = None
-    return sft.next_batches(maker, dataset, range(num_rows), clips, 7)
+    return sft.read_next_batches(maker, dataset, range(num_rows), clips, 7)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
             errors.append(error)
             raise
 
-    monkeypatch.setattr(sft, "errors_on_all_ranks", errors_on_all_ranks)
+    monkeypatch.setattr(sft, "share_errors", errors_on_all_ranks)
     monkeypatch.setattr(sft, "gather_objects", lambda value: [(0, []), value])
     return errors
 

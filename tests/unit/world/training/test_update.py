@@ -17,10 +17,10 @@ from dsreason.job.ranks import World
 from dsreason.monitor.memory import MemoryLedger
 from dsreason.world.data import WorldDataset
 from dsreason.world.families import FAMILIES
-from dsreason.world.noise import generator, noise
+from dsreason.world.noise import draw_noise, make_generator
 from dsreason.world.schema import WorldConfig
 from dsreason.world.training import gradients, nft, rollout, update
-from dsreason.world.training.clips import Sample, Share
+from dsreason.world.training.clips import ClipShare, SampledClips
 from dsreason.world.training.inputs import Inputs
 from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.types import ClipSize, WorldRow
@@ -95,7 +95,7 @@ def clean_of(row: int) -> Tensor:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rollout, gradients, update):
         monkeypatch.setattr(module, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(rollout, "errors_on_all_ranks", nullcontext)
+    monkeypatch.setattr(rollout, "share_errors", nullcontext)
 
 
 def make_maker(settings: dict[str, Any]) -> ClipMaker:
@@ -115,13 +115,13 @@ def make_maker(settings: dict[str, Any]) -> ClipMaker:
         transformer=Engine(),
         codec=codec,
         inputs=Inputs(config, source, source, ClipSize(9, 32, 32, 16.0), SHAPE),
-        share=Share(0, 1),
+        share=ClipShare(0, 1),
         scorer=source,
         device=torch.device("cpu"),
     )
 
 
-def sample_rollout(maker: ClipMaker) -> list[list[Sample]]:
+def sample_rollout(maker: ClipMaker) -> list[list[SampledClips]]:
     """Sample the clips of the first step's prompts."""
     rows = [WorldRow(str(row), "x" * row, clip="x") for row in range(1, PROMPTS + 1)]
     dataset = WorldDataset(rows, lambda row, size: torch.full((3, 9, 2, 2), int(row.id), dtype=torch.uint8))
@@ -129,7 +129,7 @@ def sample_rollout(maker: ClipMaker) -> list[list[Sample]]:
     average: Any = SimpleNamespace(in_place=nullcontext)
     old = average if maker.config.world.algorithm == "nft" else None
     memory = MemoryLedger(maker.device)
-    return rollout.rollout(maker, dataset, range(PROMPTS), step=1, old=old, watchdog=phases, memory=memory)[0]
+    return rollout.sample_rollout(maker, dataset, range(PROMPTS), step=1, old=old, watchdog=phases, memory=memory)[0]
 
 
 class Clip:
@@ -139,11 +139,11 @@ class Clip:
         self.net, self.place = net, {"prompt": prompt, "clip": clip}
         self.text, self.negative = (text_of(text)[None].double() for text in ("x" * (prompt + 1), ""))
         self.clean, self.noise = clean_of(prompt + 1)[None].double(), self.draw("start")
-        self.given = int(generator(0, 1, prompt, "given frames").integers(1, 3))
+        self.given = int(make_generator(0, 1, prompt, "given frames").integers(1, 3))
         self.mask = (torch.arange(SHAPE[1]) < self.given).double().view(1, 1, -1, 1, 1)
 
     def draw(self, purpose: str) -> Tensor:
-        return noise(SHAPE, seed=0, step=1, purpose=purpose, **self.place)[None].double()
+        return draw_noise(SHAPE, seed=0, step=1, purpose=purpose, **self.place)[None].double()
 
     def predicted(self, x: Tensor, s: float, noise: Tensor, text: Tensor) -> Tensor:
         v = self.net(
@@ -223,7 +223,7 @@ def nft_loss(net: Engine) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     for clip, value, x0 in zip(clips, values, finals, strict=True):
         r = min(max(value / 5 / 2 + 0.5, 0), 1)
-        order = generator(0, 1, clip.place["prompt"], clip.place["clip"], "times").permutation(STEPS)[: STEPS - 1]
+        order = make_generator(0, 1, clip.place["prompt"], clip.place["clip"], "times").permutation(STEPS)[: STEPS - 1]
         for number, i in enumerate(order):
             s, e = LEVELS[i], clip.draw(f"time {number}")
             x = (1 - s) * x0 + s * e

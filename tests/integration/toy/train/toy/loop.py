@@ -13,8 +13,8 @@ from dsreason.train.toy.preflight import check
 
 from dsreason.data.micro_batches import align_micro_batches
 from dsreason.engine.engine import add_gradient, take_optimizer_step
-from dsreason.job.ranks import all_sum, gather_objects
-from dsreason.losses.sft import sft_loss
+from dsreason.job.ranks import gather_objects, reduce_sum
+from dsreason.losses.sft import compute_sft_loss
 from dsreason.rollout.transformers_engine import TransformersSettings
 from dsreason.train.common.answers import ValidationResult
 from dsreason.train.common.job import TrainingJob
@@ -59,16 +59,16 @@ def run(config: ToyConfig, output_dir: Path | None = None, resume: str | None = 
 
 def train(toy: ToyTrainer) -> None:
     run, engine, batch_size = toy.run, toy.engine, toy.job.config.toy.batch_size
-    run.before_steps(toy.validate)
+    run.begin_steps(toy.validate)
     while run.state.step < run.total_steps:
         run.poll_checkpoint()
         started, first = time.perf_counter(), run.state.step
-        with toy.job.watchdog.phase("step"), run.memory.phase("train"):
+        with toy.job.watchdog.track_phase("step"), run.memory.track_phase("train"):
             metrics, num_tokens = toy_step(engine, toy.rows, toy.job, first, run.learning_rate, run.finite)
         seconds = time.perf_counter() - started
         run.count_step(epoch=engine.global_steps * batch_size / len(toy.rows.training))
         run.show_step(metrics, {}, num_samples=batch_size, num_tokens=num_tokens, seconds=seconds)
-        run.after_steps(first, toy.validate)
+        run.finish_steps(first, toy.validate)
     run.finish()
 
 
@@ -80,8 +80,8 @@ def toy_step(
     numbers = range(step * size, (step + 1) * size)[world.rank :: world.size]
     samples = [rows.encoder.encode(rows.training[number % len(rows.training)]) for number in numbers]
     (batch,) = align_micro_batches([samples], rows.encoder, gather_objects, packing=config.train.packing)
-    num_tokens = int(all_sum(sum(map(len, samples))))
-    loss = config.toy.scale * sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
+    num_tokens = int(reduce_sum(sum(map(len, samples))))
+    loss = config.toy.scale * compute_sft_loss(engine(batch.to(engine.device)), num_tokens=num_tokens)
     add_gradient(engine, loss, world.size, last=True)
-    metrics = {"train/loss": all_sum(loss.item())} | take_optimizer_step(engine, lr)
+    metrics = {"train/loss": reduce_sum(loss.item())} | take_optimizer_step(engine, lr)
     return finite.metrics(metrics, [batch], engine.global_steps), num_tokens
