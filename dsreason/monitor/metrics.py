@@ -52,6 +52,13 @@ class Metrics(AbstractContextManager["Metrics"]):
         self.close()
 
 
+def check_sinks(config: MonitorConfig) -> None:
+    """Raise ConfigError before ranks start if a configured sink cannot be used."""
+    from dsreason.monitor.sinks.wandb import check_wandb
+
+    check_wandb(config)
+
+
 def open_metrics(
     output_dir: Path, *, rank: int, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
 ) -> Metrics:

@@ -30,7 +30,7 @@ from dsreason.models.freeze import check_freeze
 from dsreason.models.load import build_empty_model, read_model_config, read_parameter_names, resolve_model
 from dsreason.models.lora import find_adapted_layers
 from dsreason.models.processors.loading import open_encoder
-from dsreason.monitor.sinks.wandb import check_wandb
+from dsreason.monitor.metrics import check_sinks
 from dsreason.problems import build_config_error, find_nearest, join_first
 from dsreason.storage.storage import check_target
 
@@ -45,7 +45,7 @@ MAX_SECONDS = 30.0
 
 def check_model(config: RunConfig) -> Encoder:
     """Check model folder, monitoring, DeepSpeed's values and freezing, and return the encoder."""
-    check_wandb(config.monitor)
+    check_sinks(config.monitor)
     check_deepspeed(config)
     if config.data.video_decoder == "torchcodec":
         check_torchcodec()

@@ -13,8 +13,8 @@ from dsreason.data.order import StepOrder, WeightedRows
 from dsreason.engine.schedule import describe_long_warmup
 from dsreason.errors import ConfigError, DataError
 from dsreason.files.cache import get_cache_dir
+from dsreason.monitor.metrics import check_sinks
 from dsreason.monitor.profile import check_profiled_steps
-from dsreason.monitor.sinks.wandb import check_wandb
 from dsreason.problems import find_nearest
 from dsreason.train.common.preflight import DTYPES, check_deepspeed, order_coarse_to_fine
 from dsreason.world.cache import TextCache
@@ -46,7 +46,7 @@ def check(config: WorldConfig) -> None:
             few rows for one step, a reward that cannot be found, clips that are missing.
     """
     check_installed()
-    check_wandb(config.monitor)
+    check_sinks(config.monitor)
     check_deepspeed(config)
     check_rewards(config)
     folder = find_model(config)
