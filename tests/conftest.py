@@ -15,7 +15,7 @@ from dsreason.secrets import list_secret_variables
 
 
 def pytest_configure() -> None:
-    """What a test starts, in whichever folder, finds the packages that this process finds."""
+    """Let everything that a test starts, in any folder, find the packages that this process finds."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with other workers
     for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests were started in the background
@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 
 @pytest.fixture(autouse=True)
 def own_environment() -> None:
-    """A test that sets as many variables as the one before it is not shown that one's secrets."""
+    """Clear the cached secrets: a test that sets the same number of variables as the last would get that one's."""
     list_secret_variables.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Run a function on real ranks: processes of their own that talk over gloo."""
+"""Helper that runs a function on real ranks: separate processes that communicate over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask of an engine; all ranks call it together."""
+"""Calls that tests make on an engine; all ranks make them together."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ def batch_positions(
     attention_mask: Tensor | None = None,
     **mm_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What a transformers model calls as `get_rope_index`: positions `[3, B, T]` and deltas `[B, 1]`.
+    """Compute `get_rope_index` as a transformers model calls it: positions `[3, B, T]` and deltas `[B, 1]`.
 
-    Rows may be padded left or right (position 0 there). A delta is what to add to the number of tokens so far to get
-    the position of the next one.
+    Rows may be padded left or right (position 0 there). Adding a delta to the number of tokens so far gives the
+    position of the next token.
     """
     images, videos = grid_rule(mm_kwargs, config)
     runs = {IMAGE: iter(images), VIDEO: iter(videos)}

@@ -1,4 +1,4 @@
-"""What tests/distributed.py imports in the process that its ranks are forked from."""
+"""Modules that tests/distributed.py imports in the process that its ranks are forked from."""
 
 from dsreason.imports import make_imports_fast
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 ROUND = 200
 """Inputs of a round: its seed makes the same ones again."""
 CPU_SECONDS = 10
-"""What one input may take."""
+"""CPU seconds that one input may take."""
 Fuzz = Callable[[Callable[[Any], object], st.SearchStrategy[Any]], None]
 
 texts = st.text(max_size=30)
@@ -79,7 +79,7 @@ def changed(draw: st.DrawFn, document: Any, replacements: st.SearchStrategy[Any]
 
 
 def paths(document: Any) -> list[tuple[Any, ...]]:
-    """Of every value in it, itself included."""
+    """Return the path of every value in the document, including the document itself."""
     result: list[tuple[Any, ...]] = [()]
     inside = (
         document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
@@ -109,7 +109,10 @@ def with_change(document: Any, path: tuple[Any, ...], how: str, value: Any) -> A
 
 @st.composite
 def damaged(draw: st.DrawFn, contents: st.SearchStrategy[bytes]) -> bytes:
-    """With bytes changed, left out or put in, most often near the beginning, where headers are; perhaps cut."""
+    """Draw contents with bytes changed, left out or inserted, and sometimes cut.
+
+    Most changes are near the beginning, which holds the headers.
+    """
     content = bytearray(draw(contents))
     for _ in range(draw(st.integers(1, 8))):
         place = draw(st.one_of(st.integers(0, min(64, len(content))), st.integers(0, len(content))))

@@ -56,7 +56,7 @@ REFERENCES = {
     "ordinal_choice": "4",
 }
 ELSEWHERE = ("judge", "boxed_math", "direct_math", "overlong")
-"""They ask a server, compute in a worker that is ended, or look at the length alone."""
+"""Rewards tested elsewhere: they query a server, compute in a killable worker, or look only at the length."""
 
 
 def test_answers(fuzz: Fuzz) -> None:

@@ -57,7 +57,7 @@ def test_configurations(fuzz: Fuzz) -> None:
 
 
 def refused_by_name(read: Callable[[], Any]) -> Any:
-    """What is read; None if it is refused, with the file or the `--set` in every line."""
+    """Return what was read, or None if it was refused with the file or the `--set` in every line."""
     try:
         return read()
     except ConfigError as error:

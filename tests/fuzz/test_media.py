@@ -1,6 +1,6 @@
-"""Whatever the bytes of a picture or a clip are, it is decoded to what its header says or refused by name, within its limits.
+"""Decode the bytes of any image or video as its header says, or reject the file by name, within its limits.
 
-Each file is read in a process of its own, with limits on time and memory: decoders crash.
+Each file is read in a separate process, with limits on time and memory, because decoders crash.
 """
 
 from __future__ import annotations

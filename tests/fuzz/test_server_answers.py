@@ -35,7 +35,7 @@ from tests.unit.hostile.server import Behaviour, misbehaving
 pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SECONDS = 0.5
-"""For an answer; who waits for scores asks again and again until then."""
+"""Seconds to wait for an answer; a client that waits for scores repeats its request until they have passed."""
 TOKEN = "very-secret-token"
 SAMPLE = Sample("sample-7", [{"role": "user", "content": "Which?"}], answer="A")
 CHAT = {
@@ -114,7 +114,7 @@ CLIENTS: dict[str, tuple[Callable[[str], None], bytes, bytes]] = {
     "enqueue": (ask_world, b"POST /enqueue", http(as_text(ANSWERS["fetch"]))),
     "fetch": (ask_world, b"POST /fetch", http(as_text(ANSWERS["enqueue"]))),
 }
-"""Who asks; the requests that get the odd answer; the answer that others get."""
+"""Clients by name: the calling function, the requests that get the odd answer, and the answer to all others."""
 
 
 def odd_answers(client: str) -> st.SearchStrategy[bytes]:

@@ -56,7 +56,7 @@ def drawn(shape: Sequence[int], seed: int) -> Tensor:
 
 
 def with_gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """What it gives in this precision, and the gradients of the inputs, all float32."""
+    """Return the output in this precision and the gradients of the inputs, all as float32."""
     leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
     result = attend(*leaves)
     result.backward(drawn(result.shape, 9).to(dtype))
@@ -68,7 +68,7 @@ def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
 
 
 def assert_as_near(found: Sequence[Tensor], other: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
-    """`found` is off by rounding alone: not much more than `other`, of the same precision, is."""
+    """Assert that `found` differs from `exact` only by rounding: not much more than `other` of the same precision."""
     assert all(f <= 2 * o + 2e-3 for f, o in zip(errors(found, exact), errors(other, exact), strict=True))
     assert max(errors(found, exact)) <= 0.02
 
@@ -76,9 +76,7 @@ def assert_as_near(found: Sequence[Tensor], other: Sequence[Tensor], exact: Sequ
 @pytest.mark.parametrize("segments", [SAMPLES, SHARED], ids=["samples", "shared prompt"])
 @pytest.mark.parametrize("heads", [(4, 4), (16, 8), (28, 4)])
 @pytest.mark.parametrize("width", [32, 128])
-def test_the_kernel_attends_as_each_part_does_by_itself(
-    segments: Sequence[Segment], heads: tuple[int, int], width: int
-) -> None:
+def test_kernel_matches_attention_by_segment(segments: Sequence[Segment], heads: tuple[int, int], width: int) -> None:
     length, layout = segments[-1].end, build_row_layout(segments, GPU)
     inputs = [drawn((1, count, length, width), seed) for seed, count in enumerate((heads[0], heads[1], heads[1]))]
     assert layout.calls and has_kernel(inputs[0])
@@ -102,7 +100,7 @@ def test_attention_is_causal_from_the_lower_right() -> None:
 
 
 @pytest.mark.parametrize("width", [64, 72, 80])
-def test_windows_and_frames_of_a_tower_see_nothing_outside(width: int) -> None:
+def test_tower_windows_attend_only_within_themselves(width: int) -> None:
     sizes = [64, 64, 16, 4, 256]
     inputs, starts = [drawn((1, 16, sum(sizes), width), seed) for seed in range(3)], compute_starts(sizes).to(GPU)
 
@@ -131,7 +129,7 @@ def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[EncodedSample]:
-    """Eight: text alone, one image, a video, two images, in turn."""
+    """Encode eight samples: only text, one image, a video and two images, in turn."""
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
     config = SFTConfig.model_validate({"data": data})
@@ -140,7 +138,7 @@ def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def completions_of(samples: Sequence[EncodedSample]) -> list[EncodedSample]:
-    """Of each as a prompt two, of 5 and 8 tokens."""
+    """Build two completions for each sample as the prompt, of 5 and 8 tokens."""
     result = []
     for prompt in samples:
         for length in (5, 8):
@@ -174,7 +172,7 @@ def results(one: Policy, batch: Batch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["samples", "shared prompts"])
-def test_a_packed_row_gives_what_padded_rows_give(shared: bool, model_path: Path, samples: list[EncodedSample]) -> None:
+def test_packed_row_matches_padded_rows(shared: bool, model_path: Path, samples: list[EncodedSample]) -> None:
     value = completions_of(samples) if shared else samples
     exact = results(policy(model_path, "sdpa", torch.float32), collate(value, pad_id=0))
     padded = results(policy(model_path, "sdpa"), collate(value, pad_id=0))
@@ -219,7 +217,7 @@ def test_layers_never_wait_for_the_gpu(recomputed: bool, model_path: Path, sampl
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_attention_of_a_tower_never_waits_for_the_gpu() -> None:
+def test_tower_attention_never_waits_for_gpu() -> None:
     inputs, starts = [drawn((1, 4, 96, 64), seed) for seed in range(3)], compute_starts([64, 32]).to(GPU)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -233,7 +231,7 @@ def test_attention_of_a_tower_never_waits_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_offloaded_inputs_leave_the_gpu_and_give_the_same_gradients(family: str, tmp_path: Path) -> None:
+def test_offloaded_inputs_leave_gpu_and_preserve_gradients(family: str, tmp_path: Path) -> None:
     layers, width, length = 8, 256, 2000
     path = build_tiny(family, tmp_path / "model", num_layers=layers, hidden_size=width)
     encoder = build_encoder(SFTConfig(), path)

@@ -28,7 +28,7 @@ TWO_BILLION = {"hidden_size": 2048, "num_layers": 34, "intermediate_size": 8192}
 UTILIZATION = 0.4
 """Share of the GPU that vLLM may use."""
 SPACE = 40 * GIB
-"""What a policy of that size and vLLM need together."""
+"""GPU memory that a policy of `TWO_BILLION` parameters and vLLM need together, in bytes."""
 ALL_FITS = 75 * GIB
 """GPU memory that holds 34 GiB of training state, a margin of about 4 and vLLM's share."""
 PER_PARAMETER = {"zero2.json": 12, "zero3.json": 16, "zero3_offload.json": 0}
@@ -130,7 +130,7 @@ def handed_over(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return in_own_process(hand_over, folder, TWO_BILLION, request.param) | {"mode": request.param, "total": total}
 
 
-def test_a_sleeping_engine_gives_back_what_it_held(handed_over: dict[str, Any]) -> None:
+def test_sleeping_engine_releases_gpu_memory(handed_over: dict[str, Any]) -> None:
     total = torch.cuda.get_device_properties(0).total_memory / GIB
     for awake, asleep in zip(handed_over["awake"], handed_over["asleep"], strict=True):
         held = awake - handed_over["alone"]
@@ -146,7 +146,7 @@ def test_only_needed_state_leaves_the_gpu(handed_over: dict[str, Any]) -> None:
     assert handed_over["dropped"] is moves
 
 
-def test_two_billion_weights_are_awake_and_in_sync_within_two_seconds(handed_over: dict[str, Any]) -> None:
+def test_engine_wakes_and_syncs_within_two_seconds(handed_over: dict[str, Any]) -> None:
     assert min(handed_over["seconds"]) < 2.0, handed_over["seconds"]
 
 
@@ -206,7 +206,7 @@ def there_and_back(deepspeed: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("deepspeed", list(PER_PARAMETER))
-def test_state_leaves_the_gpu_and_comes_back_bit_for_bit(deepspeed: str) -> None:
+def test_offloaded_state_is_restored_exactly(deepspeed: str) -> None:
     result = in_own_process(there_and_back, deepspeed)
     assert result["freed"] >= PER_PARAMETER[deepspeed] * result["num_parameters"]
     assert result["freed"] == pytest.approx(result["announced"], rel=0.01)
@@ -220,7 +220,7 @@ def test_state_leaves_the_gpu_and_comes_back_bit_for_bit(deepspeed: str) -> None
 # ---------------------------------------------------------------- a run
 
 
-def test_twenty_steps_need_no_more_memory_than_eight(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
+def test_memory_stops_growing_after_eight_steps(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
     rows = write_mixed_rows(tmp_path / "data")
     (tmp_path / "run.toml").write_text(RUN.format(model=tiny_qwen3_vl, rows=rows))
     (tmp_path / "rewards.py").write_text(REWARD)

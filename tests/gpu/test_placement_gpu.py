@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_model_answers_the_same_wherever_its_weights_are(
+def test_answers_do_not_depend_on_weight_placement(
     family: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.device_count() < gpus:

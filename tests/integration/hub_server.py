@@ -24,7 +24,7 @@ class Hub:
     refused: str = ""
     times: int = 10**6
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """By name and branch (`user/name@main`): the files."""
+    """Files of each repository and branch; the key has the form `user/name@main`."""
     created: list[dict[str, Any]] = field(default_factory=list)
     commits: list[list[str]] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ def answer(hub: Hub, request: BaseHTTPRequestHandler, body: bytes) -> None:
 
 
 def look(hub: Hub, request: BaseHTTPRequestHandler) -> None:
-    """Whether there is a file: `/user/name/resolve/main/config.json`."""
+    """Answer a request whether a file exists, such as `/user/name/resolve/main/config.json`."""
     match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/([^?]+).*", request.path)
     place = f"{match[1]}@{match[2].replace('%2F', '/')}" if match else ""
     existing = match is not None and match[3] in hub.repositories.get(place, {})

@@ -15,7 +15,7 @@ LORA: dict[str, Any] = {"rank": 8, "vision": True, "rank_pattern": {"visual": 4}
 
 
 def lora_config(rows: str, path: str, *, lora: dict[str, Any] = LORA, **sections: Any) -> Any:
-    """Of a run of SFT in float32 on a jsonl of rows; `sections` are changed."""
+    """Build the configuration of an SFT run in float32 on a jsonl file of rows, changed by `sections`."""
     from dsreason.config.schema import SFTConfig
 
     document = {

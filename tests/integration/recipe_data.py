@@ -130,4 +130,4 @@ WRITERS: dict[str, Callable[[SourceConfig, Path, Path], dict[str, str]]] = {
     "conversations": conversations,
     "local_labels": local_labels,
 }
-"""By adapter."""
+"""Functions that write an adapter's data: adapter name → function."""

@@ -14,7 +14,10 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), 
 
 
 def write_mixed_rows(folder: Path, count: int = 8) -> Path:
-    """A JSONL of `count` rows: text alone, one image, a video, two images, in turn; answers of one to many tokens."""
+    """Write a JSONL file of `count` rows and return its path.
+
+    The rows take turns: text only, one image, a video, two images. Their answers have one to many tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     rows = []

@@ -16,7 +16,7 @@ KEY, SECRET = "AKIASENTINELKEY", "sentinel/secret+key"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the next request of this method whose path contains `path`."""
+    """A fault of the next request of this method whose path contains `path`."""
 
     method: str
     kind: str
@@ -34,7 +34,7 @@ class Proxy:
     seen: list[str] = field(default_factory=list)
     """`PUT /bucket/key?query` of every request."""
     says: str = "said the test"
-    """In refusals."""
+    """Message in refusals."""
     done: Event = field(default_factory=Event)
     lock: Any = field(default_factory=Lock)
 

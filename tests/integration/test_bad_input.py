@@ -1,4 +1,4 @@
-"""What a person gets wrong: one clear text, exit code 2, before any model is loaded and any rank started."""
+"""User mistakes: one clear message and exit code 2, before any model is loaded and any rank started."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def file_as_folder() -> None:
         "folder that cannot be created",
     ],
 )
-def test_a_mistake_is_named_and_exits_with_2(project, monkeypatch, capsys, spoil, options, words):
+def test_mistake_is_reported_with_exit_code_2(project, monkeypatch, capsys, spoil, options, words):
     spoil()
     code, text = run(monkeypatch, capsys, *options)
     assert code == 2

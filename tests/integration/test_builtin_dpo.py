@@ -28,7 +28,7 @@ def test_preferences_make_the_answers_right(warm_start: Path, tmp_path: Path) ->
     assert last["val/preference_accuracy"] >= 0.9
 
 
-def test_without_an_sft_term_the_warning_sign_is_told_once(warm_start: Path, tmp_path: Path) -> None:
+def test_zero_sft_weight_is_warned_about_once(warm_start: Path, tmp_path: Path) -> None:
     last = train(warm_start, tmp_path, "--set", "dpo.sft_weight=0.0", "--set", "train.max_steps=40")[-1]
     assert last["val/preference_accuracy"] >= 0.9
     assert last["val/chosen"] < 0

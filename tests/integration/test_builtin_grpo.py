@@ -50,13 +50,13 @@ def test_the_reward_makes_the_answers_right(demo: Path) -> None:
     assert max(mismatches) <= 1e-4
 
 
-def test_the_export_answers_as_the_trained_model_did(demo: Path) -> None:
+def test_export_matches_accuracy_of_trained_model(demo: Path) -> None:
     *_, trained = accuracies(metrics(demo / "grpo"))
     assert compute_accuracies(demo / "results")["val/accuracy"] == pytest.approx(trained, abs=0.01)
 
 
 @pytest.mark.nightly
-def test_the_reward_makes_the_answers_of_adapters_right(warm_start: Path, tmp_path: Path) -> None:
+def test_reward_raises_accuracy_of_adapter_training(warm_start: Path, tmp_path: Path) -> None:
     options = [f"--set={change}" for change in ("lora.rank=16", "optim.lr=3e-3", "train.max_steps=40")]
     lines = train(warm_start, tmp_path, *options)
     first, *_, last = accuracies(lines)

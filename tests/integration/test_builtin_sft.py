@@ -28,7 +28,7 @@ def test_generated_answers_become_right(warm_start, run):
     assert last["val/accuracy/video"] >= 0.75
 
 
-def test_at_least_200_rows_are_held_out_and_half_of_them_are_videos(run):
+def test_200_held_out_rows_are_half_videos(run):
     answers = [
         json.loads(line) for line in next((run / "validation").glob("step_[1-9]*.jsonl")).read_text().splitlines()
     ]
@@ -45,7 +45,7 @@ def test_adapters_make_the_answers_right(trained_adapters):
 
 
 @pytest.mark.nightly
-def test_adapters_are_a_tenth_of_the_parameters_and_their_export_lies_beside_the_model(trained_adapters):
+def test_adapters_are_small_and_exported_beside_model(trained_adapters):
     final = trained_adapters / "export" / "final"
     sizes = [
         sum(tensor.numel() for tensor in load_file(final / name).values())
@@ -92,14 +92,14 @@ def blanked_answers(model: str) -> tuple[float, list[tuple[str, str]]]:
 
 
 def best_blind_accuracy(rows: list[tuple[str, str]]) -> float:
-    """Of a guesser that knows the questions and, for each, the most frequent answer."""
+    """Return the accuracy of guessing the most frequent answer to each question."""
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     for question, reference in rows:
         by_question[question][reference] += 1
     return sum(max(answers.values()) for answers in by_question.values()) / len(rows)
 
 
-def test_without_the_pixels_the_answers_fall_to_chance(run):
+def test_accuracy_falls_to_chance_without_pixels(run):
     accuracy, rows = run_on_ranks(blanked_answers, 1, str(run / "export" / "final"))[0]
     assert accuracy <= best_blind_accuracy(rows) + 0.05
 

@@ -116,7 +116,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, request.param, run_on_ranks(save_run, 2, str(folder), request.param)
 
 
-def test_resume_on_as_many_ranks_is_exact(saved: tuple[Path, bool, list[Any]]) -> None:
+def test_resume_on_same_rank_count_is_exact(saved: tuple[Path, bool, list[Any]]) -> None:
     folder, bf16, before = saved
     after = run_on_ranks(resume_run, 2, str(folder), bf16)
     for rank in range(2):
@@ -127,9 +127,7 @@ def test_resume_on_as_many_ranks_is_exact(saved: tuple[Path, bool, list[Any]]) -
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_resume_on_another_number_of_ranks_continues_the_same_losses(
-    saved: tuple[Path, bool, list[Any]], ranks: int
-) -> None:
+def test_resume_on_other_rank_count_continues_losses(saved: tuple[Path, bool, list[Any]], ranks: int) -> None:
     folder, bf16, before = saved
     after = run_on_ranks(resume_run, ranks, str(folder), bf16)
     for stage in STAGES:
@@ -200,9 +198,7 @@ def plant_code(path: Path, file: Path) -> None:
     write_marker(path)
 
 
-def test_a_checkpoint_that_does_not_fit_is_an_error_that_names_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_checkpoint_error_names_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     per_rank = run_on_ranks(damage_run, 2, str(tmp_path))
     assert per_rank[0] == per_rank[1]

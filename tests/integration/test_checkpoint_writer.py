@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: they hold the weights of their step, and a write that fails is told."""
+"""Checkpoints written during training: they hold the weights of their step, and a failed write is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """What DeepSpeed's files hold."""
+    """Read the tensors in DeepSpeed's files."""
     from dsreason.checkpoints.shards import load_safely
 
     with load_safely():
@@ -41,9 +41,9 @@ def content(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
-    """For every stage: two checkpoints in turn whose writing is held up while training changes all they hold.
+    """Write two checkpoints per ZeRO stage; hold up each write while training changes all that it holds.
 
-    Returns what differs from a checkpoint that training waited for, and the number of values compared.
+    Return what differs from a checkpoint that training waited for, and the number of values compared.
     """
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
@@ -81,7 +81,7 @@ def write_beside_training(folder: str) -> list[tuple[str, list[str], int]]:
     return result
 
 
-def test_a_checkpoint_holds_the_step_it_is_of_though_training_went_on(tmp_path: Path) -> None:
+def test_checkpoint_is_unaffected_by_later_training(tmp_path: Path) -> None:
     for on_rank in run_on_ranks(write_beside_training, 2, str(tmp_path)):
         for name, differing, compared in on_rank:
             assert differing == [], name
@@ -129,7 +129,7 @@ def fail_to_write(folder: str) -> list[str]:
     return errors
 
 
-def test_a_failed_write_is_told_on_every_rank_and_older_checkpoints_stay(tmp_path: Path) -> None:
+def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
     first, second = run_on_ranks(fail_to_write, 2, str(tmp_path))
     assert first == second
     no_room, too_large = first
@@ -173,14 +173,14 @@ def leave_with_an_error(folder: str) -> list[str]:
     return result
 
 
-def test_a_checkpoint_on_its_way_is_completed_where_all_ranks_leave_and_found_by_the_next_job_where_one_does(
+def test_pending_checkpoint_survives_an_error(
     tmp_path: Path,
 ) -> None:
     assert run_on_ranks(leave_with_an_error, 2, str(tmp_path)) == [["all/step_1"]] * 2
 
 
 def copy_with_little_memory(folder: str) -> list[bool]:
-    """Whether training goes on beside the writing where the host has room for one rank's copy, and for both."""
+    """Return whether training continues during the write, with room for many copies, one copy and two copies."""
     from dsreason.checkpoints.checkpoint_folder import TrainerState
     from dsreason.checkpoints.checkpoint_writer import CheckpointWriter
 
@@ -200,7 +200,7 @@ def copy_with_little_memory(folder: str) -> list[bool]:
     return copied
 
 
-def test_the_copies_of_all_ranks_of_a_host_must_find_room_together(tmp_path: Path) -> None:
+def test_host_memory_must_fit_all_rank_copies(tmp_path: Path) -> None:
     assert run_on_ranks(copy_with_little_memory, 2, str(tmp_path)) == [[True, False, True]] * 2
 
 
@@ -250,7 +250,7 @@ def save_on_a_bad_disk(folder: str) -> list[str]:
     return errors
 
 
-def test_a_disk_that_is_full_or_read_only_is_named_on_every_rank_and_older_checkpoints_stay(tmp_path: Path) -> None:
+def test_disk_errors_are_reported_on_every_rank(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "2m") as disk:
         first, second = run_on_ranks(save_on_a_bad_disk, 2, str(disk))
     assert first == second

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 TEXT = {"cosmos_predict2_5": 128, "wan": 32}
 """Width of the text embeddings of each family's tiny model."""
 CASES = {"cosmos_predict2_5": ("cosmos_predict2_5", True), "text": ("cosmos_predict2_5", False), "wan": ("wan", False)}
-"""Model, and whether frames are given, which have times of their own."""
+"""The cases by name: the model, and whether conditioning frames are given, which have their own times."""
 RANKS = 2
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -32,7 +32,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def predict(case: str, transformer: Any, frames: int = 3) -> Tensor:
-    """The velocity of two clips of 12 tokens; where frames are given, it is the first one of the first clip."""
+    """Return the velocity of two clips of 12 tokens; if frames are given, it is the first one of the first clip."""
     from dsreason.world.families import FAMILIES
     from dsreason.world.types import Conditioning
 

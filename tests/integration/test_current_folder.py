@@ -105,7 +105,7 @@ def plant(folder: Path, names: Iterable[str]) -> None:
 
 
 def late_modules(folder: Path) -> set[str]:
-    """Modules of the standard library that are not there yet when a module that `-m` names begins."""
+    """Return the standard-library modules not yet imported when a module run with `-m` begins."""
     (folder.parent / "shown.py").write_text("import sys\nprint(*{name.partition('.')[0] for name in sys.modules})")
     output = subprocess.check_output([sys.executable, "-m", "shown"], cwd=folder.parent, text=True)
     return sys.stdlib_module_names - set(output.split()) - {"__main__"}
@@ -128,7 +128,7 @@ def start(folder: Path, command: Sequence[str], **environment: str) -> subproces
     )
 
 
-def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:
+def test_plain_start_runs_only_named_modules(folder: Path) -> None:
     """Parent, rank, data worker, checkpoint writer, reward workers."""
     plant(folder, late_modules(folder))
     for name in ("sitecustomize", "usercustomize"):
@@ -137,8 +137,8 @@ def test_a_plain_start_runs_only_what_is_named(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_installed_script_and_its_engine_run_only_what_is_named(folder: Path) -> None:
-    """And what vLLM starts."""
+def test_script_and_vllm_run_only_named_modules(folder: Path) -> None:
+    """Cover the processes that vLLM starts, too."""
     script = folder.parent / "dsreason"
     script.write_text("from dsreason.__main__ import main\nmain()\n")
     plant(folder, sys.stdlib_module_names)
@@ -165,7 +165,7 @@ def test_other_commands_run_only_what_is_named(folder: Path, command: list[str])
 
 
 @pytest.mark.nightly
-def test_a_rank_of_torchrun_runs_only_what_is_named(folder: Path) -> None:
+def test_torchrun_rank_runs_only_named_modules(folder: Path) -> None:
     # The launcher itself is started like the installed `torchrun`, which has its own folder on the path.
     plant(folder, late_modules(folder))
     run(
@@ -186,7 +186,7 @@ def test_pythonsafepath_protects_the_processes_of_deepspeed_too(folder: Path) ->
 
 
 @pytest.mark.nightly
-def test_without_it_only_the_launchers_of_deepspeed_run_more(folder: Path) -> None:
+def test_only_deepspeed_launchers_run_more_without_pythonsafepath(folder: Path) -> None:
     shutil.rmtree(folder / "planted-1.0.dist-info")  # the launchers' torch would end at it
     ended = start(folder, [*DEEPSPEED, "sft", "--config", "sft.toml", "--output-dir", "D"], PATH="/usr/bin:/bin")
     assert ended.returncode == 0, ended.stderr

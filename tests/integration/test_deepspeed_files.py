@@ -51,7 +51,7 @@ def test_each_shipped_file_trains_alike_on_cpu(precision: str) -> None:
         assert losses["zero2.json"][-1] < losses["zero2.json"][1]
 
 
-def test_our_list_of_removed_keys_is_that_of_deepspeed() -> None:
+def test_removed_keys_match_those_of_deepspeed() -> None:
     from deepspeed.runtime import config as deepspeed_config
 
     assert set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == set(REMOVED)

@@ -57,7 +57,7 @@ keep = -1
 
 
 def run_grpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
-    """What a rank of `dsreason grpo` does."""
+    """Run `dsreason grpo` as one of its ranks does."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["grpo"]
@@ -80,7 +80,7 @@ ONE_STEP = ("grpo.optimizer_steps_per_rollout=1", "train.max_steps=1", "checkpoi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `whole/`: four steps on two ranks, two a rollout."""
+    """Return a folder with a finished run in `whole/`: four steps on two ranks, two steps per rollout."""
     folder = tmp_path_factory.mktemp("distillation")
     write_mixed_rows(folder / "data")
     shutil.copytree(tiny_qwen3_vl, folder / "student")
@@ -92,11 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def first_step(folder: Path) -> dict[str, Any]:
-    """On two ranks, with the settings of the file."""
+    """Return the metrics of the first step, on two ranks with the settings of the file."""
     return train(folder, "first", *ONE_STEP)[0]
 
 
-def test_two_and_two_steps_equal_four_bit_for_bit(folder: Path) -> None:
+def test_resumed_run_matches_full_run_exactly(folder: Path) -> None:
     full, resumed = steps_of(folder / "whole"), train(folder, "resumed", resume="whole/checkpoints/step_2")
     names = ("train/loss", "train/grad_norm", "distill/kl")
     assert [[line[name] for name in names] for line in resumed if line["step"] > 2] == [
@@ -115,7 +115,7 @@ def test_two_and_two_steps_equal_four_bit_for_bit(folder: Path) -> None:
         pytest.param(2, ('deepspeed="zero2.json"',), id="a whole student"),
     ],
 )
-def test_the_first_step_does_not_depend_on_the_cut(
+def test_first_step_does_not_depend_on_partitioning(
     folder: Path, first_step: dict[str, Any], ranks: int, changes: tuple[str, ...]
 ) -> None:
     (result,) = train(folder, f"cut-{ranks}-{len(changes)}-{changes[:1]}", *ONE_STEP, *changes, ranks=ranks)
@@ -131,7 +131,7 @@ def test_who_is_its_own_teacher_learns_nothing(folder: Path) -> None:
     assert result["train/grad_norm"] <= 1e-4
 
 
-def test_beside_a_reward_a_teacher_adds_to_its_advantages(folder: Path, first_step: dict[str, Any]) -> None:
+def test_teacher_advantages_add_to_reward_advantages(folder: Path, first_step: dict[str, Any]) -> None:
     """Every completion has the same reward, so that nothing is to be learned from it."""
     (folder / "rewards.py").write_text("def same(completion, sample):\n    return 1.0\n")
     rewards = f'reward.functions={{"{folder}/rewards.py:same"=1.0}}'
@@ -145,7 +145,7 @@ def test_beside_a_reward_a_teacher_adds_to_its_advantages(folder: Path, first_st
     assert two["train/grad_norm"] == pytest.approx(2 * item["train/grad_norm"], rel=1e-4)
 
 
-def test_a_run_is_not_resumed_with_a_teacher_that_has_changed(folder: Path, tmp_path: Path) -> None:
+def test_resume_is_rejected_when_teacher_changed(folder: Path, tmp_path: Path) -> None:
     shutil.move(folder / "teacher", tmp_path / "teacher")
     build_tiny("qwen3_vl", folder / "teacher", seed=2)
     try:

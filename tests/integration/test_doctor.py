@@ -27,7 +27,7 @@ def run(folder: Path, *options: str, **variables: str) -> tuple[int, dict[str, d
 
 
 @pytest.mark.long
-def test_a_machine_that_runs_these_tests_is_well(tmp_path: Path) -> None:
+def test_doctor_passes_on_test_machine(tmp_path: Path) -> None:
     code, result = run(tmp_path)
     assert code == 0, result
     assert result["2 ranks"]["verdict"] == "pass"

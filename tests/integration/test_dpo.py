@@ -49,7 +49,7 @@ keep = -1
 
 
 def run_dpo(file: str, output_dir: str, resume: str | None, changes: tuple[str, ...]) -> None:
-    """What a rank of `dsreason dpo` does."""
+    """Run `dsreason dpo` as one of its ranks does."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["dpo"]
@@ -71,7 +71,7 @@ def stored(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """With `whole/`, six steps on two ranks, and `resumed/`, the last three of them again."""
+    """Return a folder with `whole/`, six steps on two ranks, and `resumed/`, which repeats the last three of them."""
     return whole_and_resumed(tmp_path_factory.mktemp("dpo"), tiny_qwen2_5_vl, "zero3.json")
 
 
@@ -84,12 +84,12 @@ def whole_and_resumed(folder: Path, model: Path, deepspeed: str) -> Path:
     return folder
 
 
-def test_three_and_three_steps_equal_six_bit_for_bit(folder: Path) -> None:
+def test_resumed_run_matches_full_run_exactly(folder: Path) -> None:
     check_resumed(folder)
 
 
 @pytest.mark.nightly
-def test_so_they_do_under_zero_2_in_the_other_family(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
+def test_zero2_qwen3_resumed_run_matches_exactly(tmp_path: Path, tiny_qwen3_vl: Path) -> None:
     check_resumed(whole_and_resumed(tmp_path, tiny_qwen3_vl, "zero2.json"))
 
 
@@ -100,7 +100,7 @@ def check_resumed(folder: Path) -> None:
     assert all(full[name].equal(resumed[name]) for name in full)
 
 
-def test_the_baseline_goes_on_where_the_checkpoint_left_it(folder: Path) -> None:
+def test_baseline_resumes_from_checkpoint(folder: Path) -> None:
     full, resumed = (
         {line["step"]: line["dpo/baseline"] for line in metrics(folder / name) if "dpo/baseline" in line}
         for name in ("whole", "resumed")
@@ -110,7 +110,7 @@ def test_the_baseline_goes_on_where_the_checkpoint_left_it(folder: Path) -> None
     assert [resumed[step] for step in (4, 5, 6)] == [full[step] for step in (4, 5, 6)]
 
 
-def test_the_reference_is_measured_once_for_each_row(folder: Path) -> None:
+def test_reference_is_measured_once_per_row(folder: Path) -> None:
     header, *rows = stored(folder / "whole")
     assert header.keys() == {"model"}
     assert sorted((row["part"], row["row"]) for row in rows) == [
@@ -120,7 +120,7 @@ def test_the_reference_is_measured_once_for_each_row(folder: Path) -> None:
     assert stored(folder / "resumed") == stored(folder / "whole")
 
 
-def test_at_the_start_the_policy_is_the_reference(folder: Path) -> None:
+def test_policy_starts_at_the_reference(folder: Path) -> None:
     first, *_ = metrics(folder / "whole")
     assert first["step"] == 0
     assert first["val/margin"] == pytest.approx(0, abs=1e-5)
@@ -134,21 +134,21 @@ def test_steps_show_margins_lengths_and_both_answers(folder: Path) -> None:
     assert line["dpo/margin"] == pytest.approx(0.1 * (line["dpo/chosen"] - line["dpo/rejected"]))
 
 
-def test_another_run_takes_its_reference_from_the_file_of_this_one(folder: Path) -> None:
+def test_reference_file_of_another_run_is_used(folder: Path) -> None:
     value = f'dpo.reference_file="{folder / "whole/reference.jsonl"}"'
     run = train(folder, "given", 'dpo.reference="precomputed"', value, "train.max_steps=3")
     assert losses(run) == pytest.approx(losses(folder / "whole")[:3], rel=1e-6)
     assert not (run / "reference.jsonl").exists()
 
 
-def test_without_a_reference_log_ratios_are_log_probabilities(folder: Path) -> None:
+def test_log_ratios_are_logprobs_without_reference(folder: Path) -> None:
     run = train(folder, "free", 'dpo.reference="none"', 'dpo.loss="sigmoid"', "train.max_steps=1", ranks=1)
     line = next(line for line in metrics(run) if line["step"] == 1)
     assert line["dpo/chosen"] < -5
     assert not (run / "reference.jsonl").exists()
 
 
-def test_without_its_adapters_the_model_is_the_reference_that_was_measured(folder: Path) -> None:
+def test_adapter_off_reference_matches_measured_reference(folder: Path) -> None:
     lora = ("lora.rank=4", "optim.lr=0.01", 'dpo.loss="sigmoid"', "train.max_steps=4")
     requested = train(folder, "asked", *lora, 'dpo.reference="adapter_off"')
     measured = train(folder, "measured", *lora, 'dpo.reference="model"')
@@ -169,7 +169,7 @@ def test_a_row_that_changed_since_is_named(folder: Path) -> None:
         rows.write_text(text)
 
 
-def test_a_model_that_changed_since_is_refused_to_a_resumed_run(folder: Path) -> None:
+def test_resume_is_rejected_when_model_changed(folder: Path) -> None:
     weights = folder / "model/model.safetensors"
     content = weights.read_bytes()
     try:
@@ -181,7 +181,7 @@ def test_a_model_that_changed_since_is_refused_to_a_resumed_run(folder: Path) ->
         weights.write_bytes(content)
 
 
-def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None:
+def test_interrupted_reference_measurement_resumes(folder: Path) -> None:
     lines = (folder / "whole/reference.jsonl").read_text().splitlines(keepends=True)
     (folder / "killed").mkdir()
     (folder / "killed/reference.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
@@ -191,7 +191,7 @@ def test_a_broken_off_measurement_goes_on_where_it_stopped(folder: Path) -> None
     assert len(stored(run)) == 9
 
 
-def test_a_resumed_run_measures_what_is_missing_with_the_model_of_the_start(folder: Path) -> None:
+def test_resumed_run_remeasures_missing_reference(folder: Path) -> None:
     text = (folder / "whole/reference.jsonl").read_text()
     (folder / "lost/checkpoints").mkdir(parents=True)
     shutil.copytree(folder / "whole/checkpoints/step_3", folder / "lost/checkpoints/step_3")
@@ -207,7 +207,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()[1:]]
 
 
-def test_data_validate_renders_training_and_held_out_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_validate_renders_training_and_validation_pairs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsreason.cli.data.chosen_run import choose_trainer, load_run
     from dsreason.cli.data.commands import list_encoded_parts
     from dsreason.tools.datasets.rendering import render_rows

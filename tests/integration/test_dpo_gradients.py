@@ -166,7 +166,7 @@ def backward_by_hand(engine: Any, encoder: Any, training: Any) -> float:
 def results(
     tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
 ) -> dict[tuple[str, str], tuple[float, Gradients]]:
-    """By cut and what is trained. Cases on as many ranks share their processes."""
+    """Losses and gradients by cut and trained subject; cases on the same number of ranks share their processes."""
     rows = str(write_pairs(tmp_path_factory.mktemp("pairs")))
     models = {"qwen2_5_vl": str(tiny_qwen2_5_vl), "qwen3_vl": str(tiny_qwen3_vl)}
     expected: dict[str, tuple[int, dict[str, Any] | None]] = {BY_HAND: (1, None), **CUTS}
@@ -179,7 +179,7 @@ def results(
 
 
 @pytest.mark.parametrize(("cut", "what"), [item for item in WANTED if item[0] != BY_HAND])
-def test_loss_and_gradient_are_those_of_single_conversations(results, cut, what):
+def test_loss_and_gradient_match_single_conversations(results, cut, what):
     loss, gradients = results[cut, what]
     expected_loss, expected = results[BY_HAND, what]
     assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -106,7 +106,10 @@ def take_gradients(engine: Any, world: Any, data: list[Tensor], micro_batch: int
 
 
 def gradients_on_ranks(micro_batches: tuple[int, ...], naive: bool = False) -> dict[tuple[str, int], Gradients]:
-    """For every stage and micro-batch size; steps of other lengths lie between, of which nothing may stay behind."""
+    """Return the gradients of every stage and micro-batch size.
+
+    Steps of other lengths come in between; nothing of them may stay behind.
+    """
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.engine import build_engine, set_learning_rate
     from dsreason.job.ranks import init_world
@@ -161,7 +164,7 @@ def accumulation_errors(data_types: dict[str, str]) -> dict[str, float]:
 
 
 def norms_of_a_broken_step(bf16: bool) -> dict[str, float]:
-    """The reported norm of a step whose gradient is NaN on the last rank alone."""
+    """Return, per stage, the reported norm of a step whose gradient is NaN only on the last rank."""
     from dsreason.config.schema import OptimConfig
     from dsreason.engine.engine import build_engine, get_grad_norm
     from dsreason.job.ranks import init_world
@@ -211,7 +214,7 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_on_ranks(on_two_ranks, 2)
 
 
-def test_gradients_do_not_depend_on_ranks_and_micro_batches(two_ranks: list[dict[str, Any]]) -> None:
+def test_gradients_do_not_depend_on_batch_split(two_ranks: list[dict[str, Any]]) -> None:
     result = [measured["gradients"] for measured in two_ranks]
     result += [run_on_ranks(gradients_on_ranks, 1, (1, 8))[0], *run_on_ranks(gradients_on_ranks, 4, (2,))]
     assert sum(map(len, result)) == len(STAGES) * (2 + 2 + 4)
@@ -232,13 +235,15 @@ def test_64_bf16_accumulations_lose_nothing(two_ranks: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_gradient_that_is_not_finite_shows_in_the_norm(two_ranks: list[dict[str, Any]], bf16: bool) -> None:
+def test_nonfinite_gradient_appears_in_reported_norm(two_ranks: list[dict[str, Any]], bf16: bool) -> None:
     for measured in two_ranks:
         assert not np.isfinite(list(measured["broken"][bf16].values())).any()
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-4, 1.0])
-def test_full_parameters_are_whole_and_tied_ones_come_once(two_ranks: list[dict[str, Any]], bucket_mb: float) -> None:
+def test_full_parameters_are_complete_without_tied_duplicates(
+    two_ranks: list[dict[str, Any]], bucket_mb: float
+) -> None:
     expected = dict(TinyLM().named_parameters())
     for (stage, master), tensors in two_ranks[1]["parameters"][bucket_mb].items():
         assert list(tensors) == list(expected)

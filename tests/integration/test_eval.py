@@ -117,7 +117,7 @@ def undisturbed(benchmark: Path, tiny_qwen2_5_vl: Path) -> list[dict[str, Any]]:
     return results(benchmark / "whole")
 
 
-def test_every_question_has_one_answer_under_its_clip(undisturbed: list[dict[str, Any]], benchmark: Path) -> None:
+def test_every_question_is_answered_under_its_clip(undisturbed: list[dict[str, Any]], benchmark: Path) -> None:
     assert len({item["id"] for item in undisturbed}) == NUM_CLIPS + 1
     assert [item["video_id"] for item in undisturbed] == [f"clip.{i}" for i in (0, 1, 1, 2, 3, 4, 5)]
     assert {item["kind"] for item in undisturbed} == {"multiple_choice", "yes_no", "open"}
@@ -131,7 +131,7 @@ def test_every_question_has_one_answer_under_its_clip(undisturbed: list[dict[str
     assert (run / "report.html").stat().st_size > 10_000
 
 
-def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
+def test_bad_clips_fail_only_their_own_questions(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(benchmark / "benchmark", tmp_path / "benchmark")
@@ -160,7 +160,7 @@ def test_a_missing_and_a_broken_clip_count_as_wrong_and_change_no_other_answer(
     assert sum(item["error"] is None for item in results(tmp_path / "r")) == NUM_CLIPS
 
 
-def test_other_settings_in_the_same_folder_are_refused_with_both_values(
+def test_changed_settings_are_rejected_with_both_values(
     undisturbed: list[dict[str, Any]], benchmark: Path, tiny_qwen2_5_vl: Path
 ) -> None:
     options = ["--results-dir", "whole", "--model", tiny_qwen2_5_vl, "--data", ".", *FP32, *SHORT]
@@ -175,7 +175,7 @@ def drawn(folder: Path) -> dict[str, dict[str, Any]]:
     return {item["id"]: {**item, "media": [Path(path).name for path in item["media"]]} for item in results(folder)}
 
 
-def test_a_question_that_is_removed_or_broken_changes_no_other_result(
+def test_removed_or_broken_question_leaves_others_unchanged(
     benchmark: Path, tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
     """Drawn at a temperature, from random streams; of `clip.1` the first of two questions goes, of `clip.3` the only one."""
@@ -202,7 +202,7 @@ def test_a_question_that_is_removed_or_broken_changes_no_other_result(
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")
-def test_real_media_are_asked_about(tmp_path: Path) -> None:
+def test_questions_about_real_media_are_answered(tmp_path: Path) -> None:
     media = {"photo.jpg": "image", "sample.png": "image", "sample.mp4": "video", "packer.mp4": "video"}
     rows = [
         {"id": name, kind: str(SHARED / name), "question": "What is there?", "answer": "a thing"}
@@ -312,7 +312,7 @@ def write_mistakes(folder: Path, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ends(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Mistake, tuple[int, str]]]:
-    """How the command ends with each of the mistakes."""
+    """Run the command with each mistake and return its exit code and output."""
     folder = tmp_path_factory.mktemp("mistakes")
     write_mistakes(folder, tiny_qwen2_5_vl)
     with ExitStack() as stack:
@@ -328,7 +328,7 @@ def ends(tiny_qwen2_5_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_in_one_text_before_the_model_is_loaded(
+def test_mistake_is_reported_once_before_model_loads(
     ends: dict[str, tuple[Mistake, tuple[int, str]]], name: str
 ) -> None:
     mistake, (code, text) = ends[name]
@@ -342,7 +342,7 @@ def test_a_mistake_is_told_in_one_text_before_the_model_is_loaded(
 
 
 class Counting(TransformersEngine):
-    """Of each call of the engine its prompts, and of each batch that it has drawn its rows."""
+    """An engine that records the number of prompts of each call and of rows of each batch that it has sampled."""
 
     def iter_completions(self, prompts: Sequence[EncodedPrompt], *args: Any, **kwargs: Any) -> Iterator[Any]:
         self.calls.append(len(prompts))
@@ -354,7 +354,7 @@ class Counting(TransformersEngine):
 
 
 @pytest.mark.parametrize(("memory_gib", "calls"), [(4.0, [20]), (1e-9, [16, 4])])
-def test_the_engine_gets_all_questions_that_memory_holds_and_answers_are_stored_as_they_come(
+def test_engine_gets_questions_that_fit_in_memory(
     tiny_qwen2_5_vl: Path, tmp_path: Path, memory_gib: float, calls: list[int]
 ) -> None:
     settings = {
@@ -419,7 +419,7 @@ def test_the_seed_s_yaml_runs_unchanged(benchmark: Path, tiny_qwen2_5_vl: Path) 
 
 
 @pytest.mark.long
-def test_killed_at_random_it_ends_with_the_results_of_an_undisturbed_one(
+def test_randomly_killed_run_ends_with_undisturbed_results(
     tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     num_kills = 1 + request.config.getoption("--kills")

@@ -26,7 +26,7 @@ SHARD = "1.2MB"
 
 
 def engine_logits(engine: Any, processor: Any) -> dict[str, np.ndarray]:
-    """Of the policy as it is being trained."""
+    """Return the logits of the policy as it is being trained."""
     import deepspeed
 
     from tests.positions import patch_positions
@@ -106,9 +106,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_reopened_logits_are_those_of_the_trained_model(
-    trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]
-) -> None:
+def test_reopened_logits_match_trained_model(trained: tuple[Path, dict[str, Any]], reopened: dict[str, Any]) -> None:
     for name in CASES:
         # transformers embeds patches by a convolution, training by a matrix product: the same but for rounding.
         assert np.abs(reopened["logits"][name] - trained[1]["zero3"][name]).max() <= 1e-5
@@ -133,7 +131,7 @@ def test_checkpoint_and_engine_export_the_same(
     assert {path.name for path in tiny.iterdir() if path.suffix != ".safetensors"} <= {p.name for p in output.iterdir()}
 
 
-def test_shards_stay_below_the_size_and_the_index_lists_them(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_index_lists_shards_within_size_limit(trained: tuple[Path, dict[str, Any]]) -> None:
     folder = trained[0] / "zero3_engine"
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -159,9 +157,7 @@ def test_bf16_export_opens_in_our_own_loader(trained: tuple[Path, dict[str, Any]
         assert torch.equal(parameter, exact[name].bfloat16()), name
 
 
-def test_export_refuses_a_full_folder_and_a_lost_base_model(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_export_rejects_full_folder_or_missing_base(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
 

@@ -1,4 +1,7 @@
-"""What an export holds at a time, read in a process of its own: one that ran other tests has memory to spare."""
+"""Memory that an export holds at a time.
+
+It is read in a separate process, because one that ran other tests has memory to spare.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def test_writing_holds_less_than_two_shards(tmp_path: Path) -> None:
 
 
 def bytes_held_at_most(folder: Path) -> int:
-    """Of tensors, while a model of `TENSORS` tensors is written to `folder`/out, two to a shard."""
+    """Return the most bytes of tensors held at a time while a model is written to `folder`/out.
+
+    The model has `TENSORS` tensors, two per shard.
+    """
     source = folder / "base"
     source.mkdir()
     (source / "config.json").write_text("{}")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 FIRST = ("environment", "zero", "head", "ledger_05b")
 REPEATED = {"parity_fp32", "ledger_2b", "state_poison_qwen3_vl", "ledger_7b", "sft_zero2"}
-"""What another part runs too, with another size, family or precision."""
+"""Parts that repeat another part with a different size, family or precision."""
 
 
 def report(parts: Iterable[str], out: Path) -> None:
@@ -31,7 +31,7 @@ def report(parts: Iterable[str], out: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_every_kind_of_part_runs_without_a_gpu_and_two_calls_make_one_report_that_can_be_sent(tmp_path: Path) -> None:
+def test_all_parts_run_on_cpu_and_merge(tmp_path: Path) -> None:
     report(FIRST, tmp_path)
     parts = [part for part in PARTS if part.name not in REPEATED]
     report([part.name for part in parts if part.name not in FIRST], tmp_path)

@@ -117,7 +117,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gradients(rows: str, models: dict[str, str]) -> dict[tuple[str, str], Gradients]:
-    """By cut and what is trained. Cases on as many ranks share their processes."""
+    """Compute gradients by batch split and trained model. Cases with the same number of ranks share their processes."""
     expected = {"1x1x8": (1, WHOLE), **CUTS}
     result = {}
     for ranks in (1, 2, 4):
@@ -129,12 +129,12 @@ def gradients(rows: str, models: dict[str, str]) -> dict[tuple[str, str], Gradie
 
 @pytest.mark.parametrize("what", TRAINED)
 @pytest.mark.parametrize("cut", CUTS)
-def test_gradients_do_not_depend_on_how_the_batch_is_cut(gradients, cut, what):
+def test_gradients_do_not_depend_on_batch_split(gradients, cut, what):
     assert all(gradient.any() for gradient in gradients[cut, what].values())
     assert worst_difference(gradients[cut, what], gradients["1x1x8", what]) <= 1e-5
 
 
-def test_mean_per_micro_batch_is_not_invariant(gradients, rows, models):
+def test_micro_batch_mean_depends_on_batch_split(gradients, rows, models):
     cases = [(rows, models["qwen2_5_vl"], {"micro_batch_size": 1}, False)]
     naive = run_on_ranks(gradients_on_rank, 1, cases, True)[0][0]
     assert worst_difference(naive, gradients["1x1x8", "qwen2_5_vl"]) > 1e-2
@@ -192,7 +192,7 @@ def two_steps_on_rank(rows: str, model: str) -> tuple[Gradients, Gradients]:
     return result[0], result[1]
 
 
-def test_no_gradient_is_left_over_from_the_step_before(rows, models):
+def test_gradients_do_not_carry_over_between_steps(rows, models):
     # DeepSpeed adds to the last step's gradient of a parameter that has none in the first micro-batch.
     first, second = run_on_ranks(two_steps_on_rank, 1, rows, models["qwen2_5_vl"])[0]
     assert worst_difference(second, first) == 0.0

@@ -67,9 +67,9 @@ REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `whole/`: four steps, two a rollout, on 2 ranks with 3 prompts each; checkpoints after two and four.
+    """Train `whole/`: four steps, two per rollout, on 2 ranks with 3 prompts each; checkpoints at steps 2 and 4.
 
-    One row of the nine is bad, and left out.
+    One of the nine rows is bad and left out.
     """
     folder = tmp_path_factory.mktemp("grpo")
     rows = write_mixed_rows(folder / "data")
@@ -92,7 +92,7 @@ def rollouts(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_two_and_two_steps_equal_four_rollouts_included(folder: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(folder: Path) -> None:
     resumed = train(folder, "resumed", "--resume", "whole/checkpoints/step_2")
     assert rollouts(resumed, 2) == rollouts(folder / "whole", 2)
     names = ("train/loss", "train/grad_norm", "reward/mean", "mismatch/kl", "policy/clip_fraction", "policy/kl")
@@ -112,7 +112,7 @@ def test_the_engine_samples_what_the_trainer_trains(folder: Path) -> None:
     assert max(first_of_rollout) <= 1e-4
 
 
-def test_every_completion_is_written_with_its_reward_and_advantage(folder: Path) -> None:
+def test_completions_are_logged_with_reward_and_advantage(folder: Path) -> None:
     rows = rollouts(folder / "whole", 0)
     assert sum(row["trained"] for row in rows) == 6 * 4
     assert {row["version"] for row in rows} == {0}
@@ -132,7 +132,7 @@ def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
     assert counts[-1] > 0
 
 
-def test_the_curves_that_the_readme_explains_are_there(folder: Path) -> None:
+def test_metrics_explained_in_readme_are_logged(folder: Path) -> None:
     lines = [line for line in metrics(folder / "whole") if "train/loss" in line]
     missing = {
         *(
@@ -173,7 +173,7 @@ def with_vllm(folder: Path) -> Path:
     return train(folder, "vllm", *VLLM)
 
 
-def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path, with_vllm: Path) -> None:
+def test_resumed_vllm_run_samples_identical_tokens(folder: Path, with_vllm: Path) -> None:
     resumed = train(folder, "vllm_resumed", "--resume", "vllm/checkpoints/step_2", *VLLM)
     assert sampled(resumed, 2) == sampled(with_vllm, 2)
     assert sampled(with_vllm, 0) != sampled(with_vllm, 2)
@@ -181,7 +181,7 @@ def test_with_vllm_a_resumed_run_samples_the_very_same_tokens(folder: Path, with
 
 
 @pytest.mark.nightly
-def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(folder: Path, with_vllm: Path) -> None:
+def test_gradient_checkpointing_with_tensor_parallelism_matches_baseline(folder: Path, with_vllm: Path) -> None:
     """One copy of the policy over both ranks, and gradient checkpointing, as in the recipes for large models."""
     together = ("--set", "rollout.tensor_parallel_size=2", "--set", "model.gradient_checkpointing=true")
     shared = train(folder, "shared", *VLLM, *together, "--set", "train.max_steps=2")
@@ -192,7 +192,7 @@ def test_recomputed_activations_and_an_engine_over_two_ranks_train_the_same(fold
 
 
 @pytest.mark.long
-def test_a_frozen_vision_tower_stays_and_is_not_sent_again(folder: Path, tiny_qwen3_vl: Path) -> None:
+def test_frozen_vision_tower_stays_unchanged(folder: Path, tiny_qwen3_vl: Path) -> None:
     run = train(folder, "frozen", "--set", 'model.freeze=["visual"]')
     initial, trained = load_file(tiny_qwen3_vl / "model.safetensors"), load_file(run / "export/final/model.safetensors")
     changed = {name.split(".")[1] for name in initial if not initial[name].equal(trained[name])}
@@ -201,7 +201,7 @@ def test_a_frozen_vision_tower_stays_and_is_not_sent_again(folder: Path, tiny_qw
 
 
 @pytest.mark.long
-def test_a_run_whose_completions_are_all_cut_off_says_so(folder: Path) -> None:
+def test_run_stops_when_no_completion_is_trainable(folder: Path) -> None:
     options = ("--set", "grpo.overlong_filter=true", "--set", "rollout.max_completion_length=1")
     ended = dsreason("grpo", "--config", "run.toml", "--output-dir", "cut", "--nproc", 1, *options, cwd=folder)
     assert ended.returncode == 1
@@ -210,7 +210,7 @@ def test_a_run_whose_completions_are_all_cut_off_says_so(folder: Path) -> None:
 
 
 def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
-    """How a run ends whose syncs do nothing but stamp their version."""
+    """Run GRPO with syncs that only stamp their version, and return how the run ends."""
     from dsreason.config.load import load_config
     from dsreason.config.schema_grpo import GRPOConfig
     from dsreason.errors import DsReasonError
@@ -245,7 +245,7 @@ def with_dead_sync(config: str, output_dir: str, *, self_test: bool) -> str:
         (False, "MismatchError: "),
     ],
 )
-def test_a_sync_that_sends_nothing_stops_the_run(
+def test_run_stops_when_sync_sends_nothing(
     folder: Path, self_test: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)

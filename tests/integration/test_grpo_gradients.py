@@ -37,14 +37,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kl, adapters": {"preset": "grpo", "kl_coef": 0.5},
 }
 LENGTHS = ((3, 7, 1), (5, 8, 2), (6, 4, 1), (2, 2, 8), (7, 1, 2))
-"""Of the completions of each prompt: text alone, an image, a video, two images, and a video of 20 seconds."""
+"""Completion lengths per prompt: only text, an image, a video, two images, and a video of 20 seconds."""
 UNSHARED = {"packing": False, "micro_batch_size": 8}
 CUTS: dict[int, list[dict[str, Any]]] = {
     1: [UNSHARED, {}, {"micro_batch_size": 4}, {"max_tokens_per_micro_batch": 277}, {"packing": False}],
     2: [{}, {"max_tokens_per_micro_batch": 277}, {"packing": False, "micro_batch_size": 3}],
     4: [{}],
 }
-"""By number of ranks. A row of 277 tokens does not hold the three completions of the long video, which has 269."""
+"""Cuts by number of ranks. 277 tokens per row do not hold the long video's three completions, which take 269."""
 
 
 def run_config(rows: str, model: str, variant: str, train: dict[str, Any]) -> Any:
@@ -95,13 +95,13 @@ def made_up_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
 
 
 def other_logprobs(micro_batch: Any, distance: float) -> torch.Tensor:
-    """Made-up log-probabilities of another policy: they depend on the completion alone."""
+    """Return made-up log-probabilities of another policy, which depend only on the completion."""
     rows = [np.sin(np.asarray(rollout.completion.ids)) * distance - 4.5 for rollout in micro_batch.rollouts]
     return torch.from_numpy(np.concatenate([*rows, []]).astype(np.float32))
 
 
 def policy_gradients(rows: str, model: str, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], Gradients] | None:
-    """By variant and number of the cut, on rank 0."""
+    """Return the gradients by variant and index of the cut, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
     from dsreason.job.ranks import init_world
@@ -145,7 +145,7 @@ ByVariant = dict[str, list[Gradients]]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], ByVariant]:
-    """Of a number of ranks."""
+    """Function that returns the gradients measured on a number of ranks, by variant."""
     rows = write_rows(tmp_path_factory.mktemp("rows"))
 
     @cache
@@ -161,9 +161,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_policy_gradient_does_not_depend_on_the_cut(
-    measured: Callable[[int], ByVariant], variant: str, ranks: int
-) -> None:
+def test_policy_gradient_does_not_depend_on_cut(measured: Callable[[int], ByVariant], variant: str, ranks: int) -> None:
     unshared = measured(1)[variant][0]
     assert np.sqrt(sum(np.sum(grad**2) for grad in unshared.values())) > 1e-3
     differences = [worst_difference(other, unshared) for other in measured(ranks)[variant]]

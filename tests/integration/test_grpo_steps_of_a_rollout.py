@@ -26,7 +26,7 @@ CUTS: dict[int, list[dict[str, Any]]] = {
 }
 SETTINGS = {"optimizer_steps_per_rollout": 2, "overlong_filter": True}
 GROUPS = (0, 1, 2, None, 3)
-"""Of each prompt; the one with two images was left out by dynamic sampling."""
+"""The group of each prompt; dynamic sampling left out the prompt with two images."""
 Key = tuple[str, tuple[int, ...]]
 """A completion: its prompt's name, its tokens."""
 Step = tuple[dict[Key, np.ndarray], Gradients]
@@ -34,7 +34,7 @@ Step = tuple[dict[Key, np.ndarray], Gradients]
 
 
 def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[Any]:
-    """Of the made-up ones: groups are numbered over all ranks, and completions of the largest length were cut off."""
+    """Return this rank's made-up rollouts, grouped over all ranks; those of the maximum length count as cut off."""
     everyone = made_up_rollouts(config, encoder, 0, 1)
     numbers = {name: i for i, name in enumerate(dict.fromkeys(item.prompt.sample.id for item in everyone))}
     result = []
@@ -48,7 +48,7 @@ def trained_rollouts(config: Any, encoder: Any, rank: int, size: int) -> list[An
 
 
 def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, Any]]) -> list[list[Step]]:
-    """By cut and step, on rank 0."""
+    """Return the steps by cut and step index, on rank 0."""
     from dsreason.config.deepspeed import resolve_deepspeed
     from dsreason.engine.engine import set_learning_rate
     from dsreason.engine.reference import ReferencePolicy
@@ -94,7 +94,7 @@ def steps_of_a_rollout(rows: str, model: str, other: str, cuts: list[dict[str, A
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Callable[[int], list[list[Step]]]:
-    """By cut and step, of a number of ranks."""
+    """Function that returns the steps measured on a number of ranks, by cut and step index."""
     folder = tmp_path_factory.mktemp("rows")
     other = build_tiny("qwen3_vl", folder / "other", seed=1)
     rows = write_rows(folder)
@@ -104,7 +104,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> C
 
 
 @pytest.mark.parametrize("ranks", CUTS)
-def test_each_step_has_the_completions_of_its_groups_that_were_not_cut_off(
+def test_steps_have_complete_completions_of_their_groups(
     measured: Callable[[int], list[list[Step]]], ranks: int
 ) -> None:
     for steps in measured(ranks):
@@ -113,9 +113,7 @@ def test_each_step_has_the_completions_of_its_groups_that_were_not_cut_off(
 
 
 @pytest.mark.parametrize("ranks", CUTS)
-def test_log_probabilities_and_gradients_of_each_step_do_not_depend_on_the_cut(
-    measured: Callable[[int], list[list[Step]]], ranks: int
-) -> None:
+def test_logprobs_and_gradients_are_independent_of_cut(measured: Callable[[int], list[list[Step]]], ranks: int) -> None:
     unshared = measured(1)[0]
     for steps in measured(ranks):
         for (logprobs, gradients), (expected, expected_gradients) in zip(steps, unshared, strict=True):

@@ -1,4 +1,4 @@
-"""Two hosts, here two ranks in different folders, of which each keeps the checkpoints of its own ranks."""
+"""Two hosts, here two ranks in different folders; each keeps only the checkpoints of its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own_host(folder: str) -> Any:
 
 
 def find(folder: str) -> tuple[Any, Any]:
-    """Who shares the folder, where each host has one and where all have the same."""
+    """Return the ranks that share the folder, first if each host has its own, then if all have the same."""
     from dsreason.train.common.run_folder import find_folders
 
     world = own_host(folder)
@@ -40,7 +40,7 @@ def find(folder: str) -> tuple[Any, Any]:
     return world.folder_ranks, shared.folder_ranks
 
 
-def test_hosts_find_out_whether_they_share_a_folder(tmp_path: Path) -> None:
+def test_hosts_detect_whether_they_share_a_folder(tmp_path: Path) -> None:
     assert run_on_ranks(find, 2, str(tmp_path)) == [((0,), ()), ((1,), ())]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["host_0", "host_1", "run", "run", "shared"]
 
@@ -71,7 +71,7 @@ def save_and_resume(folder: str) -> list[list[str]]:
     return files
 
 
-def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_hosts_keep_their_parts_and_resume_exactly(tmp_path: Path) -> None:
     for rank, stages in enumerate(run_on_ranks(save_and_resume, 2, str(tmp_path))):
         for names in stages:
             assert {"COMPLETE", "trainer_state.json", f"rng_rank_{rank}.safetensors"} <= set(names)
@@ -82,7 +82,7 @@ def test_each_host_keeps_its_own_part_and_the_run_goes_on_exactly(tmp_path: Path
 
 
 def resume_with_parts(folder: str) -> list[str]:
-    """What `--resume` finds or says where hosts have complete checkpoints of different steps."""
+    """Return what `--resume` finds or reports if hosts have complete checkpoints of different steps."""
     from dsreason.checkpoints.checkpoint import check_parts, choose_common
     from dsreason.checkpoints.checkpoint_folder import MARKER, get_rng_file
     from dsreason.job.ranks import wait_for_ranks
@@ -116,7 +116,7 @@ def resume_with_parts(folder: str) -> list[str]:
     return result
 
 
-def test_only_what_is_complete_on_all_hosts_is_resumed(tmp_path: Path) -> None:
+def test_only_checkpoints_complete_everywhere_are_resumed(tmp_path: Path) -> None:
     results = run_on_ranks(resume_with_parts, 2, str(tmp_path))
     assert results[0] == results[1]
     fresh, newest, choice, incomplete, other_size, lost = results[0]

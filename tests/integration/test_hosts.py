@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> str:
 def run_hosts(
     commands: Mapping[int, Sequence[str]], variables: Mapping[int, Mapping[str, str]], folder: Path
 ) -> dict[int, subprocess.CompletedProcess[str]]:
-    """By rank: `python COMMAND` as the only rank of its host, of two."""
+    """Run `python COMMAND` for each rank, as the only rank of its host in a job of two; return the results by rank."""
     common = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "CUDA_"))}
     common |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     common |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
@@ -78,7 +78,7 @@ def run_hosts(
     }
 
 
-def test_a_host_takes_the_variables_it_lacks_and_their_values_are_not_told(script: str, tmp_path: Path) -> None:
+def test_host_inherits_missing_variables_without_revealing_values(script: str, tmp_path: Path) -> None:
     first = {"HF_TOKEN": "hf_secret", "HF_HOME": "/of/first", "CUDA_VISIBLE_DEVICES": "3"}
     ended = run_hosts(dict.fromkeys((0, 1), [script, "meet"]), {0: first, 1: {"HF_HOME": "/of/second"}}, tmp_path)
     assert [ended[rank].returncode for rank in (0, 1)] == [0, 0], ended
@@ -89,7 +89,7 @@ def test_a_host_takes_the_variables_it_lacks_and_their_values_are_not_told(scrip
     assert "hf_secret" not in ended[1].stderr
 
 
-def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path) -> None:
+def test_hosts_differing_in_code_or_config_fail(tmp_path: Path) -> None:
     for rank, lr in enumerate((1e-6, 2e-6)):
         (tmp_path / f"run_{rank}.toml").write_text(
             f'data.adapter = "my_adapter.py"\ndata.path = "rows.jsonl"\nmodel.path = "model"\noptim.lr = {lr}\n'
@@ -114,7 +114,7 @@ def test_hosts_with_other_code_and_another_configuration_are_told(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: Path) -> None:
+def test_rank_without_peers_reports_the_rendezvous_address(script: str, tmp_path: Path) -> None:
     ended = run_hosts({1: [script, "meet"]}, {1: {"SECONDS": "3", "MASTER_PORT": "29411"}}, tmp_path)[1]
     assert ended.returncode == 1
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
@@ -124,7 +124,7 @@ def test_a_rank_that_finds_no_other_says_where_it_looked(script: str, tmp_path: 
 
 
 @pytest.mark.long
-def test_ranks_that_torchrun_restarts_find_each_other_again(script: str, tmp_path: Path) -> None:
+def test_ranks_meet_again_after_torchrun_restart(script: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", script, "work"]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(

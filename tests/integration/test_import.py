@@ -64,7 +64,7 @@ min_filter_prefix_tokens = 1
 """
 
 
-def test_sft_of_a_file_of_cosmos_rl_runs_as_it_is(tmp_path: Path) -> None:
+def test_sft_runs_on_a_cosmos_rl_file(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in write_mixed_rows(tmp_path).read_text().splitlines()]
     llava = [
         {
@@ -92,7 +92,7 @@ def test_sft_of_a_file_of_cosmos_rl_runs_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_grpo_of_an_imported_file_runs_with_the_names_of_the_rows(tmp_path: Path) -> None:
+def test_grpo_of_imported_file_accepts_custom_columns(tmp_path: Path) -> None:
     rows = [{"problem": f"{i} + 1?", "solution": f"#### {i + 1}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "length.py").write_text("def words(completion, sample):\n    return len(completion) % 3\n")
@@ -120,7 +120,7 @@ def labelled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_data_script_of_the_guide_is_an_adapter_of_ten_lines(labelled: Path) -> None:
+def test_data_script_of_guide_works_as_adapter(labelled: Path) -> None:
     page = ROOT / "docs" / "moving-from-cosmos-rl.md"
     (script,) = blocks("python", page=page)
     (labelled / "avha_sft_single_caption.py").write_text(script.text)

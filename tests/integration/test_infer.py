@@ -129,12 +129,12 @@ def test_the_same_seed_gives_the_same_answer(media: tuple[str, str]) -> None:
 
 
 def texts(file: str) -> dict[str, str]:
-    """Of a file with results."""
+    """Return the response of each result in the file, by id."""
     return {item["id"]: item["full_response"] for item in json.loads(file)}
 
 
 @pytest.mark.long
-def test_a_run_a_checkpoint_and_an_export_answer_alike(
+def test_run_checkpoint_and_export_answer_alike(
     media: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [
@@ -176,9 +176,7 @@ def test_real_media_are_answered(option: str, capsys: pytest.CaptureFixture[str]
     assert medium["frames"] == {"sample.mp4": 10, "packer.mp4": 40}.get(name, 1)
 
 
-def test_the_command_streams_text_to_stdout_and_ends_with_2_on_a_mistake(
-    media: tuple[str, str], tmp_path: Path
-) -> None:
+def test_command_streams_to_stdout_and_rejects_mistakes(media: tuple[str, str], tmp_path: Path) -> None:
     options = ["infer", "--model=tiny:qwen2_5_vl", f"--image={media[0]}", "--prompt=What?", "--max-tokens=3"]
     ended = dsreason(*options, "--json", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

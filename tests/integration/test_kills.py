@@ -118,7 +118,7 @@ RANKS = 2
 STEPS_PER_KILL = 3
 MOMENTS = ("writing", "exporting", "step", "writing", "start")
 TRACES = {"writing": "checkpoints/.saving_*/*", "exporting": "export/.*.partial"}
-"""What lies in the run's folder at such a moment."""
+"""Files in the run's folder that show that such a moment has come: moment → glob pattern."""
 START_UP = 15.0
 """Seconds from the first rank to the first step, about."""
 REWARD = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
@@ -158,7 +158,10 @@ class Job:
             ]
 
     def started(self) -> list[psutil.Process]:
-        """By the launchers: ranks, once there are `RANKS` or more; of `deepspeed` also all that stands between."""
+        """Return the processes that the launchers started.
+
+        These are the ranks, once `RANKS` or more exist; under `deepspeed` also every process in between.
+        """
         if self.where.launcher == "deepspeed":
             return self.others()
         return [child for launcher in self.launchers if launcher.is_running() for child in launcher.children()]
@@ -198,12 +201,12 @@ class Job:
 
 
 def newest(run: Path) -> int:
-    """Step of the newest complete checkpoint, 0 if there is none."""
+    """Return the step of the newest complete checkpoint, or 0 if none exists."""
     return max((int(file.parent.name.split("_")[1]) for file in run.glob("checkpoints/step_*/COMPLETE")), default=0)
 
 
 def assert_resumed(log: str, run: Path, step: int) -> None:
-    """That a run whose newest checkpoint was of that step did not start anywhere before it."""
+    """Assert that a run whose newest checkpoint was at `step` did not start anywhere before it."""
     if step:
         assert "starting fresh" not in log
         assert all(
@@ -248,7 +251,7 @@ def config_of(command: str, model: Path, rows: Path, steps: int) -> str:
 
 
 @pytest.mark.parametrize("command", with_marks("sft", nightly=["grpo", "dpo", "world"]))
-def test_killed_runs_continue_and_end_as_the_undisturbed(
+def test_killed_runs_end_like_undisturbed_runs(
     command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kill_and_compare(command, tiny_qwen2_5_vl, tmp_path, request.config.getoption("--kills"), Where())
@@ -263,7 +266,7 @@ def test_killed_runs_continue_and_end_as_the_undisturbed(
         pytest.param("deepspeed", "sft", marks=[pytest.mark.nightly, needs_ssh]),
     ],
 )
-def test_runs_killed_on_one_of_two_hosts_end_as_the_undisturbed(
+def test_runs_killed_on_one_host_end_undisturbed(
     launcher: str, command: str, tiny_qwen2_5_vl: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     write_hostfile(tmp_path)

@@ -57,7 +57,7 @@ def launch(tmp_path: Path, environment: dict[str, str]) -> Launch:
     return run
 
 
-def test_rank_0_has_the_terminal_and_the_others_their_files(launch: Launch, tmp_path: Path) -> None:
+def test_only_rank_0_writes_to_the_terminal(launch: Launch, tmp_path: Path) -> None:
     done = launch("environment")
     assert done.returncode == 0
     assert done.stderr == "err of rank 0\n"
@@ -73,14 +73,14 @@ def test_rank_0_has_the_terminal_and_the_others_their_files(launch: Launch, tmp_
     assert all(text in log for text in ("out of rank 1", "err of rank 1", "native of rank 1", "rank 1 done"))
 
 
-def test_an_error_of_all_ranks_is_told_once_and_keeps_its_exit_code(launch: Launch) -> None:
+def test_error_on_all_ranks_is_reported_once(launch: Launch) -> None:
     done = launch("user_fixable", restarts=2)  # not worth a restart
     assert done.returncode == 2
     assert done.stderr == "error: rows.jsonl, row 3: video is missing; correct the path\n"
     assert done.stdout == ""
 
 
-def test_an_error_of_one_rank_ends_the_others(launch: Launch) -> None:
+def test_error_on_one_rank_stops_the_others(launch: Launch) -> None:
     started = time.monotonic()
     done = launch("user_fixable-on-1")
     assert done.returncode == 2
@@ -88,7 +88,7 @@ def test_an_error_of_one_rank_ends_the_others(launch: Launch) -> None:
     assert time.monotonic() - started < 30  # rank 0 would sleep for 600 s
 
 
-def test_another_failure_shows_the_traceback_of_its_rank_last(launch: Launch, tmp_path: Path) -> None:
+def test_failed_rank_traceback_is_printed_last(launch: Launch, tmp_path: Path) -> None:
     done = launch("crash-on-1")
     assert done.returncode == 1
     lines = done.stderr.splitlines()
@@ -110,14 +110,14 @@ def test_another_failure_shows_the_traceback_of_its_rank_last(launch: Launch, tm
         ("exit-on-1", "rank 1 ended with exit code 7 and left no traceback"),
     ],
 )
-def test_a_rank_that_dies_without_a_word_is_told(launch: Launch, mode: str, text: str) -> None:
+def test_silent_rank_death_is_reported(launch: Launch, mode: str, text: str) -> None:
     done = launch(mode)
     assert done.returncode == 1
     assert done.stderr == f"error: rank 1 failed; its log: logs/rank_1.log\n\n{text}\n"
 
 
 @pytest.mark.parametrize("mode", ["crash-once", "error-once"])
-def test_what_may_pass_is_restarted_as_often_as_asked(launch: Launch, mode: str) -> None:
+def test_transient_failure_is_restarted_up_to_limit(launch: Launch, mode: str) -> None:
     done = launch(mode, restarts=1)
     assert done.returncode == 0
     assert "only the first time" in done.stderr
@@ -151,7 +151,7 @@ def started_ranks(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("echo_time", "told"), [(60.0, ["USR1"]), (0.0, ["USR1", "TERM"])])
-def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
+def test_second_interrupt_is_forwarded_after_echo_time(
     monkeypatch: pytest.MonkeyPatch, echo_time: float, told: list[str]
 ) -> None:
     monkeypatch.setattr(signals, "ECHO_TIME", echo_time)
@@ -168,7 +168,7 @@ def test_only_a_later_ctrl_c_or_sigterm_is_passed_on_as_a_second_one(
     assert received == ["SIGTERM", "SIGINT"][: len(told)]
 
 
-def test_a_signal_before_the_first_rank_ends_the_command() -> None:
+def test_signal_before_first_rank_ends_the_command() -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as other,
         pytest.raises(signals.Interrupted, match=r"^SIGTERM$"),
@@ -196,9 +196,7 @@ def test_no_rank_outlives_its_launcher(
     assert wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10)
 
 
-def test_under_torchrun_one_rank_tells_an_error_and_no_attempt_repeats_it(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_torchrun_error_is_reported_by_one_rank(tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
         [*TORCHRUN, "--max-restarts=1", str(SCRIPT), "rank", "user_fixable", "0"],
         check=False,
@@ -217,7 +215,7 @@ def test_under_torchrun_one_rank_tells_an_error_and_no_attempt_repeats_it(
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
-def test_no_rank_outlives_another_launcher_that_is_killed(
+def test_ranks_exit_when_external_launcher_is_killed(
     tmp_path: Path, environment: dict[str, str], launcher: list[str]
 ) -> None:
     with subprocess.Popen([*launcher, str(SCRIPT), "rank", "sleep", "0"], cwd=tmp_path, env=environment) as process:
@@ -244,7 +242,5 @@ def failed(rank: int, at: float, user_fixable: bool = False) -> Failure:
         ([], {1: -signal.SIGABRT}, 1),
     ],
 )
-def test_the_failure_that_the_others_followed_from_is_found(
-    left: list[Failure], exit_codes: dict[int, int], rank: int
-) -> None:
+def test_root_cause_failure_is_found(left: list[Failure], exit_codes: dict[int, int], rank: int) -> None:
     assert find_first_failure(left, exit_codes).rank == rank

@@ -27,7 +27,7 @@ SYNCS = 100
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `model/`, `rows/`, and a DeepSpeed JSON of every stage."""
+    """A folder with `model/`, `rows/` and a DeepSpeed JSON for every stage."""
     folder = tmp_path_factory.mktemp("lora")
     shutil.copytree(tiny_qwen3_vl, folder / "model")
     write_mixed_rows(folder / "rows")
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by stage."""
+    """The measurements of each rank, by stage."""
     by_rank = run_on_ranks(explore, 2, str(folder))
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
@@ -169,12 +169,12 @@ def explore_files(folder: str, stage: str, engine: Any, batches: Any, config: An
 
 @pytest.mark.parametrize("stage", STAGES)
 class TestStage:
-    def test_the_start_is_the_base_to_the_last_bit(self, found: Any, stage: str) -> None:
+    def test_start_is_bitwise_equal_to_base(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert recorded["start"] == 0.0
             assert recorded["untouched"]
 
-    def test_adapters_alone_are_trained(self, found: Any, stage: str) -> None:
+    def test_only_adapters_are_trained(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert len(recorded["trained"]) == 2 * 26
             assert all("lora_" in name for name in recorded["trained"])
@@ -185,7 +185,7 @@ class TestStage:
     def test_the_reference_is_the_base(self, found: Any, stage: str) -> None:
         assert [recorded["reference"] for recorded in found[stage]] == [0.0, 0.0]
 
-    def test_merging_is_exact_and_leaves_the_base_alone(self, found: Any, stage: str) -> None:
+    def test_merging_is_exact_and_keeps_base_unchanged(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert recorded["merged"] <= 1e-5
             assert recorded["same bits"]
@@ -193,7 +193,7 @@ class TestStage:
             assert "model.language_model.norm.weight" in recorded["constant"]
             assert not [name for name in recorded["constant"] if "_proj.weight" in name]
 
-    def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
+    def test_resume_after_three_steps_is_exact(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert (recorded["resumed"] == recorded["unbroken"]).all()
             assert np.abs(recorded["unbroken"] - recorded["logprobs"]).max() > 1e-3
@@ -225,7 +225,7 @@ def test_all_stages_train_the_same(found: dict[str, list[dict[str, Any]]]) -> No
 
 
 def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
-    """On another number of ranks; and the error with another base model."""
+    """Resume on another number of ranks; return the log-probabilities and the error for another base model."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import check_base
@@ -246,7 +246,7 @@ def resume_elsewhere(folder: str, model: str) -> tuple[list[np.ndarray], str]:
     return after, ""
 
 
-def test_another_number_of_ranks_goes_on_alike_and_another_base_is_refused(
+def test_resume_elsewhere_matches_and_rejects_other_base(
     found: dict[str, list[dict[str, Any]]], folder: Path, tmp_path: Path
 ) -> None:
     from dsreason.models.tiny import build_tiny
@@ -260,7 +260,7 @@ def test_another_number_of_ranks_goes_on_alike_and_another_base_is_refused(
     assert "has other files" in text
 
 
-def test_peft_loads_the_adapter_and_gives_what_was_merged(found: Any, folder: Path) -> None:
+def test_peft_adapter_matches_merged_export(found: Any, folder: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
@@ -275,7 +275,7 @@ def test_peft_loads_the_adapter_and_gives_what_was_merged(found: Any, folder: Pa
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5
 
 
-def test_an_export_refuses_a_base_that_is_not_what_it_was(found: Any, folder: Path, tmp_path: Path) -> None:
+def test_export_is_rejected_when_base_files_changed(found: Any, folder: Path, tmp_path: Path) -> None:
     from dsreason.checkpoints.checkpoint_folder import write_marker
     from dsreason.checkpoints.export import export_checkpoint
     from dsreason.models.tiny import build_tiny

@@ -22,7 +22,7 @@ TEXT = {"rank": 8, "rslora": True, "rank_pattern": {r"layers\.0\.": 4}, "alpha_p
 
 
 class LoRAExplorer(Explorer):
-    """Its policy has adapters, which alone are disturbed; the engines get it merged."""
+    """An explorer whose policy has adapters: only they are disturbed, and the engines get the policy merged."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         super().__init__(setup, folder)
@@ -39,7 +39,7 @@ class LoRAExplorer(Explorer):
             tensor.fill_(torch.nan)
 
     def fault(self, name: str, *, base: bool) -> tuple[str, str]:
-        """What a sync raises where vLLM gets of `name` nothing, or the weight without its adapter."""
+        """Return what a sync raises if vLLM gets no weight `name`, or the weight without its adapter."""
         self.engine.sync(self.weights(), 1)
         disturb(self.policy, 3)
         layer = self.policy.model.get_submodule(name.removesuffix(".weight"))
@@ -96,7 +96,7 @@ def explore(setup: Setup, folder: Path) -> dict[str, Any]:
 
 
 def explore_quantized(explorer: LoRAExplorer, folder: Path) -> dict[str, Any]:
-    """Of the same adapters beside a base in 4 bits."""
+    """Return the differences before and after a sync of the same adapters on a base in 4 bits."""
     from dsreason.models.load import load_model
     from dsreason.models.policy import Policy
 
@@ -151,14 +151,14 @@ def test_without_the_sync_they_do_not(found: list[dict[str, Any]], when: str) ->
         assert min(rank[when].values()) > 1e-3
 
 
-def test_only_weights_without_adapters_are_left_in_the_engine(found: list[dict[str, Any]]) -> None:
+def test_engine_retains_only_weights_without_adapters(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "model.language_model.norm.weight" in rank["retained"]
         assert not [name for name in rank["retained"] if "_proj" in name or "attn.qkv.weight" in name]
 
 
 @pytest.mark.parametrize(("fault", "name"), [("stale", GATE), ("partial", KEY)])
-def test_a_tensor_that_came_without_its_adapter_is_named(found: list[dict[str, Any]], fault: str, name: str) -> None:
+def test_tensor_sent_without_its_adapter_is_named(found: list[dict[str, Any]], fault: str, name: str) -> None:
     for rank in found:
         raised, text = rank[fault]
         assert raised == "SyncError"
@@ -220,7 +220,7 @@ def write(model: Any, folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_vllm_serves_the_exported_adapter_beside_the_base(family: str, tmp_path: Path) -> None:
+def test_vllm_serves_exported_adapter_on_base(family: str, tmp_path: Path) -> None:
     from dsreason.models.tiny import build_tiny
 
     build_tiny(family, tmp_path / "model")

@@ -28,7 +28,7 @@ precision = "fp32"
 TOLD = "wide.webp: reading it took "
 
 
-def test_a_picture_beyond_its_time_is_named_or_left_out(
+def test_slow_picture_is_reported_or_skipped(
     tmp_path: Path, tiny_qwen2_5_vl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("RGB", (4000, 3000)).save(tmp_path / "wide.webp", lossless=True)  # 12 million pixels in 526 bytes

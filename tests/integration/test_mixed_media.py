@@ -16,7 +16,10 @@ pytestmark = pytest.mark.integration
 
 
 def grpo_gradient_norm(rows: str, model: str, with_remedy: bool) -> float:
-    """Of one step in which rank 0 has text only, and rank 1 an image and a video; one micro-batch each."""
+    """Return the gradient norm of one step: rank 0 has only text, rank 1 an image and a video.
+
+    Each rank has one micro-batch.
+    """
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed

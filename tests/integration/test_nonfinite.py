@@ -61,7 +61,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixed_rows(tmp_path_factory.mktemp("rows"))
 
 
-def test_the_run_stops_and_every_rank_s_samples_are_saved(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
+def test_nonfinite_loss_stops_run_and_saves_samples(tiny_qwen2_5_vl: Path, rows: Path, tmp_path: Path) -> None:
     train = partial(train_with_nan, rule="stop")
     ended = run_on_ranks(train, 2, str(tmp_path / "run"), str(tiny_qwen2_5_vl), str(rows))
     assert ended[0] == ended[1]

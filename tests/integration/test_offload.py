@@ -21,7 +21,7 @@ CASES = (
 )
 """DeepSpeed file, bf16. On a CPU what `zero3_offload` keeps on the host is moved as well."""
 WITH_GRADIENTS = {"zero1", "zero3", "zero3_offload", "zero3_offload_optimizer"}
-"""Where DeepSpeed keeps gradient buffers from step to step."""
+"""DeepSpeed files with which gradient buffers persist between steps."""
 
 
 def build(name: str, bf16: bool) -> Any:
@@ -87,7 +87,7 @@ def train_with_trips(case: tuple[str, bool], world: Any, amount: tuple[bool, int
 
 
 def there_and_back(engine: Any) -> dict[str, Any]:
-    """What is seen of one rollout, in which only the weights are read."""
+    """Measure two rollout-like trips during which only the weights are read."""
     from dsreason.engine.offload import StateOffload
 
     offload = StateOffload(engine, device_type="cpu")
@@ -116,7 +116,7 @@ def there_and_back(engine: Any) -> dict[str, Any]:
 
 
 def lines(engine: Any) -> dict[str, str]:
-    """What a run says at its start; for a GPU that holds everything, and one that holds nothing."""
+    """Return the offload message of a run on a CPU, on a GPU that holds everything, and on one that holds nothing."""
     from dsreason.engine.offload import StateOffload
 
     with mock.patch.object(engine, "device", torch.device("cuda")):
@@ -168,7 +168,7 @@ def found() -> list[dict[tuple[str, bool], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_nothing_is_left_while_away_and_all_bits_come_back(found: Any, case: tuple[str, bool]) -> None:
+def test_offload_frees_all_and_restores_exact_bits(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         for trip in measured[case]["trips"]:
             assert trip["bytes left"] == 0
@@ -177,7 +177,7 @@ def test_nothing_is_left_while_away_and_all_bits_come_back(found: Any, case: tup
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_come_back_as_zeros_and_take_no_host_memory(found: Any, case: tuple[str, bool]) -> None:
+def test_gradients_return_as_zeros_without_host_memory(found: Any, case: tuple[str, bool]) -> None:
     for measured in found:
         for trip in measured[case]["trips"]:
             assert all(largest == 0.0 for trip_gradients in trip["gradients"] for largest in trip_gradients)
@@ -202,7 +202,7 @@ def test_the_announced_sizes_are_those_that_move(found: Any, case: tuple[str, bo
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_run_says_what_moves_and_what_does_not(found: Any, case: tuple[str, bool]) -> None:
+def test_run_reports_offloaded_and_remaining_state(found: Any, case: tuple[str, bool]) -> None:
     assert found[0][case]["moved on a CPU"] == 0
     message = found[0][case]["lines"]
     assert message["CPU"] == "offload during rollouts: nothing, training runs on CPU"

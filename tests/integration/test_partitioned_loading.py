@@ -69,7 +69,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def load_and_digest(root: str) -> dict[str, dict[str, str]]:
-    """Of each case, what this rank finds after loading and after `deepspeed.initialize`."""
+    """Digest each case's parameters on this rank after loading and after `deepspeed.initialize`."""
     from dsreason.job.ranks import init_world
 
     init_world()
@@ -163,7 +163,7 @@ class Moves(TorchFunctionMode):
 
 
 def partition_as_for_a_gpu() -> dict[str, tuple[bool, frozenset[int]]]:
-    """Of each case, whether this rank's parts are right, and how much of a parameter went to its device at a time."""
+    """Return per case whether this rank's parts are right and the sizes of the tensors moved to its device."""
     from deepspeed.accelerator import get_accelerator
 
     from dsreason.job.ranks import init_world
@@ -193,7 +193,7 @@ def is_part(tensor: Tensor, whole: Tensor, number: int) -> bool:
     return torch.equal(tensor[: len(part)], part)
 
 
-def test_a_gpu_gets_this_ranks_parts_and_never_a_whole_parameter() -> None:
+def test_gpu_never_receives_a_whole_parameter() -> None:
     for on_rank in run_on_ranks(partition_as_for_a_gpu, 4):
         assert set(on_rank.values()) == {(True, frozenset({0}))}  # parameters move when they are empty
 
@@ -220,8 +220,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_rank_grows_by_half_of_the_model_while_loading(large: Path, dtype: torch.dtype) -> None:
-    """Also where the files' float32 must be converted, and half of the model is one embedding."""
+def test_loading_peak_stays_below_half_the_model(large: Path, dtype: torch.dtype) -> None:
+    """Cover float32 files that must be converted, too; half of the model is one embedding."""
     for rank in run_on_ranks(load_and_watch_memory, 4, str(large), dtype):
         assert rank["model"] > 1.0e9 / 4 * dtype.itemsize
         assert rank["samples"] > 20

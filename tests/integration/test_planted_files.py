@@ -107,7 +107,7 @@ def refused(folder: Path, name: str, *arguments: object) -> None:
     ],
     ids=["model, pickled", "model", "optimizer", "optimizer when resuming", "random state when resuming"],
 )
-def test_code_in_a_file_of_a_checkpoint_is_not_run(
+def test_code_in_checkpoint_file_is_not_run(
     folder: Path, name: str, plant: Callable[[Path], None], command: tuple[object, ...]
 ) -> None:
     checkpoint = folder / "run/checkpoints/step_2"
@@ -127,7 +127,7 @@ def test_code_in_a_file_of_a_checkpoint_is_not_run(
     ],
     ids=lambda command: command[0],
 )
-def test_code_in_the_weights_of_an_export_is_not_run(folder: Path, command: tuple[object, ...]) -> None:
+def test_code_in_exported_weights_is_not_run(folder: Path, command: tuple[object, ...]) -> None:
     weights = folder / "run/export/final/model.safetensors"
     pickled(weights)
     refused(folder, weights.name, *command)
@@ -142,6 +142,6 @@ def test_code_in_the_weights_of_an_export_is_not_run(folder: Path, command: tupl
     ],
     ids=["optimizer", "model", "state"],
 )
-def test_a_checkpoint_mixed_of_two_steps_is_refused(folder: Path, name: str, command: tuple[object, ...]) -> None:
+def test_checkpoint_with_mixed_steps_is_rejected(folder: Path, name: str, command: tuple[object, ...]) -> None:
     shutil.copy(folder / "run/checkpoints/step_1" / name, folder / "run/checkpoints/step_2" / name)
     refused(folder, name, *command)

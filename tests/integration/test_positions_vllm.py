@@ -88,7 +88,10 @@ def encode(processor: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def logprobs(model: torch.nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor | None) -> np.ndarray:
-    """Of each token after the first, by the trainer's forward; positions None: the model's own."""
+    """Return the log-probability of each token after the first from the trainer's forward pass.
+
+    Positions None means the model's own positions.
+    """
     with torch.no_grad():
         logits = model(**inputs, position_ids=positions).logits
     return logits.log_softmax(-1)[0, :-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()
@@ -118,7 +121,10 @@ def padded_positions(model: torch.nn.Module, encoded: list[dict[str, torch.Tenso
 
 
 def compare(folder: str) -> dict[str, Any]:
-    """Runs in a process of its own, as vLLM reads its environment once: what the trainer and the engine find."""
+    """Return what the trainer and the engine compute.
+
+    Runs in a separate process, because vLLM reads its environment only once.
+    """
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind"
     )
@@ -222,7 +228,7 @@ def test_positions_are_those_of_vllm(both: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_get_the_same_positions_and_vllm_deltas(both: dict[str, Any], side: str) -> None:
+def test_padded_rows_match_vllm_positions_and_deltas(both: dict[str, Any], side: str) -> None:
     for name, row in zip(BATCH, both["padded"][side], strict=True):
         np.testing.assert_array_equal(row[:, :-1], both["vllm"][name])
         assert row[0, -1] == both["vllm_deltas"][name]
@@ -242,7 +248,10 @@ def test_generate_continues_as_vllm_does(both: dict[str, Any], case: str) -> Non
 
 @pytest.mark.parametrize("case", VIDEOS)
 def test_transformers_own_positions_would_fail(both: dict[str, Any], case: str) -> None:
-    """For Qwen2.5-VL. Should this fail, transformers has been mended, and the test above still holds."""
+    """Show that the positions of transformers are wrong for Qwen2.5-VL.
+
+    Should this fail, transformers has been fixed, and the test above still holds.
+    """
     if both["family"] == "qwen3_vl":
         pytest.skip("transformers is right for Qwen3-VL")
     assert np.abs(both["transformers"][case] - both["vllm_logprobs"][case]).max() > 0.01

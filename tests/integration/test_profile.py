@@ -55,7 +55,7 @@ def test_table_has_a_row_per_phase(profiled: Path) -> None:
 
 
 @pytest.mark.long
-def test_metrics_are_those_of_a_run_without_profile(profiled: Path, tmp_path: Path) -> None:
+def test_profiling_does_not_change_metrics(profiled: Path, tmp_path: Path) -> None:
     plain = train(tmp_path / "run")
     assert not (plain / "profile").exists()
     values, expected = (
@@ -66,7 +66,7 @@ def test_metrics_are_those_of_a_run_without_profile(profiled: Path, tmp_path: Pa
     assert values == expected
 
 
-def test_step_beyond_the_end_is_rejected_before_ranks_start(tmp_path: Path) -> None:
+def test_profile_beyond_last_step_is_rejected(tmp_path: Path) -> None:
     options = [f"--set={setting}" for setting in (*SETTINGS, "monitor.profile=[2, 4]")]
     ended = dsreason("sft", "--dry-run", *options, cwd=tmp_path)
     assert ended.returncode == 2

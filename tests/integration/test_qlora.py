@@ -29,7 +29,7 @@ STEPS, SYNCS = 3, 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `model/`, `plain/` (the same with matrices that an NF4 of our own stands for), `rows/` and DeepSpeed JSONs."""
+    """A folder with `model/`, `plain/` (matrices dequantized from the reference NF4), `rows/` and DeepSpeed JSONs."""
     folder = tmp_path_factory.mktemp("qlora")
     for name in ("model", "plain"):
         shutil.copytree(tiny_qwen3_vl, folder / name)
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by stage."""
+    """The measurements of each rank, by stage."""
     by_rank = run_on_ranks(explore, 2, str(folder))
     return {stage: [rank[stage] for rank in by_rank] for stage in STAGES}
 
@@ -115,12 +115,12 @@ def explore_stage(folder: str, stage: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", STAGES)
 class TestStage:
-    def test_the_start_is_the_dequantized_base_to_the_last_bit(self, found: Any, stage: str) -> None:
+    def test_start_is_bitwise_equal_to_dequantized_base(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert recorded["start"] == 0.0
             assert recorded["changed by 4 bits"] > 1e-2
 
-    def test_gradients_are_those_of_adapters_beside_plain_matrices(self, found: Any, stage: str) -> None:
+    def test_gradients_match_adapters_on_plain_matrices(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             plain = recorded["gradients"]["plain"]
             assert len(plain) == 2 * 26
@@ -129,9 +129,7 @@ class TestStage:
                 assert local.keys() == plain.keys()
                 assert all(difference(local[name], plain[name]) <= 1e-6 for name in plain)
 
-    def test_matrices_of_the_language_model_are_bytes_and_cut_where_all_is(
-        self, found: Any, folder: Path, stage: str
-    ) -> None:
+    def test_language_matrices_are_bytes_sharded_under_zero3(self, found: Any, folder: Path, stage: str) -> None:
         weights = load_file(folder / "model" / "model.safetensors")
         for recorded in found[stage]:
             small = {name for name, dtype in recorded["types"].items() if dtype == torch.uint8}
@@ -156,12 +154,12 @@ class TestStage:
             assert recorded["merged"] <= 1e-5
             assert recorded["names"]
 
-    def test_three_and_three_steps_equal_six_bit_for_bit(self, found: Any, stage: str) -> None:
+    def test_resume_after_three_steps_is_exact(self, found: Any, stage: str) -> None:
         for recorded in found[stage]:
             assert (recorded["resumed"] == recorded["unbroken"]).all()
             assert np.abs(recorded["unbroken"] - recorded["logprobs"]).max() > 1e-3
 
-    def test_checkpoint_and_engine_export_the_same_and_say_into_what_it_is_merged(
+    def test_checkpoint_export_matches_engine_and_documents_merge(
         self, found: Any, folder: Path, tmp_path: Path, stage: str
     ) -> None:
         from dsreason.checkpoints.export import export_checkpoint
@@ -184,7 +182,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def alone(folder: str) -> dict[str, Any]:
-    """On one rank: gradients, a resumed run, and the errors of one with another `model.quantize`."""
+    """Measure on one rank: gradients, a resumed run, and the errors under another `model.quantize`."""
     from dsreason.checkpoints.checkpoint import load_checkpoint
     from dsreason.job.ranks import init_world
     from dsreason.train.common.run_folder import check_base
@@ -227,7 +225,7 @@ def test_another_number_of_ranks_goes_on_alike(
     assert np.sort(one_rank["resumed"]) == pytest.approx(np.sort(two), abs=1e-3)
 
 
-def test_a_checkpoint_is_not_resumed_with_another_precision_of_its_base(one_rank: dict[str, Any]) -> None:
+def test_resume_with_other_base_precision_is_rejected(one_rank: dict[str, Any]) -> None:
     assert 'with model.quantize "nf4", which is unset now' in one_rank["refused"]
 
 

@@ -37,7 +37,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is there after SFT, GRPO and the evaluation of the README."""
+    """Run the README's SFT, GRPO and evaluation, and return the folder with their output."""
     folder = tmp_path_factory.mktemp("readme")
     readme = PAGES[0]
     write_files(readme, folder)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sft_and_grpo_hold_a_tenth_of_the_rows_out_and_train_the_rest(folder: Path) -> None:
+def test_sft_and_grpo_hold_out_validation_rows(folder: Path) -> None:
     for name in ("mine", "rl"):
         assert len((folder / "outputs" / name / "validation" / "step_1.jsonl").read_text().splitlines()) == 1
         assert metrics(folder / "outputs" / name)[-1]["step"] == 1
@@ -68,7 +68,7 @@ def test_each_reward_is_counted(folder: Path) -> None:
     assert last["reward/short/mean"] == 1.0
 
 
-def test_every_question_of_the_test_rows_is_graded(folder: Path) -> None:
+def test_every_test_question_is_graded(folder: Path) -> None:
     (summary,) = (folder / "results").glob("*/letter/summary.json")
     assert json.loads(summary.read_text())["accuracy"]["over_all"]["total"] == 10
     assert (summary.parent / "report.html").is_file()
@@ -83,7 +83,7 @@ def test_an_export_has_a_model_card(folder: Path, run: str, command: str) -> Non
     assert "| optimizer steps | 1 |" in card.text
 
 
-def test_an_export_by_the_command_has_the_scores_of_evaluations(folder: Path) -> None:
+def test_exported_card_includes_evaluation_scores(folder: Path) -> None:
     options = ["--checkpoint", "outputs/rl", "--output", "scored", "--results-dir", "results"]
     ended = dsreason("export", *options, cwd=folder)
     assert ended.returncode == 0, ended.stderr

@@ -54,7 +54,7 @@ def swap(media: Path, tmp_path: Path, tiny_qwen2_5_vl: Path, tiny_qwen3_vl: Path
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_passes_all_checks_with_nothing_changed_but_paths(
+def test_recipe_passes_dry_run_with_swapped_paths(
     recipe: str, swap: Swap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,7 +95,7 @@ ENDS = {
     "av_caption_vqa_reason2_8b_sft.toml",
     "cosmos_reason1_7b_grpo.toml",
 }
-"""Of each trainer one; the others run nightly."""
+"""One recipe per trainer; the others run nightly."""
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def measure(stage: str, bf16: bool, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_reference_is_the_first_policy_and_leaves_no_trace(stage: str, bf16: bool, tmp_path: Path) -> None:
+def test_reference_holds_first_weights_and_preserves_policy(stage: str, bf16: bool, tmp_path: Path) -> None:
     results = run_on_ranks(measure, 2, stage, bf16, str(tmp_path))
     for recorded in results:
         assert recorded["in place"] == recorded["first"]

@@ -100,7 +100,7 @@ def test_each_control_filters(report: Path, tmp_path: Path, control: str, value:
     assert (len(tags), counter) == (count, f"{count} of 5 shown")
 
 
-def test_a_link_shows_a_card_that_the_filter_hides(report: Path, tmp_path: Path) -> None:
+def test_link_reveals_card_hidden_by_filter(report: Path, tmp_path: Path) -> None:
     page = with_script(report, tmp_path, "setTimeout(() => { location.hash = '#q1'; }, 100);")
     tags, _ = shown_cards(page, tmp_path, "#wrong")
     assert len(tags) == 5
@@ -120,7 +120,7 @@ def test_the_console_stays_empty(report: Path, tmp_path: Path) -> None:
     assert console(report, tmp_path) == []
 
 
-def test_a_script_that_gets_into_the_page_is_refused(report: Path, tmp_path: Path) -> None:
+def test_injected_script_is_blocked(report: Path, tmp_path: Path) -> None:
     page = tmp_path / "copy.html"
     page.write_text(
         report.read_text(encoding="utf-8").replace("</body>", "<script>document.title = 'evil'</script></body>")
@@ -130,7 +130,7 @@ def test_a_script_that_gets_into_the_page_is_refused(report: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_is_never_wider_than_the_window(report: Path, tmp_path: Path, width: int) -> None:
+def test_page_fits_the_window_width(report: Path, tmp_path: Path, width: int) -> None:
     measure = "for (const it of document.querySelectorAll('details')) it.open = true;"
     # What is off the screen is neither laid out nor, on the screen, allowed to stick out of its card: it would be cut off.
     measure += "for (const it of document.querySelectorAll('.card')) it.style.contentVisibility = 'visible';"

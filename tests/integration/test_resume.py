@@ -48,7 +48,10 @@ OTHERS = [
 
 @pytest.fixture(scope="module", params=["all but the vision tower", *OTHERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """With `whole/`: six steps on 2 ranks, checkpoints after three and six; embeddings tied."""
+    """Return a folder with a finished run in `whole/`: six steps on 2 ranks, checkpoints after steps three and six.
+
+    The embeddings are tied.
+    """
     folder = tmp_path_factory.mktemp("resume")
     rows = write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows, trained=TRAINED[request.param]))
@@ -67,7 +70,7 @@ def last_losses(run: Path) -> list[float]:
     return [line["train/loss"] for line in metrics(run) if line["step"] > 3]
 
 
-def test_three_and_three_steps_equal_six_bit_for_bit(folder):
+def test_resumed_run_matches_full_run_exactly(folder):
     resumed = train(folder, "resumed", ranks=2, resume="whole/checkpoints/step_3")
     assert len(last_losses(resumed)) == 3  # all rows of every epoch are trained, in both of them
     assert last_losses(resumed) == last_losses(folder / "whole")
@@ -77,14 +80,14 @@ def test_three_and_three_steps_equal_six_bit_for_bit(folder):
 
 
 @pytest.mark.nightly
-def test_another_number_of_ranks_continues_with_the_same_losses(folder):
+def test_losses_match_when_resumed_on_fewer_ranks(folder):
     """One; test_checkpoint.py resumes on four, too, without the command."""
     resumed = train(folder, "on_1", ranks=1, resume="whole/checkpoints/step_3")
     assert last_losses(resumed) == pytest.approx(last_losses(folder / "whole"), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.nightly
-def test_a_finished_run_resumes_to_nothing_but_a_missing_export(folder):
+def test_resuming_finished_run_only_restores_missing_export(folder):
     before, export = metrics(folder / "whole"), folder / "whole" / "export" / "final"
     expected = load_file(export / "model.safetensors")
     shutil.rmtree(export)  # as if the run had been broken off before it

@@ -59,7 +59,7 @@ def case(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(model, engine, [encoder.encode_prompt(samples[i]) for i in range(len(samples))])
 
 
-def test_greedy_completions_do_not_depend_on_the_batch(case: Case) -> None:
+def test_greedy_completions_are_independent_of_batch(case: Case) -> None:
     together = case.engine.generate(case.prompts, GREEDY, version=1)
     alone = [case.engine.generate([prompt], GREEDY, version=1)[0] for prompt in case.prompts]
     assert [completion.ids for completion in together] == [completion.ids for completion in alone]
@@ -69,9 +69,7 @@ def test_greedy_completions_do_not_depend_on_the_batch(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("batch_tokens", "num_batches"), [(0, 4), (10_000, 1)])
-def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
-    case: Case, batch_tokens: int, num_batches: int
-) -> None:
+def test_token_budget_changes_batches_but_not_completions(case: Case, batch_tokens: int, num_batches: int) -> None:
     sampling = Sampling(max_completion_length=6, seed=2)
     expected = case.engine.generate(case.prompts, sampling, version=1)
     with (
@@ -83,7 +81,7 @@ def test_batches_grow_with_the_tokens_that_fit_and_change_no_completion(
     assert [completion.ids for completion in result] == [completion.ids for completion in expected]
 
 
-def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case: Case) -> None:
+def test_completions_arrive_per_batch_with_their_settings(case: Case) -> None:
     samplings = [GREEDY, Sampling(max_completion_length=3, seed=2)] * 4
     with (
         mock.patch.object(case.engine, "settings", TransformersSettings(batch_size=2)),
@@ -99,7 +97,7 @@ def test_completions_come_with_their_batch_each_drawn_with_its_own_settings(case
         assert dict(result)[i].ids == alone.ids
 
 
-def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: Case) -> None:
+def test_greedy_text_matches_transformers_generate(case: Case) -> None:
     patch_positions(case.model)
     for prompt, completion in zip(case.prompts, case.engine.generate(case.prompts, GREEDY, version=1), strict=True):
         ids = prompt.encoded.input_ids[None]
@@ -117,7 +115,7 @@ def test_greedy_text_is_that_of_transformers_generate_with_our_positions(case: C
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_the_policy_where_nothing_is_banned(case: Case, temperature: float) -> None:
+def test_logprobs_match_policy_when_nothing_is_banned(case: Case, temperature: float) -> None:
     case.engine.banned_ids, banned = case.engine.banned_ids[:0], case.engine.banned_ids
     sampling = Sampling(temperature=temperature, max_completion_length=10, seed=2)
     completions = case.engine.generate(case.prompts, sampling, version=1)
@@ -152,7 +150,7 @@ def completed(prompt: EncodedSample, completion: Completion) -> EncodedSample:
     )
 
 
-def test_samples_are_repeatable_and_differ_by_seed_and_place(case: Case) -> None:
+def test_samples_depend_only_on_seed_and_stream(case: Case) -> None:
     sampling = Sampling(max_completion_length=8, seed=5)
     same_prompt = [case.prompts[0]] * 3
     first = case.engine.generate(same_prompt, sampling, version=1)
@@ -162,7 +160,7 @@ def test_samples_are_repeatable_and_differ_by_seed_and_place(case: Case) -> None
     assert {completion.ids for completion in other}.isdisjoint({completion.ids for completion in first})
 
 
-def test_a_completion_ends_with_the_first_stop_token(case: Case) -> None:
+def test_completion_ends_at_first_stop_token(case: Case) -> None:
     stop = int(case.engine.stop_ids[0])
     hot = Sampling(temperature=50.0, max_completion_length=600, seed=1)  # nearly uniform: 2 of about 500 tokens stop
     completions = case.engine.generate(case.prompts, hot, version=1)
@@ -182,14 +180,14 @@ def test_media_tokens_are_never_drawn(case: Case) -> None:
     assert drawn.isdisjoint(case.engine.banned_ids.tolist())
 
 
-def test_the_global_random_state_is_left_alone(case: Case, tiny: Path) -> None:
+def test_global_random_state_is_unchanged(case: Case, tiny: Path) -> None:
     before = torch.random.get_rng_state()
     case.engine.generate(case.prompts[:2], Sampling(max_completion_length=3), version=1)
     TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu")).wake()
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_only_the_version_that_was_synced_is_generated_from(tiny: Path, case: Case) -> None:
+def test_generation_requires_the_synced_version(tiny: Path, case: Case) -> None:
     engine = TransformersEngine(tiny, case.engine.tokenizer, dtype=torch.float32, device=torch.device("cpu"))
     weights = dict(case.model.named_parameters())
     short = Sampling(temperature=0, max_completion_length=2)
@@ -215,7 +213,7 @@ def test_only_the_version_that_was_synced_is_generated_from(tiny: Path, case: Ca
     assert engine.generate(case.prompts[:1], short, version=5)[0].version == 5
 
 
-def test_a_stream_draws_the_same_wherever_it_stands(case: Case) -> None:
+def test_stream_draws_are_independent_of_position(case: Case) -> None:
     sampling = Sampling(max_completion_length=8, seed=5)
     alone = case.engine.generate([case.prompts[1]], sampling, version=1, streams=[9])
     prompts = [case.prompts[0], case.prompts[1], case.prompts[1]]
@@ -223,7 +221,7 @@ def test_a_stream_draws_the_same_wherever_it_stands(case: Case) -> None:
     assert beside[2].ids == alone[0].ids != beside[1].ids
 
 
-def test_a_drawn_media_token_names_it_and_the_sample(case: Case) -> None:
+def test_banned_media_token_is_reported_with_sample(case: Case) -> None:
     pad = int(case.engine.banned_ids[0])
     drawn = torch.tensor([pad]), torch.tensor([-1.0])
     says = rf"sample '{case.prompts[1].sample.id}': the completion holds <\|[a-z_]+\|>, which is banned"

@@ -63,9 +63,10 @@ def explore_self_test(
     buffer: Callable[[], Tensor],
     faulty: bool,
 ) -> dict[str, Any]:
-    """What sound self-tests return, and what is raised where nothing is synced, or `norm` or `buffer` do not come back.
+    """Return the results of sound self-tests and the errors of faulty ones.
 
-    One fault is that of the `faulty` rank alone.
+    The faults: nothing is synced, or `norm` or `buffer` is not restored.
+    In one case only the `faulty` rank has the fault.
     """
     from dsreason.rollout.protocol import Sampling
     from dsreason.rollout.self_test import run_self_test
@@ -76,7 +77,7 @@ def explore_self_test(
         return tested.completions, sum(map(len, tested.tensors))
 
     def after(method: str, call: int, change: Callable[[], Any]) -> tuple[str, str]:
-        """What the self-test says where `change` follows the given call of the engine's method."""
+        """Return the self-test's report when `change` follows the given call of the engine's method."""
         original, calls = getattr(engine, method), []
 
         def changed(*args: Any, **kwargs: Any) -> None:
@@ -141,7 +142,7 @@ def check_faults(rank: dict[str, Any], *, buffer: str) -> None:
 # ---------------------------------------------------------------- tests
 
 
-def test_a_sound_engine_passes_and_is_left_asleep(found: list[dict[str, Any]]) -> None:
+def test_sound_engine_passes_and_stays_asleep(found: list[dict[str, Any]]) -> None:
     for rank in found:
         check_sound(rank)
         assert rank["keeps weights"]

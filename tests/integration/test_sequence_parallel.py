@@ -1,4 +1,4 @@
-"""Ranks that compute each row together have the loss and the gradients of one rank that computes it alone."""
+"""Sequence parallelism: ranks that share each row have the loss and the gradients of a single rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adapters beside 4 bits": {"lora": LORA, "model": {"quantize": "nf4"}},
 }
-"""By name: settings beside the usual ones."""
+"""Settings of each case, in addition to the usual ones."""
 OF_ONE = {name: name for name in ("frozen tower", "adapters", "adapters beside 4 bits")}
 OF_ONE |= {"adapters, inputs on the host": "adapters"}
 """The case of one rank with the same gradients; "one row" unless named."""
@@ -121,7 +121,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
-    """By ranks, family and case. Those of as many ranks share their processes."""
+    """Compute the steps by ranks, family and case; cases with the same ranks share their processes."""
     result: dict[tuple[Ranks, str, str], Found] = {}
     for ranks, names in (LAYOUTS | {Ranks(1, 1): ["one row", *dict.fromkeys(OF_ONE.values())]}).items():
         measured = run_on_ranks(sft_steps, ranks.count, rows, models, ranks.per_row, names)[0]
@@ -132,7 +132,7 @@ def steps(rows: str, models: list[str]) -> dict[tuple[Ranks, str, str], Found]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, names in LAYOUTS.items() for name in names])
-def test_ranks_that_share_each_row_have_the_gradients_of_one(steps, ranks: Ranks, name: str, family: str) -> None:
+def test_sequence_parallel_gradients_match_single_rank(steps, ranks: Ranks, name: str, family: str) -> None:
     metrics, gradients = steps[ranks, family, name]
     expected, of_one = steps[Ranks(1, 1), family, OF_ONE.get(name, "one row")]
     assert metrics == pytest.approx(expected, rel=1e-6)
@@ -140,7 +140,7 @@ def test_ranks_that_share_each_row_have_the_gradients_of_one(steps, ranks: Ranks
 
 
 def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
-    """How far attention by exchanged heads is from attention without: of the output, and of the gradients."""
+    """Return the errors of attention by exchanged heads against plain attention: of the output and the gradients."""
     import torch
 
     from dsreason.data.types import Segment
@@ -165,7 +165,7 @@ def head_exchange(query_heads: int, key_heads: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("query_heads", "key_heads"), [(6, 2), (12, 4), (3, 3), (9, 3)])
-def test_any_number_of_key_heads_is_shared_among_ranks(query_heads: int, key_heads: int) -> None:
+def test_head_exchange_supports_any_key_head_count(query_heads: int, key_heads: int) -> None:
     for output, gradients in run_on_ranks(head_exchange, 3, query_heads, key_heads):
         assert output <= 1e-6
         assert gradients <= 2e-6
@@ -189,7 +189,7 @@ def made_up_rollouts(config: Any, encoder: Any) -> list[Any]:
 
 
 def grpo_steps(rows: str, model: str, ranks_per_row: int, variants: list[str]) -> list[Found] | None:
-    """On rank 0, by variant. All ranks have the same rollouts."""
+    """Run one GRPO step per variant and return the results on rank 0. All ranks have the same rollouts."""
     import torch
 
     from dsreason.config.deepspeed import resolve_deepspeed
@@ -234,7 +234,7 @@ VARIANTS = {"qwen3_vl": list(grpo.VARIANTS), "qwen2_5_vl": ["gspo", "kl", "entro
 
 @pytest.fixture(scope="module")
 def policy_steps(rows: str, models: list[str]) -> dict[tuple[int, str, str], Found]:
-    """By number of ranks, family and variant."""
+    """Compute the GRPO steps by number of ranks, family and variant."""
     result = {}
     for family, model in zip(FAMILIES, models, strict=True):
         for ranks in (1, 2):
@@ -244,7 +244,7 @@ def policy_steps(rows: str, models: list[str]) -> dict[tuple[int, str, str], Fou
 
 
 @pytest.mark.parametrize(("family", "variant"), [(family, name) for family in VARIANTS for name in VARIANTS[family]])
-def test_ranks_that_share_each_row_have_the_policy_gradients_of_one(policy_steps, family: str, variant: str) -> None:
+def test_sequence_parallel_policy_gradients_match_single_rank(policy_steps, family: str, variant: str) -> None:
     metrics, gradients = policy_steps[2, family, variant]
     expected, of_one = policy_steps[1, family, variant]
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -1,4 +1,7 @@
-"""`dsreason sft` and `dsreason grpo` whose ranks compute each row together: they end as runs of ranks alone, and resume."""
+"""Runs of `dsreason sft` and `dsreason grpo` whose ranks compute each row together.
+
+They end as runs of separate ranks do, and resume.
+"""
 
 from __future__ import annotations
 

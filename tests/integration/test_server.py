@@ -141,7 +141,7 @@ def local(tiny_qwen2_5_vl: Path, samples: dict[str, Sample]) -> dict[str, tuple[
     return result
 
 
-def test_the_server_reads_prompts_of_the_same_length(
+def test_server_prompt_lengths_match_local_engine(
     server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
 ) -> None:
     requested = answerer(server)
@@ -155,7 +155,7 @@ def test_the_server_reads_prompts_of_the_same_length(
     assert lengths["video at 4 fps"] > lengths["video of 6 frames"]
 
 
-def test_images_and_texts_are_answered_as_by_the_engine_in_this_process(
+def test_image_and_text_answers_match_local_engine(
     server: Server, samples: dict[str, Sample], local: dict[str, tuple[int, str]]
 ) -> None:
     requested = answerer(server)
@@ -167,7 +167,7 @@ def test_images_and_texts_are_answered_as_by_the_engine_in_this_process(
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_clips_are_answered_as_files_and_as_frames(server: Server, samples: dict[str, Sample], form: str) -> None:
+def test_clips_are_answered_as_file_or_frames(server: Server, samples: dict[str, Sample], form: str) -> None:
     clips = {name: sample for name, sample in samples.items() if "video" in name}
     for reply in ask(answerer(server, video=form), clips).values():
         assert reply.error is None
@@ -175,7 +175,7 @@ def test_clips_are_answered_as_files_and_as_frames(server: Server, samples: dict
         assert reply.finish_reason in ("stop", "length")
 
 
-def test_a_prompt_that_is_too_long_is_the_error_of_its_question(server: Server, samples: dict[str, Sample]) -> None:
+def test_too_long_prompt_fails_only_its_question(server: Server, samples: dict[str, Sample]) -> None:
     long = Sample("long", [{"role": "user", "content": "left " * 4000}])
     replies = ask(answerer(server), {"long": long, "text": samples["text"]})
     assert str(replies["long"].error).startswith("the server answers 400: ")
@@ -183,14 +183,12 @@ def test_a_prompt_that_is_too_long_is_the_error_of_its_question(server: Server, 
     assert replies["text"].error is None
 
 
-def test_a_model_that_vllm_does_not_serve_is_told_with_the_one_it_serves(
-    server: Server, samples: dict[str, Sample]
-) -> None:
+def test_unknown_model_error_suggests_served_model(server: Server, samples: dict[str, Sample]) -> None:
     with pytest.raises(ConfigError, match="the server has no model 'tinny'.* It has tiny; did you mean tiny"):
         ask(answerer(server, model="tinny"), {"text": samples["text"]})
 
 
-def test_a_teacher_says_what_the_model_s_own_forward_gives(server: Server, tiny_qwen2_5_vl: Path) -> None:
+def test_teacher_logprobs_match_local_forward(server: Server, tiny_qwen2_5_vl: Path) -> None:
     encoder = open_encoder(tiny_qwen2_5_vl, dtype=torch.float32, max_length=512, max_length_key="model.max_length")
     config = DistillConfig(teacher=f"{server.url}/v1", server_model="tiny")
     check_server(config, encoder.processor.tokenizer)

@@ -87,7 +87,7 @@ generate = false
 every = 0
 """
 FIRST = ("train/loss", "train/grad_norm")
-"""What the first step finds: later ones also have what rounding has made of it."""
+"""Metrics compared in the first step; later steps also contain the effects of rounding."""
 REWARDS = "def vowels(completion, sample):\n    return sum(letter in 'aeiou' for letter in completion)\n"
 
 
@@ -98,7 +98,7 @@ class Devices(NamedTuple):
     cpu: ProcessPoolExecutor
 
     def on_both(self, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-        """(result on the CPU, result on the stand-in), where nothing may have mixed devices."""
+        """Return (result on the CPU, result on the stand-in); the stand-in must not have mixed devices."""
         expected = self.cpu.submit(scenario, *args)
         return expected.result(), self.on_stand_in(scenario, *args)
 
@@ -122,7 +122,10 @@ def devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devices]:
 
 @pytest.fixture(params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
 def model(request: pytest.FixtureRequest) -> str:
-    """Of either family, within this file: the session's `tiny` would start the processes anew for each."""
+    """Return the tiny model of each family.
+
+    The parameter belongs to this file: the session's `tiny` would start the processes anew for each family.
+    """
     return str(request.getfixturevalue(f"tiny_{request.param}"))
 
 
@@ -141,7 +144,7 @@ def close(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.long
-def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devices) -> None:
+def test_stand_in_rejects_exactly_what_gpu_rejects(devices: Devices) -> None:
     result = devices.stand_in.submit(scenarios.refused).result()
     accepted = [expression for expression, is_refused in result.items() if not is_refused]
     assert accepted == [
@@ -155,7 +158,7 @@ def test_the_stand_in_refuses_what_a_gpu_refuses_and_nothing_else(devices: Devic
     "deepspeed",
     ["zero3.json", *(pytest.param(f"{other}.json", marks=pytest.mark.nightly) for other in ("zero2", "zero3_offload"))],
 )
-def test_the_policy_in_its_engine_computes_on_the_device_alone(model: str, devices: Devices, deepspeed: str) -> None:
+def test_policy_computes_on_the_device_only(model: str, devices: Devices, deepspeed: str) -> None:
     expected, result = devices.on_both(scenarios.policy, model, "eager", deepspeed)
     assert result.pop("device") == "cuda" and expected.pop("device") == "cpu"
     assert result.pop("moved") > 0 and expected.pop("moved") == 0
@@ -177,7 +180,7 @@ def test_drawing_does(model: str, devices: Devices) -> None:
 
 
 @pytest.mark.nightly
-def test_drawing_does_where_part_of_the_weights_is_in_their_files(model: str, devices: Devices) -> None:
+def test_drawing_is_unchanged_with_weights_on_disk(model: str, devices: Devices) -> None:
     expected = devices.on_stand_in(scenarios.drawing, model, "sdpa")
     assert devices.on_stand_in(scenarios.drawing, model, "sdpa", 0.8) == expected
 
@@ -227,7 +230,7 @@ def test_whole_runs_do_with_checkpoint_and_export(
         ("a tensor made without a device", scenarios.update, "losses/", ""),
     ],
 )
-def test_a_planted_fault_is_refused_with_its_file_and_line(
+def test_planted_fault_is_reported_with_source_line(
     model: str, devices: Devices, rows: Path, fault: str, scenario: Callable[..., Any], file: str, line: str
 ) -> None:
     args = (str(rows), ALGORITHMS[:1]) if scenario is scenarios.update else ()

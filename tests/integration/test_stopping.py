@@ -75,9 +75,7 @@ def steps_done(run: Path) -> int:
     ],
     ids=lambda number: number.name,
 )
-def test_a_signal_saves_at_the_next_step_and_the_resumed_run_ends_as_the_undisturbed(
-    folder: Path, number: signal.Signals
-) -> None:
+def test_signal_saves_checkpoint_and_resume_is_exact(folder: Path, number: signal.Signals) -> None:
     run = folder / number.name
     process = start(folder, number.name)
     while steps_done(run) < 2 and process.poll() is None:
@@ -122,8 +120,8 @@ def test_sigterm_to_torchrun_saves_as_well(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_terminal_that_is_closed_is_a_request_to_stop(folder: Path) -> None:
-    """Also for rank 0, whose bar is drawn there."""
+def test_closed_terminal_requests_stop(folder: Path) -> None:
+    """Check that this also holds for rank 0, whose progress bar is drawn on that terminal."""
     run, dsreason_result = folder / "closed", os.openpty()
     command = [*COMMAND, "sft", "--config", "run.toml", "--output-dir", "closed", "--nproc", "2"]
     process = subprocess.Popen(
@@ -161,7 +159,7 @@ def test_with_nohup_a_terminal_may_be_closed(folder: Path) -> None:
     assert steps_done(folder / "nohup") == STEPS
 
 
-def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(folder: Path) -> None:
+def test_signal_before_first_step_gives_same_code(folder: Path) -> None:
     process = start(folder, "early")
     while len(psutil.Process(process.pid).children()) < 2 and process.poll() is None:
         time.sleep(0.05)  # the ranks are not there yet
@@ -176,7 +174,7 @@ def test_a_signal_before_the_first_step_ends_the_command_with_the_same_code(fold
 
 @pytest.mark.long
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_signal_ends_an_evaluation_whose_answers_stay(tmp_path: Path, tiny_qwen2_5_vl: Path, nproc: int) -> None:
+def test_signal_ends_evaluation_and_keeps_answers(tmp_path: Path, tiny_qwen2_5_vl: Path, nproc: int) -> None:
     command = [*COMMAND, "eval", "--model", str(tiny_qwen2_5_vl), "--adapter", "builtin", "--limit", "4000"]
     command += ["--nproc", str(nproc), "--results-dir", "results", "--set", "evaluation.batch_size=16"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -191,9 +189,7 @@ each = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.
 
 
 @each
-def test_a_signal_while_python_still_imports_is_answered_with_a_sentence(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signal_during_imports_is_reported_in_words(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "typer.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -224,7 +220,7 @@ print("goes on")
 
 
 @each
-def test_a_second_signal_ends_a_command_at_once(number: signal.Signals) -> None:
+def test_second_signal_ends_command_at_once(number: signal.Signals) -> None:
     code = f"""
 import signal, time
 from dsreason.job import signals
@@ -240,7 +236,7 @@ except signals.Interrupted:
 
 
 @each
-def test_a_signal_ends_the_wait_for_a_server(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ends_wait_for_server(tmp_path: Path, number: signal.Signals) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         command = [*COMMAND, "eval", "--server", url, "--adapter", "builtin", "--results-dir", "results"]

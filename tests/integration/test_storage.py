@@ -91,7 +91,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def proxy(server: Any, open_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """What S3 requests go through; the bucket is empty."""
+    """Yield the proxy that S3 requests pass through; the bucket is empty."""
     open_proxy.faults, open_proxy.seen, open_proxy.says = [], [], "said the test"
     monkeypatch.setenv("AWS_ENDPOINT_URL", open_proxy.address)
     yield open_proxy
@@ -114,7 +114,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """With a file of three parts."""
+    """Create an export with a file of three parts."""
     return make_export(
         tmp_path / "D" / "export" / "final", weights=os.urandom(2 * PART + 1000 - 88)
     )  # beside its header
@@ -138,16 +138,14 @@ def test_an_export_arrives_with_its_manifest_last(server: Any, proxy: Proxy, exp
     assert sum("partNumber=" in line for line in proxy.seen) == 3
 
 
-def test_a_checkpoint_arrives_with_its_own_marker_last(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_checkpoint_upload_ends_with_its_marker(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     upload(open_package(folder), TARGET)
     assert objects(server) == {f"run/{name}": content for name, content in files_of(folder).items()}
     assert [line for line in proxy.seen if line.startswith("PUT")][-1] == "PUT /bucket/run/COMPLETE"
 
 
-def test_only_what_is_missing_or_different_is_sent_again_and_the_old_marker_goes_first(
-    server: Any, proxy: Proxy, export: Path
-) -> None:
+def test_reupload_removes_marker_and_sends_only_changes(server: Any, proxy: Proxy, export: Path) -> None:
     upload(open_package(export), TARGET)
     assert upload(open_package(export), TARGET) == Sent(0, 0)
     (export / "config.json").write_text("[]")  # of the same size
@@ -184,7 +182,7 @@ def test_what_passes_is_waited_out(server: Any, proxy: Proxy, export: Path, faul
     assert result == {f"run/{name}": content for name, content in files_of(export).items()}
 
 
-def test_a_server_that_does_not_answer_is_given_up_after_a_time(
+def test_unresponsive_server_times_out(
     server: Any, proxy: Proxy, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "READ_LIMIT_S", 0.3)
@@ -214,7 +212,7 @@ def test_a_server_that_does_not_answer_is_given_up_after_a_time(
     ],
     ids=lambda value: value.kind if isinstance(value, Fault) else "",
 )
-def test_what_does_not_pass_is_named_and_leaves_no_marker_and_the_folder_as_it_was(
+def test_failed_upload_is_reported_without_a_marker(
     server: Any,
     proxy: Proxy,
     tmp_path: Path,
@@ -235,14 +233,14 @@ def test_what_does_not_pass_is_named_and_leaves_no_marker_and_the_folder_as_it_w
     assert files_of(folder) == before
 
 
-def test_parts_of_a_file_that_failed_do_not_stay_behind(server: Any, proxy: Proxy, export: Path) -> None:
+def test_parts_of_failed_upload_are_removed(server: Any, proxy: Proxy, export: Path) -> None:
     proxy.faults = [Fault("PUT", "403 AccessDenied", "partNumber=2")]
     with pytest.raises(StorageError, match="403 AccessDenied"):
         upload(open_package(export), TARGET)
     assert server.list_multipart_uploads(Bucket="bucket").get("Uploads", []) == []
 
 
-def test_an_upload_goes_on_where_it_failed(server: Any, proxy: Proxy, export: Path) -> None:
+def test_upload_resumes_after_failure(server: Any, proxy: Proxy, export: Path) -> None:
     proxy.faults = [Fault("PUT", "403 AccessDenied", "model.safetensors")] * 10
     with pytest.raises(StorageError):
         upload(open_package(export), TARGET)
@@ -251,9 +249,7 @@ def test_an_upload_goes_on_where_it_failed(server: Any, proxy: Proxy, export: Pa
     assert "run/UPLOADED.json" in objects(server)
 
 
-def test_an_upload_that_was_killed_leaves_no_marker_and_is_made_whole_by_the_next(
-    server: Any, proxy: Proxy, export: Path, tmp_path: Path
-) -> None:
+def test_killed_upload_is_completed_by_next_push(server: Any, proxy: Proxy, export: Path, tmp_path: Path) -> None:
     proxy.faults = [Fault("PUT", "hang", "model.safetensors")]
     push = ["push", str(export), "--to", "s3://bucket/run"]
     with subprocess.Popen(
@@ -271,15 +267,13 @@ def test_an_upload_that_was_killed_leaves_no_marker_and_is_made_whole_by_the_nex
     assert proxy.seen[-1].startswith("PUT /bucket/run/UPLOADED.json") and "run/UPLOADED.json" in sent
 
 
-def test_a_target_is_checked_by_an_object_that_does_not_stay(server: Any, proxy: Proxy) -> None:
+def test_target_check_removes_its_probe_object(server: Any, proxy: Proxy) -> None:
     check_target("s3://bucket/run")
     assert [line.split()[0] for line in proxy.seen] == ["PUT", "HEAD", "DELETE"]
     assert objects(server) == {}
 
 
-def test_a_target_that_cannot_be_written_is_a_configuration_error(
-    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_target_is_config_error(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"^checkpoint\.upload: s3://other/.* 404 NoSuchBucket .*create the bucket other"
     ):
@@ -296,9 +290,7 @@ def test_a_target_that_cannot_be_written_is_a_configuration_error(
     assert "sentinel" not in str(caught.value)
 
 
-def test_an_outage_is_a_warning_where_training_can_go_on_and_a_refusal_is_none(
-    server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outage_is_tolerated_but_refusal_raises(server: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     proxy.faults = [Fault("PUT", "503 SlowDown")] * 2
     check_target("s3://bucket/run", tolerate_outage=True)
     assert "checkpoint.upload: s3://bucket/run/" in caplog.text
@@ -324,9 +316,7 @@ def closed_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_run_uploads_in_the_background_and_ends_with_an_error_where_it_cannot(
-    server: Any, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_background_upload_failure_is_raised_at_end(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_what="all")
     first, second = (make_checkpoint(tmp_path / "D" / "checkpoints" / f"step_{n}") for n in (1, 2))
     before = files_of(tmp_path)
@@ -356,7 +346,7 @@ def cached(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and ".locks" not in path.parts]
 
 
-def test_media_are_read_from_s3_and_fetched_once(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_s3_media_are_fetched_once(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "a b.png", png())
     assert probe_image("s3://bucket/a b.png") == (3, 4)
     assert load_image("s3://bucket/a b.png").getpixel((0, 0)) == (255, 0, 0)
@@ -374,13 +364,13 @@ def test_a_replaced_object_is_fetched_anew(server: Any, proxy: Proxy) -> None:
     assert second.read_bytes() == png("blue")
 
 
-def test_a_copy_that_was_deleted_is_fetched_again(server: Any, proxy: Proxy) -> None:
+def test_deleted_cached_copy_is_fetched_again(server: Any, proxy: Proxy) -> None:
     put(server, "a.png", png())
     shutil.rmtree(fetch_file("s3://bucket/a.png").parent)
     assert fetch_file("s3://bucket/a.png").read_bytes() == png()
 
 
-def test_a_cut_download_goes_on_and_never_has_the_final_name(
+def test_interrupted_download_resumes_under_partial_name(
     server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "READ_BYTES", 1000)
@@ -421,7 +411,7 @@ def failing_third_get(proxy: Proxy) -> Any:
         ("https://host/a.png", "media must be local files or s3:// URIs"),
     ],
 )
-def test_what_cannot_be_read_names_itself_as_a_fault_of_the_data(proxy: Proxy, address: str, message: str) -> None:
+def test_unreadable_media_uri_is_data_error(proxy: Proxy, address: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         load_image(address)
     assert message in str(caught.value)
@@ -429,7 +419,7 @@ def test_what_cannot_be_read_names_itself_as_a_fault_of_the_data(proxy: Proxy, a
 
 
 @pytest.mark.parametrize("kind", ["403 AccessDenied", "503 SlowDown"])
-def test_a_refusal_is_no_fault_of_the_data(server: Any, proxy: Proxy, kind: str) -> None:
+def test_refused_download_is_storage_error(server: Any, proxy: Proxy, kind: str) -> None:
     put(server, "a.png", png())
     proxy.faults = [Fault("GET", kind)] * 10
     with pytest.raises(StorageError, match=kind):
@@ -441,7 +431,7 @@ def fetch_in_process(address: str) -> tuple[str, int]:
     return str(path), path.stat().st_size
 
 
-def test_several_processes_fetch_an_object_once_also_after_a_fork(server: Any, proxy: Proxy) -> None:
+def test_forked_processes_fetch_an_object_once(server: Any, proxy: Proxy) -> None:
     put(server, "first.bin", b"1")
     fetch_file("s3://bucket/first.bin")  # the connection of this process must not be used by its children
     put(server, "large.bin", os.urandom(10**6))
@@ -451,7 +441,7 @@ def test_several_processes_fetch_an_object_once_also_after_a_fork(server: Any, p
     assert sum(line.startswith("GET /bucket/large.bin") for line in proxy.seen) == 1
 
 
-def test_a_data_set_is_read_from_s3_with_media_beside_it(server: Any, proxy: Proxy) -> None:
+def test_data_set_in_s3_resolves_adjacent_media(server: Any, proxy: Proxy) -> None:
     rows = [
         {"id": "1", "image": "media/a.png", "question": "?", "answer": "red"},
         {"id": "2", "image": "s3://bucket/elsewhere/b.png", "question": "?", "answer": "blue"},
@@ -466,7 +456,7 @@ def test_a_data_set_is_read_from_s3_with_media_beside_it(server: Any, proxy: Pro
         assert [load_image(file).getpixel((0, 0)) for file in media] == [(255, 0, 0), (0, 0, 255)]
 
 
-def test_media_of_local_rows_are_read_below_media_path_in_s3(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_local_rows_use_s3_media_path(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     row = {"id": "1", "image": "a.png", "question": "?", "answer": "red"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     config = DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl"), media_path="s3://bucket/media")
@@ -490,21 +480,21 @@ def test_media_cannot_leave_media_path_in_s3(proxy: Proxy, tmp_path: Path) -> No
         ("https://me:sentinel@host/rows.jsonl", "https://…@host/rows.jsonl is an address"),
     ],
 )
-def test_a_data_set_that_is_not_there_names_itself(proxy: Proxy, path: str, message: str) -> None:
+def test_missing_data_set_is_reported(proxy: Proxy, path: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         open_datasets(DataConfig(adapter="jsonl", path=path))
     assert message in str(caught.value)
     assert "sentinel" not in str(caught.value)
 
 
-def test_an_object_whose_name_would_leave_the_folder_is_refused(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_object_name_leaving_folder_is_rejected(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "set/../../evil.json", b"[]")
     with pytest.raises(DataError, match="would leave its folder"):
         fetch_folder("s3://bucket/set", lambda name: True)
     assert cached(tmp_path) == []
 
 
-def test_a_model_is_read_from_s3_without_pickles_and_inner_folders(
+def test_s3_model_omits_pickles_and_subfolders(
     server: Any, proxy: Proxy, tiny_qwen2_5_vl: Path, tmp_path: Path
 ) -> None:
     for name, content in files_of(tiny_qwen2_5_vl).items():
@@ -517,7 +507,7 @@ def test_a_model_is_read_from_s3_without_pickles_and_inner_folders(
     assert resolve_model(ModelConfig(path="s3://bucket/models/tiny/"), tmp_path / "models") == folder
 
 
-def test_a_model_that_is_not_there_names_itself(server: Any, proxy: Proxy, tmp_path: Path) -> None:
+def test_missing_model_is_reported(server: Any, proxy: Proxy, tmp_path: Path) -> None:
     put(server, "models/other/readme.txt", b"x")
     for path, message in {
         "s3://bucket/none": "nothing is below this address",
@@ -544,7 +534,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield result
 
 
-def test_an_export_becomes_a_private_repository_and_its_manifest_comes_last(hub: Hub, tmp_path: Path) -> None:
+def test_hub_export_is_private_with_manifest_last(hub: Hub, tmp_path: Path) -> None:
     folder = make_export(tmp_path / "export" / "final")
     upload(open_package(folder), parse_target("hub:user/name"))
     repositories = hub.repositories["user/name@main"]
@@ -556,7 +546,7 @@ def test_an_export_becomes_a_private_repository_and_its_manifest_comes_last(hub:
 
 
 @pytest.mark.parametrize(("target", "place"), [("hub:user/name", ""), ("hub:user/name/export@dev", "export/")])
-def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
+def test_existing_model_card_is_kept(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str, place: str
 ) -> None:
     folder = make_export(tmp_path / "export" / "final")
@@ -575,7 +565,7 @@ def test_a_model_card_that_is_there_stays_and_is_not_in_the_manifest(
     assert f"{target}: the existing README.md is kept; delete it" in caplog.text
 
 
-def test_a_checkpoint_goes_to_the_folder_and_branch_that_were_given(hub: Hub, tmp_path: Path) -> None:
+def test_checkpoint_uploads_to_requested_folder_and_branch(hub: Hub, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     (folder / "universal").mkdir()
     (folder / "universal" / "made_later").write_text("x")
@@ -587,7 +577,7 @@ def test_a_checkpoint_goes_to_the_folder_and_branch_that_were_given(hub: Hub, tm
 
 
 @pytest.mark.parametrize("refused", ["create", "preupload", "commit"])
-def test_a_refusal_of_the_hub_that_passes_is_waited_out(hub: Hub, tmp_path: Path, refused: str) -> None:
+def test_temporary_hub_refusal_is_retried(hub: Hub, tmp_path: Path, refused: str) -> None:
     hub.refuse, hub.refused, hub.times = 503, refused, 1
     upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
     assert hub.times == 0
@@ -608,9 +598,7 @@ def test_a_refusal_of_the_hub_that_passes_is_waited_out(hub: Hub, tmp_path: Path
         ("commit", 500, "a server error: try again later"),
     ],
 )
-def test_a_refusal_of_the_hub_is_named_and_the_folder_stays_as_it_was(
-    hub: Hub, tmp_path: Path, refused: str, status: int, message: str
-) -> None:
+def test_hub_refusal_is_reported(hub: Hub, tmp_path: Path, refused: str, status: int, message: str) -> None:
     folder = make_export(tmp_path / "model")
     before = files_of(folder)
     hub.refuse, hub.refused = status, refused
@@ -622,7 +610,7 @@ def test_a_refusal_of_the_hub_is_named_and_the_folder_stays_as_it_was(
 
 
 @pytest.mark.parametrize("target", ["hub:user/name", "hub:team/name@dev"])
-def test_looking_at_a_hub_target_makes_no_repository_and_no_commit(hub: Hub, target: str) -> None:
+def test_hub_check_creates_repository_only_on_request(hub: Hub, target: str) -> None:
     check_target(target)
     assert (hub.created, hub.repositories, hub.commits) == ([], {}, [])
     check_target(target, create=True)
@@ -631,12 +619,12 @@ def test_looking_at_a_hub_target_makes_no_repository_and_no_commit(hub: Hub, tar
     check_target(target)
 
 
-def test_a_repository_of_others_is_refused_before_it_is_created(hub: Hub) -> None:
+def test_foreign_hub_repository_is_rejected_before_creation(hub: Hub) -> None:
     with pytest.raises(ConfigError, match=r"^checkpoint\.upload: hub:stranger/name: the token .* belongs to user, who"):
         check_target("hub:stranger/name")
 
 
-def test_a_hub_target_is_checked_without_a_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_target_check_makes_no_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     check_target("hub:user/name", create=True)
     assert hub.commits == []
     assert any("preupload" in line for line in hub.seen)
@@ -649,15 +637,13 @@ def test_a_hub_target_is_checked_without_a_commit(hub: Hub, monkeypatch: pytest.
         check_target("hub:user/name")
 
 
-def test_a_hub_that_cannot_be_reached_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
     with pytest.raises(StorageError, match=r"^hub:user/name: .*[Cc]onnect"):
         upload(open_package(make_export(tmp_path / "model")), parse_target("hub:user/name"))
 
 
-def test_a_run_uploads_to_s3_and_to_the_hub_and_a_hub_that_refuses_stops_nothing(
-    server: Any, proxy: Proxy, hub: Hub, tmp_path: Path
-) -> None:
+def test_hub_refusal_does_not_stop_s3_upload(server: Any, proxy: Proxy, hub: Hub, tmp_path: Path) -> None:
     config = CheckpointConfig(upload=("s3://bucket/run", "hub:user/name"), upload_what="all")
     run = tmp_path / "D"
     first = make_checkpoint(run / "checkpoints" / "step_1")
@@ -695,9 +681,7 @@ def run_push(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_pushes_and_shows_no_secret_whatever_happens(
-    server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_command_hides_secrets(server: Any, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S3FS_LOGGING_LEVEL", "DEBUG")
     folder = make_export(tmp_path / "model")
     proxy.faults = [Fault("PUT", "503 SlowDown", "config.json")]
@@ -786,7 +770,7 @@ def second_job(first: subprocess.Popen[str], job: list[str], folder: Path) -> su
 
 
 @pytest.mark.long
-def test_a_run_whose_uploads_fail_trains_to_its_end_alone_in_its_folder_and_shows_no_secret(
+def test_run_survives_failed_uploads_and_hides_secrets(
     server: Any, proxy: Proxy, tmp_path: Path, job: list[str]
 ) -> None:
     proxy.says = f"{KEY} and {SECRET} may not"

@@ -1,4 +1,7 @@
-"""What a new trainer needs: a schema, a folder in `train/` and a file in `cli/`, as in `toy/`; all else knows it then."""
+"""The parts of a new trainer: a schema, a folder in `train/` and a file in `cli/`, as in `toy/`.
+
+Everything else then finds the trainer.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ keep = -1
 
 
 def add_toy(place: Any = setattr) -> None:
-    """As if the files of `toy/` lay in the package; `place` sets an attribute."""
+    """Make the files of `toy/` appear to be in the package; `place` sets an attribute."""
     folder = Path(__file__).parent / "toy"
     for package in (cli, config, train):
         place(package, "__path__", [*package.__path__, str(folder / package.__name__.rpartition(".")[2])])
@@ -54,7 +57,7 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_toy(file: str, output_dir: str, resume: str | None) -> None:
-    """What a rank of `dsreason toy` does."""
+    """Run what a rank of `dsreason toy` runs."""
     add_toy()
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
@@ -64,7 +67,7 @@ def run_toy(file: str, output_dir: str, resume: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Path:
-    """With `whole/`: four steps on two ranks, and `resumed/`: the last two of them again."""
+    """Create `whole/`, a run of four steps on two ranks, and `resumed/`, its last two steps again."""
     folder = tmp_path_factory.mktemp("toy")
     rows = write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(RUN.format(model=tiny_qwen3_vl, rows=rows))
@@ -74,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen3_vl: Path) -> Pat
     return folder
 
 
-def test_its_run_is_shown_validated_and_exported_as_any_other(folder: Path) -> None:
+def test_toy_run_is_logged_validated_and_checkpointed(folder: Path) -> None:
     lines = metrics(folder / "whole")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert all("val/accuracy" in line for line in (lines[0], lines[-1]))
@@ -93,7 +96,7 @@ RUNS = ("whole", "resumed")
 
 
 @pytest.mark.usefixtures("_toy")
-def test_another_value_in_its_section_is_another_run(folder: Path) -> None:
+def test_changed_toy_setting_is_rejected_on_resume(folder: Path) -> None:
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
     from dsreason.config.output import check_output_dir
 

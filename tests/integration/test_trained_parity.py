@@ -28,7 +28,7 @@ STEPS = 3
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the measurements of each rank."""
     setup: Setup = request.param
     run: Path = request.getfixturevalue(f"trained_{setup.family}")
     assert metrics(run)[-1]["val/loss"] < 1  # of a random model: 6.3
@@ -40,7 +40,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def untie(model: Path) -> None:
-    """The same function with an output layer of its own."""
+    """Give the model a separate output layer; it still computes the same function."""
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] = weights["model.language_model.embed_tokens.weight"].clone()
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
@@ -130,14 +130,14 @@ def train(explorer: Explorer) -> float:
     return min(float((p.detach() - towers[n]).abs().max()) for n, p in policy.named_parameters() if n in towers)
 
 
-def test_a_trained_policy_and_its_engine_agree_to_the_last_logprob(found: list[dict[str, Any]]) -> None:
+def test_trained_policy_and_engine_logprobs_agree(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["tower moved"] > 1e-4
         wrong = {case: d for part in ("trained", "fresh") for case, d in rank[part].items() if not d <= 1e-4}
         assert not wrong
 
 
-def test_without_the_sync_or_with_another_medium_they_do_not(found: list[dict[str, Any]]) -> None:
+def test_stale_weights_or_wrong_media_break_agreement(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert not {case: d for case, d in rank["sync skipped"].items() if not d > 1e-3}
         # Where the model is sure of its words whatever it sees, sharpened probabilities hardly differ; softened ones do.

@@ -97,7 +97,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_qwen2_5_vl: Path) -> Path:
-    """Where the launchers are called: run configuration, hostfile, and the variables that every host gets."""
+    """Create the folder from which the launchers run.
+
+    It has the run configuration, the hostfile, and the variables that every host gets.
+    """
     folder = tmp_path_factory.mktemp("hosts")
     rows = write_mixed_rows(folder / "data")
     (folder / "run.toml").write_text(CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))
@@ -160,7 +163,7 @@ def on_both(
 
 
 @needs_ssh
-def test_the_hostfile_gives_the_losses_of_the_ordinary_start(
+def test_hostfile_run_reproduces_single_host_losses(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
     ended = deepspeed(
@@ -174,7 +177,7 @@ def test_the_hostfile_gives_the_losses_of_the_ordinary_start(
 
 
 @pytest.mark.long
-def test_torchrun_gives_the_losses_of_the_ordinary_start(
+def test_torchrun_run_reproduces_single_host_losses(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
     ended = torchrun(hosts, folder, "-m", "dsreason", "sft", "--config", "run.toml", "--output-dir", "torchrun_run")
@@ -183,7 +186,7 @@ def test_torchrun_gives_the_losses_of_the_ordinary_start(
 
 
 @needs_ssh
-def test_every_host_tells_an_error_and_the_launcher_keeps_its_exit_code(folder: Path, hosts: tuple[Host, Host]) -> None:
+def test_config_error_is_reported_by_every_host(folder: Path, hosts: tuple[Host, Host]) -> None:
     ended = deepspeed(
         hosts, folder, "--module", "dsreason", "sft", "--config", "run.toml", "--set", "train.max_stepz=4"
     )
@@ -208,7 +211,7 @@ def ranks(folder: Path) -> str:
         ("torchrun", "early", "at its start"),
     ],
 )
-def test_a_rank_that_is_killed_takes_both_hosts_along(
+def test_killed_rank_stops_both_hosts(
     folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str, how: str, place: str
 ) -> None:
     before = [host.processes() for host in hosts]
@@ -239,9 +242,7 @@ def test_a_rank_that_is_killed_takes_both_hosts_along(
 @pytest.mark.parametrize(
     "launcher", [pytest.param("torchrun", marks=pytest.mark.long), pytest.param("deepspeed", marks=needs_ssh)]
 )
-def test_a_launcher_that_is_killed_takes_both_hosts_along(
-    folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str
-) -> None:
+def test_killed_launcher_stops_both_hosts(folder: Path, hosts: tuple[Host, Host], ranks: str, launcher: str) -> None:
     before = [host.processes() for host in hosts]
     if launcher == "torchrun":
         commands = [[*host.inside, *TORCHRUN, ranks, "stay"] for host in hosts]
@@ -267,7 +268,7 @@ def test_a_launcher_that_is_killed_takes_both_hosts_along(
 
 
 @pytest.mark.nightly
-def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
+def test_torchrun_continues_after_losing_a_host(
     folder: Path, hosts: tuple[Host, Host], expected_losses: list[float]
 ) -> None:
     start = [*ANY_TORCHRUN, "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "1"]
@@ -314,7 +315,7 @@ def test_torchrun_goes_on_with_the_ranks_that_are_left_when_a_host_is_lost(
     ],
     ids=["of the store", "of the ranks"],
 )
-def test_a_closed_port_is_told_on_both_hosts(
+def test_closed_port_is_reported_on_both_hosts(
     folder: Path, hosts: tuple[Host, Host], ranks: str, lost: list[str], told: str, advice: str
 ) -> None:
     described = ["WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500"]

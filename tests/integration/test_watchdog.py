@@ -123,7 +123,7 @@ def train(folder: Path, reward: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_until_gone(word: str, deadline: float) -> bool:
-    """Whether no process with the word in its command line is left: ranks and their data workers."""
+    """Return whether all processes with the word in their command line end in time: ranks and data workers."""
     while paths := [process for process in Path("/proc").glob("[0-9]*") if is_about(process, word)]:
         if time.time() > deadline:
             return False
@@ -138,7 +138,7 @@ def is_about(process: Path, word: str) -> bool:
         return False
 
 
-def test_a_killed_rank_takes_the_job_along_and_is_named(folder: Path) -> None:
+def test_killed_rank_ends_job_and_is_named(folder: Path) -> None:
     ended = train(folder, "kill_rank_1")
     *_, log, empty, killed, last = ended.stderr.splitlines()
     assert (log, empty) == ("error: rank 1 failed; its log: kill_rank_1/logs/rank_1.log", "")
@@ -147,7 +147,7 @@ def test_a_killed_rank_takes_the_job_along_and_is_named(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_reward_that_raises_on_one_rank_is_told_last(folder: Path) -> None:
+def test_reward_error_is_reported_last(folder: Path) -> None:
     ended = train(folder, "raise_on_rank_1")
     assert 'reward "rewards.py:raise_on_rank_1", sample ' in ended.stderr
     assert ended.stderr.splitlines()[-1] == "  KeyError: 'no such key'"
@@ -155,7 +155,7 @@ def test_a_reward_that_raises_on_one_rank_is_told_last(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_crashes_between_two_collectives_has_its_traceback_last(folder: Path) -> None:
+def test_crashed_rank_traceback_is_printed_last(folder: Path) -> None:
     ended = train(folder, "crash_rank_0")
     assert "error: rank 0 failed; its log: crash_rank_0/logs/rank_0.log" in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("FileExistsError: ")
@@ -188,7 +188,7 @@ def assert_both_ranks_said_where_they_were(text: str) -> None:
     assert "in wait_for_rank_1" in text
 
 
-def test_a_late_phase_shows_where_all_ranks_are(tmp_path: Path) -> None:
+def test_late_phase_shows_position_of_all_ranks(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, ["ranks.py", "launch", "store"])
     assert done.returncode == TIME_LIMIT_EXIT_CODE
     assert_both_ranks_said_where_they_were(done.stderr)
@@ -201,7 +201,7 @@ DEEPSPEED = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_por
 
 
 @pytest.mark.nightly
-def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -> None:
+def test_late_phase_shows_all_positions_under_torchrun(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*TORCHRUN, "ranks.py", "collective"])
     assert done.returncode == 1  # torchrun's own
     assert f"exitcode  : {TIME_LIMIT_EXIT_CODE}" in done.stderr
@@ -217,9 +217,7 @@ def test_a_late_phase_shows_where_all_ranks_are_under_torchrun(tmp_path: Path) -
     ],
     ids=["torchrun-1", "torchrun-0", "deepspeed-1"],
 )
-def test_the_rank_that_is_left_tells_of_the_killed_one(
-    launcher: list[str], how: str, place: str, tmp_path: Path
-) -> None:
+def test_surviving_rank_reports_the_killed_one(launcher: list[str], how: str, place: str, tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*launcher, "ranks.py", how])
     assert done.returncode != 0
     rank = how[-1]
@@ -235,7 +233,7 @@ def test_the_rank_that_is_left_tells_of_the_killed_one(
 @pytest.mark.parametrize(
     "launcher", [TORCHRUN, pytest.param(DEEPSPEED, marks=pytest.mark.nightly)], ids=["torchrun", "deepspeed"]
 )
-def test_the_traceback_of_the_rank_that_failed_first_is_the_last(launcher: list[str], tmp_path: Path) -> None:
+def test_first_failing_rank_traceback_is_printed_last(launcher: list[str], tmp_path: Path) -> None:
     done = run_ranks(tmp_path, [*launcher, "ranks.py", "raise-1"])
     assert done.returncode != 0
     last = done.stderr.rpartition("Traceback (most recent call last):")[2]
@@ -249,7 +247,7 @@ def gone_within_a_minute(folder: Path) -> bool:
     return time.time() - float((folder / "since").read_text()) < MINUTE
 
 
-def test_a_rank_that_cannot_be_ended_politely_does_not_hide_the_one_that_raised(tmp_path: Path) -> None:
+def test_unresponsive_rank_does_not_hide_the_error(tmp_path: Path) -> None:
     done = run_ranks(tmp_path, ["ranks.py", "launch", "raise-1"])
     assert done.returncode == 1
     assert "error: rank 1 failed; its log: logs/rank_1.log" in done.stderr
@@ -289,7 +287,7 @@ checkpoint.export = "none"
 
 
 @pytest.mark.long
-def test_torchrun_restarts_a_killed_run_from_its_newest_checkpoint(tmp_path: Path, tiny_qwen2_5_vl: Path) -> None:
+def test_torchrun_restarts_killed_run_from_newest_checkpoint(tmp_path: Path, tiny_qwen2_5_vl: Path) -> None:
     rows = write_mixed_rows(tmp_path / "data")
     (tmp_path / "adapter.py").write_text(KILLING_ADAPTER)
     (tmp_path / "run.toml").write_text(KILLED_CONFIG.format(model=tiny_qwen2_5_vl, rows=rows))

@@ -1,4 +1,4 @@
-"""The built wheel, installed alone, runs from any folder: the shipped files travel in it."""
+"""The built wheel, installed without the checkout, runs from any folder: the shipped files travel in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a fresh environment that has the wheel, and everything but dsreason from this one."""
+    """Return the Python of a fresh environment with the wheel, and everything but dsreason from this one."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(build, capture_output=True, text=True)
@@ -41,7 +41,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_wheel_trains_the_built_in_recipe_from_another_folder(python, tmp_path):
+def test_wheel_trains_shipped_recipe_from_another_folder(python, tmp_path):
     short = ["--set", "train.max_steps=2", "--set", "validation.max_samples=16"]
     command = [
         python,
@@ -64,7 +64,7 @@ def test_wheel_trains_the_built_in_recipe_from_another_folder(python, tmp_path):
     assert (tmp_path / "D/export/final/config.json").is_file()
 
 
-def test_wheel_and_not_the_checkout_is_what_ran(python, tmp_path):
+def test_wheel_is_imported_instead_of_checkout(python, tmp_path):
     where = subprocess.check_output(
         [python, "-c", "import dsreason; print(dsreason.__file__)"], text=True, cwd=tmp_path
     )

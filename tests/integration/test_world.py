@@ -84,7 +84,7 @@ DDRL = {"world.algorithm": '"ddrl"', "world.data_noise": '"fresh"', "world.data_
 
 
 def run_world(folder: str, name: str, resume: str | None, changes: dict[str, Any]) -> None:
-    """What a rank of `dsreason world` does."""
+    """Run what a rank of `dsreason world` runs."""
     from dsreason.cli.job import TrainingCommand, find_trainers, load_job
 
     trainer = find_trainers()["world"]
@@ -146,7 +146,7 @@ def values(run: Path, after: int = 0) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
-def test_a_resumed_run_goes_on_bit_for_bit(runs: str, file: str, request: pytest.FixtureRequest) -> None:
+def test_resumed_run_continues_bit_for_bit(runs: str, file: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(runs)
     assert values(folder / runs, after=2) == values(folder / f"{runs}_resumed")
     full, resumed = exported(folder / runs, file), exported(folder / f"{runs}_resumed", file)
@@ -171,7 +171,7 @@ def test_one_rank_trains_as_two_do(runs: str, other: str, file: str, request: py
 
 
 @pytest.mark.parametrize("name", ["flow", "flow_alone", "flow_together"])
-def test_sampling_and_training_are_one_function_and_the_policy_moves(name: str, flow: Path) -> None:
+def test_sampling_matches_training_and_policy_changes(name: str, flow: Path) -> None:
     result = values(flow / name)
     on_policy = [line for line in result if line["step"] % 2 == 1]  # two optimizer steps on a rollout
     assert [line["policy/ratio_error"] for line in on_policy] == [0.0, 0.0]
@@ -181,7 +181,7 @@ def test_sampling_and_training_are_one_function_and_the_policy_moves(name: str, 
     assert result[-1]["policy/kl"] > 0
 
 
-def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(clips: Path) -> None:
+def test_flow_matching_does_not_depend_on_ranks(clips: Path) -> None:
     two, item = values(clips / "sft", after=2), values(clips / "sft_alone")
     for a, b in zip(two, item, strict=True):
         for name in ("train/loss", "train/grad_norm", *(["val/loss"] if a["step"] == 4 else [])):
@@ -193,7 +193,7 @@ def test_flow_matching_is_the_same_on_any_number_of_ranks_and_lowers_its_loss(cl
     assert "val/reward/mean" not in displayed[0]
 
 
-def test_a_frozen_projection_stays_as_it_was_and_is_exported(clips: Path) -> None:
+def test_frozen_projection_is_exported_unchanged(clips: Path) -> None:
     base = load_file(Path(str(run_facts(clips / "sft")["model_path"])) / FULL)
     result = exported(clips / "sft", FULL)
     assert result.keys() == base.keys()
@@ -209,7 +209,7 @@ def test_ddrl_adds_the_error_on_real_clips(clips: Path) -> None:
     assert result["train/loss"] == pytest.approx(result["policy/loss"] + 0.5 * result["policy/data_loss"])
 
 
-def test_the_curves_have_what_shows_that_rewards_are_cheated(flow: Path) -> None:
+def test_curves_reveal_reward_hacking(flow: Path) -> None:
     expected = {"reward/brightness/mean", "reward/zero_std_fraction", "clips/diversity", "clips/brightness"}
     assert expected <= values(flow / "flow")[0].keys()
     displayed = metrics(flow / "flow")
@@ -256,7 +256,7 @@ def test_diffusers_loads_the_exported_adapter_exactly(nft: Path) -> None:
 
 
 @pytest.mark.parametrize(("runs", "file"), [("flow", FULL), ("nft", ADAPTER)])
-def test_a_checkpoint_is_exported_as_the_run_was(
+def test_checkpoint_export_equals_export_of_run(
     runs: str, file: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     from dsreason.cli.export import export
@@ -274,7 +274,7 @@ def run_facts(run: Path) -> dict[str, Any]:
     return read_record(run)
 
 
-def test_what_is_frozen_is_not_in_the_checkpoint(nft: Path) -> None:
+def test_frozen_weights_are_not_in_checkpoint(nft: Path) -> None:
     checkpoint = nft / "nft/checkpoints/step_4"
     state = torch.load(checkpoint / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
     assert not state["frozen_param_fragments"]
@@ -325,8 +325,8 @@ def weights_on_ranks(group: int) -> list[NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
-def test_an_average_half_way_has_half_of_the_change_and_the_policy_comes_back_exactly(ranks: int, group: int) -> None:
-    """Also where hosts have copies of the weights, which must not be used while others are in place."""
+def test_averaged_weights_are_swapped_and_restored_exactly(ranks: int, group: int) -> None:
+    """Cover hosts with copies of the weights too, which must not be used while other weights are in place."""
     for before, after, half, back, full in run_on_ranks(weights_on_ranks, ranks, group):
         assert np.abs(after - before).min() > 0.1
         np.testing.assert_allclose(half, (before + after) / 2, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run of world models ends with one error that names it."""
+"""Errors in the middle of a run of world models: each ends the run with one error that names it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failure(folder: Path, name: str, changes: dict[str, Any], *, ranks: int = 1,
     return str(caught.value)
 
 
-def test_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
+def test_reward_failure_on_one_rank_stops_all(folder: Path) -> None:
     changes = {"reward.functions": f'{{ "{folder / "own.py"}:on_one_rank" = 1.0 }}', "reward.workers": 0}
     result = failure(folder, "one_rank", changes, ranks=2)
     assert "RewardError" in result
@@ -104,13 +104,13 @@ CLIPS = {
 }
 
 
-def test_a_clip_that_cannot_be_read_is_named(folder: Path) -> None:
+def test_unreadable_clip_is_reported(folder: Path) -> None:
     result = failure(folder, "unreadable", CLIPS | {"data.path": json.dumps(str(folder / "data"))})
     assert "DataError" in result
     assert "13.mp4" in result
 
 
-def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_for(folder: Path) -> None:
+def test_unreadable_clip_is_skipped_and_counted(folder: Path) -> None:
     changes = CLIPS | {"data.path": json.dumps(str(folder / "data")), "data.on_bad_row": '"skip"'}
     run_on_ranks(run_world, 1, str(folder), "skipped", None, SHORT | changes)
     assert [line["train/skipped_rows"] for line in values(folder / "skipped")][-1] == 1
@@ -124,7 +124,7 @@ def test_a_clip_that_cannot_be_read_is_left_out_and_counted_where_that_is_asked_
         ("average", {"train.ema_decay": 0.5}, "ConfigError: .*ema_decay was None and is now 0.5"),
     ],
 )
-def test_a_checkpoint_of_another_kind_of_run_is_refused(
+def test_checkpoint_of_different_run_kind_is_rejected(
     name: str, changes: dict[str, Any], text: str, folder: Path
 ) -> None:
     assert re.search(text, failure(folder, name, changes, resume="started/checkpoints/step_1"))

@@ -65,7 +65,7 @@ def means(results: Path) -> dict[str, float]:
 
 
 @pytest.mark.long
-def test_an_evaluation_finds_what_the_last_validation_found(folder: Path) -> None:
+def test_evaluation_matches_the_last_validation(folder: Path) -> None:
     """The same prompts, noise, guidance and given frames, on two ranks in other micro-batches, of the exported average."""
     last = metrics(folder / "run")[-1]
     result = means(folder / "results" / "run-final")
@@ -75,7 +75,7 @@ def test_an_evaluation_finds_what_the_last_validation_found(folder: Path) -> Non
     assert (folder / "results" / "run-final" / "world.html").read_text().count("<video") == 5
 
 
-def test_the_model_that_training_began_with_is_what_the_first_validation_measured(folder: Path) -> None:
+def test_evaluation_of_start_model_matches_first_validation(folder: Path) -> None:
     first = metrics(folder / "run")[0]
     result = means(folder / "results" / "tiny-squares")
     assert result["reward"] == pytest.approx(first["val/reward/mean"], abs=1e-5)
@@ -95,7 +95,7 @@ def test_two_models_are_compared_clip_by_clip(folder: Path) -> None:
     assert (results / "run-final" / "world.html").read_text().count("<video") == 10
 
 
-def test_it_goes_on_where_it_stopped(folder: Path) -> None:
+def test_evaluation_resumes_without_changing_other_clips(folder: Path) -> None:
     clips = folder / "results" / "tiny-squares" / "clips"
     before = {file.name: file.read_bytes() for file in clips.glob("*.json")}
     remaining = {name: (clips / name).stat().st_mtime_ns for name in before if name != "3.json"}

@@ -44,7 +44,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_copies_of_the_weights_on_each_host_change_nothing(hosts: Path) -> None:
+def test_per_host_weight_copies_preserve_results(hosts: Path) -> None:
     """Nor do the reference of the KL and the average, which are put in their place meanwhile."""
     assert values(hosts / "copies") == values(hosts / "plain")
     assert values(hosts / "copies")[1]["policy/kl"] > 0
@@ -53,7 +53,7 @@ def test_copies_of_the_weights_on_each_host_change_nothing(hosts: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_with_copies_a_run_is_resumed_and_exported_bit_for_bit(hosts: Path, tmp_path: Path) -> None:
+def test_run_with_copies_resumes_and_exports_exactly(hosts: Path, tmp_path: Path) -> None:
     from dsreason.cli.export import export
 
     assert values(hosts / "resumed") == values(hosts / "copies", after=1)
@@ -84,7 +84,7 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_three_and_three_steps_equal_six_bit_for_bit(six: Path) -> None:
+def test_interrupted_run_resumes_exactly(six: Path) -> None:
     assert values(six / "resumed") == values(six / "six", after=3)
     full, resumed = exported(six / "six", FULL), exported(six / "resumed", FULL)
     assert full.keys() == resumed.keys()
@@ -92,7 +92,7 @@ def test_three_and_three_steps_equal_six_bit_for_bit(six: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "after"), [("alone", 3), ("again", 5)])
-def test_a_run_goes_on_with_fewer_and_with_more_ranks(name: str, after: int, six: Path) -> None:
+def test_run_resumes_on_different_number_of_ranks(name: str, after: int, six: Path) -> None:
     """Up to the order of sums."""
     full, result = values(six / "six", after=after), values(six / name)
     for item, two in zip(result, full, strict=True):

@@ -84,7 +84,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WFM_REWARD_TOKEN", "right-token")
 
 
-def test_functions_of_a_file_score_pixels_and_latents_from_elsewhere(served: tuple[str, LinearCodec]) -> None:
+def test_reward_file_scores_remote_pixels_and_latents(served: tuple[str, LinearCodec]) -> None:
     url, codec = served
     expected = (
         {"name": "follow", "score_key": "follow", "weight": 2.0},
@@ -99,14 +99,12 @@ def test_functions_of_a_file_score_pixels_and_latents_from_elsewhere(served: tup
     assert sent.by_name["follow/follow"].tolist() == pytest.approx([1, 0], abs=0.1)
 
 
-def test_a_function_that_fails_ends_in_an_error_with_its_text(served: tuple[str, LinearCodec]) -> None:
+def test_failing_function_error_includes_its_message(served: tuple[str, LinearCodec]) -> None:
     with pytest.raises(RewardError, match=r'"broken"(.|\n)*failed: ValueError: no weights'):
         score(served[0], {"name": "broken", "score_key": "broken"}, time_limit=2)
 
 
-def test_a_wrong_token_is_refused_and_not_shown(
-    served: tuple[str, LinearCodec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_token_is_rejected_and_hidden(served: tuple[str, LinearCodec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WFM_REWARD_TOKEN", "wrong-token")
     with pytest.raises(RewardError, match=r"status 401 .*the token is wrong.*check REMOTE_REWARD_TOKEN") as error:
         score(served[0], {"name": "follow", "score_key": "follow"})
@@ -136,7 +134,7 @@ def bucket() -> Iterator[Any]:
 
 @pytest.fixture
 def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The bucket, reached with cosmos-rl's variables alone."""
+    """Open the bucket with only cosmos-rl's variables."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     result = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION_NAME": "us-east-1"}
@@ -149,7 +147,7 @@ def store(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     s3._create_client.cache_clear()
 
 
-def test_folders_shards_and_prompts_are_read_from_s3(store: Any, tmp_path: Path) -> None:
+def test_folders_shards_and_prompts_load_from_s3(store: Any, tmp_path: Path) -> None:
     clip = video(tmp_path / "v.mp4").read_bytes()
     shard = pack(tmp_path / "0.tar", {"7.json": b'{"prompt": "of a shard"}', "7.mp4": clip}).read_bytes()
     objects = {

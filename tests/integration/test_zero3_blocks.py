@@ -44,7 +44,7 @@ def sft_config(rows: str, model: str, sections: dict[str, Any]) -> Any:
 
 
 def plain_gradients(config: Any) -> Gradients:
-    """The gradients of the first step by autograd alone, in one process."""
+    """Compute the gradients of the first step with autograd only, in one process."""
     import torch
 
     from dsreason.models.freeze import freeze
@@ -134,7 +134,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def gradients(rows: str, models: dict[str, str]) -> dict[tuple[int, str, str], Gradients]:
-    """By the number of ranks, family and case."""
+    """Compute the gradients by number of ranks, family and case."""
     results = {}
     for ranks in (1, 2):
         keys = [(n, family, case) for (n, family), cases in LAYOUTS.items() for case in cases if n == ranks]

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces joined by a cable, each with a name and an address of its own.
+"""Two hosts on this machine: network namespaces joined by a cable, each with its own name and IP address.
 
-torchrun, which is called on every host, needs no more. `deepspeed` starts its ranks over ssh: with the tools for it there is
-an sshd on each.
+torchrun, which is called on every host, needs no more. `deepspeed` starts its ranks over ssh: if the tools for it are
+installed, each host runs an sshd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ echo trial > /proc/sys/kernel/hostname && mkdir -p /run/netns /etc/netns && moun
 
 
 def can_join_hosts() -> bool:
-    """Whether this machine, often a container itself, lets us have namespaces and a cable; leaves nothing behind."""
+    """Return whether this machine, often a container itself, allows namespaces and a cable; leave nothing behind."""
     if missing("ip", "unshare", "hostname"):
         return False
     command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", TRIAL]
@@ -69,7 +69,7 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """What to put before a command that is to run on this host."""
+        """Command prefix that runs a command on this host."""
         rename = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
         unshare = ["unshare", "--uts", "sh", "-c", rename, self.name]
         return ["ip", "netns", "exec", self.space, *unshare, "env", f"PATH={self.path}"]
@@ -90,7 +90,7 @@ class Host:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Their keys and their `ssh` lie in `folder`, where there are tools for them."""
+    """Yield two joined hosts; if the ssh tools are installed, `folder` holds their keys and their `ssh`."""
     hosts = [Host(name, f"dsreason-{os.getpid()}-{name}", f"{folder}:{SEARCHED}") for name in NAMES]
     with ExitStack() as stack:
         for host in hosts:
@@ -112,7 +112,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
 
 
 def write_hostfile(folder: Path) -> None:
-    """What `DEEPSPEED` needs in the folder where it is called: the hosts, and the variables that each of them gets."""
+    """Write the files `DEEPSPEED` needs in its working folder: the hosts, and the variables that each of them gets."""
     (folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NAMES))
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\n")
 

@@ -1,13 +1,14 @@
-"""Deliberate faults, and which test sees each of them.
+"""Deliberate faults, and the tests that detect each of them.
 
     python -m tests.sabotage                        # every fault; one with real ranks takes minutes
     python -m tests.sabotage kl_sign prune_one_more # these two
-    python -m tests.sabotage --unit                 # only those that unit tests should see, some seconds each
+    python -m tests.sabotage --unit                 # only those that unit tests should detect, some seconds each
     python -m tests.sabotage --markdown FILE        # the table as Markdown, too
 
-A suite that is made faster must still see what it saw before. `faults.toml` holds mistakes that people really make; each
-replaces one text of one file in a copy of the tree. Then the tests run that should see it: first those of the short suite,
-and where none of them fails those marked `long`. A fault that no test sees is a gap, and the exit status is 1.
+A suite that is made faster must still detect what it detected before. `faults.toml` holds mistakes that people
+really make; each replaces one snippet of one file in a copy of the tree. Then the tests that should detect it run:
+first those of the short suite and, if none of them fails, those marked `long`. A fault that no test detects is a gap,
+and the exit status is 1.
 
 To add one, write into `faults.toml`:
 
@@ -15,12 +16,12 @@ To add one, write into `faults.toml`:
     name = "prune_one_more"
     what = "one checkpoint more than asked for is deleted"  # a line of the table
     file = "dsreason/checkpoints/checkpoint_folder.py"
-    old = "len(complete) - keep, 0)"                         # stands in the file exactly once
+    old = "len(complete) - keep, 0)"                         # occurs in the file exactly once
     new = "len(complete) - keep + 1, 0)"                     # code that still runs
-    tests = ["tests/unit/checkpoints/test_checkpoint.py"]    # the narrowest files that should see it
+    tests = ["tests/unit/checkpoints/test_checkpoint.py"]    # the narrowest files that should detect it
 
 A good fault is one letter or one line, looks harmless in a review, and raises nothing by itself.
-`tests/unit/test_sabotage.py` fails where the code has moved on and a text is no longer there.
+`tests/unit/test_sabotage.py` fails when the code has changed and a snippet no longer occurs in its file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Fault:
     what: str
     """The mistake, in words."""
     file: str
-    """From the root of the tree."""
+    """Path of the changed file, from the root of the tree."""
     old: str
     """A text that stands in the file once."""
     new: str

@@ -21,9 +21,9 @@ import typer
 from tests.sabotage import ROOT, Fault, read_faults
 
 TIME_LIMIT_S = 1800
-"""Of one run of tests. A fault that makes them hang is seen."""
+"""Seconds that one run of tests may take. A fault that makes them hang counts as detected."""
 SUITES = {"short": [], "whole": ["--all", "-m", "long"]}
-"""By name: pytest's options for what the suite has beyond the one before it."""
+"""Suite name → pytest's options for the tests that it adds to the previous suite."""
 NO_TEST_FAILED = (0, 5)
 """pytest's exit codes; 5: the suite has none of these tests."""
 
@@ -32,7 +32,7 @@ NO_TEST_FAILED = (0, 5)
 class Finding:
     fault: Fault
     suite: str
-    """The smallest suite with a test that fails; "none" if there is none."""
+    """The smallest suite with a failing test, or "none"."""
     test: str
     seconds: float
 
@@ -91,7 +91,10 @@ def failed_test(tree: Path, tests: Sequence[str], options: Sequence[str]) -> str
 
 
 def try_fault(fault: Fault, tree: Path) -> Finding:
-    """Which test sees it. RuntimeError if the tests fail without the fault as well, which would prove nothing."""
+    """Find a test that detects the fault.
+
+    Raise RuntimeError if that test also fails without the fault, which would prove nothing.
+    """
     started = time.monotonic()
     for suite, options in SUITES.items():
         with planted(fault, tree):

@@ -49,7 +49,7 @@ def test_sft_trains_and_its_export_answers_questions(sft: Path, folder: Path) ->
     assert "accuracy" in run(folder, "score", "--results-dir", "results")
 
 
-def test_grpo_trains_the_export_of_sft_with_vllm(sft: Path, folder: Path) -> None:
+def test_grpo_trains_sft_export_with_vllm(sft: Path, folder: Path) -> None:
     model = f'model.path="{sft / "export" / "final"}"'
     grpo = train(folder, "grpo", model, "grpo.prompts_per_step=4", "grpo.kl_coef=0.01", "monitor.profile=[2]")
     assert [line["step"] for line in metrics(grpo)] == [1, 2]

@@ -1,1 +1,1 @@
-"""A stand-in for a GPU: `cuda:0` in a process of its own, computed by the CPU, where mixed devices are an error."""
+"""A stand-in for a GPU: `cuda:0` in a separate process, computed by the CPU; mixing devices is an error."""

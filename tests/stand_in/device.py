@@ -27,11 +27,11 @@ _tolerant = False
 
 
 class MixedDevicesError(RuntimeError):
-    """What a GPU answers with "Expected all tensors to be on the same device"."""
+    """The counterpart of a GPU's error "Expected all tensors to be on the same device"."""
 
 
 def install(folder: Path) -> None:
-    """From now on this process has a device `cuda:0`. There is no way back.
+    """Give this process a device `cuda:0`, irreversibly.
 
     The device is compiled in `folder`, once, which takes some ten seconds.
     """
@@ -122,7 +122,10 @@ class _Event:
 
 
 def _told_of_the_device() -> dict[str, Any]:
-    """What `torch.cuda` answers, by name; a function for each, because torch's compiler tells them apart."""
+    """Return the functions that replace those of `torch.cuda`, by name.
+
+    Each has a separate function, because torch's compiler distinguishes them.
+    """
     properties = SimpleNamespace(
         name="stand-in", total_memory=TOTAL_MEMORY, major=9, minor=0, multi_processor_count=1, is_integrated=False
     )

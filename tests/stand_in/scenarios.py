@@ -1,4 +1,7 @@
-"""What training does with a device, step by step. Each function runs in a process of its own, on whatever device that has."""
+"""Training's use of a device, step by step.
+
+Each function runs in a separate process, on whatever device that process has.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def counted(scenario: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
 
 
 def refused() -> dict[str, bool]:
-    """By expression, whether it is refused: `here` is on the device of this process, `cpu` on the CPU, six values each."""
+    """Return, by expression, whether it is rejected.
+
+    `here` is on the device of this process, `cpu` on the CPU; each has six values.
+    """
     import torch
 
     cpu, place = torch.arange(6.0), torch.tensor([1, 4])
@@ -220,7 +226,10 @@ def drawing(model: str, attention: str, share: float = 1.0) -> list[Any]:
 
 
 def update(model: str, attention: str, rows: str, algorithms: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What the update of each algorithm finds on completions of text, an image and a video, and its gradient's norm."""
+    """Return the metrics of each algorithm's update and its gradient norm.
+
+    The completions are of text, an image and a video.
+    """
     import torch
 
     from dsreason.config.schema_data import DataConfig

@@ -53,7 +53,7 @@ NEEDED = {
     "eval": ["datasets=['robovqa']", "model.path=tiny:qwen3_vl"],
     "world": [],
 }
-"""What a part of a configuration leaves to the rest of it."""
+"""Settings that a part of a configuration leaves to the rest of it."""
 PATHS = re.compile(r"`((?:dsreason|data_adapters|ds_configs|launch|docs|tests|benchmarks)/[\w./-]*)`")
 KEYS = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]*))?`")
 MAX_README_LINES = 120
@@ -95,7 +95,7 @@ def test_every_block_says_its_language(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """As GitHub links them: `## What the curves mean` is `what-the-curves-mean`."""
+    """Return the headings as GitHub links them: `## What the curves mean` is `what-the-curves-mean`."""
     matches = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in matches}
 
@@ -110,13 +110,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_file_of_the_project_that_is_named_exists(page: Path) -> None:
+def test_every_named_project_file_exists(page: Path) -> None:
     findall = PATHS.findall(page.read_text(encoding="utf-8"))
     assert [path for path in findall if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "keys.md"], ids=by_name)
-def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
+def test_every_named_key_exists_and_accepts_value(page: Path) -> None:
     expected = {kind: {join_path(key) for key in iter_keys(schema)} for kind, schema in SCHEMAS.items()}
     sections = {key.partition(".")[0] for keys in expected.values() for key in keys if "." in key}
     for key, value in KEYS.findall(page.read_text(encoding="utf-8")):
@@ -132,7 +132,7 @@ def test_every_key_that_is_named_exists_and_takes_the_value(page: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml", "yaml"), ids=by_name)
-def test_a_configuration_loads_and_what_it_names_exists(
+def test_configuration_example_and_its_references_load(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(block.page, tmp_path)
@@ -205,7 +205,7 @@ def check_configuration(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_every_command_is_one_and_its_configuration_loads(
+def test_every_command_and_its_configuration_is_valid(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(page, tmp_path)
@@ -267,7 +267,7 @@ def check_adapter(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=by_name)
-def test_a_row_is_one_of_the_adapter_jsonl(block: Block) -> None:
+def test_json_row_is_accepted_by_jsonl_adapter(block: Block) -> None:
     for line in block.text.splitlines():
         row = json.loads(line)
         sample = jsonl.to_sample(row)
@@ -327,7 +327,7 @@ def make_keys() -> ModuleType:
     return module
 
 
-def test_the_reference_of_all_keys_is_up_to_date(make_keys: ModuleType) -> None:
+def test_key_reference_is_up_to_date(make_keys: ModuleType) -> None:
     assert (ROOT / "docs" / "keys.md").read_text(encoding="utf-8") == make_keys.reference(), "run `make docs`"
 
 

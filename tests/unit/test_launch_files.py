@@ -1,4 +1,4 @@
-"""What NCCL needs between machines, in the image and in the Kubernetes manifest."""
+"""Requirements of NCCL between machines, in the image and in the Kubernetes manifest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
-def test_the_image_has_the_libraries_of_rdma_and_compiled_bytecode() -> None:
+def test_image_has_rdma_libraries_and_compiled_bytecode() -> None:
     text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
     (installed,) = re.findall(r"apt-get install ([^&]*)", text)
     assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed.split())
@@ -30,9 +30,7 @@ def test_the_image_has_the_libraries_of_rdma_and_compiled_bytecode() -> None:
         ("launch/requirements/oldest/cuda.txt", "wandb similarity", ["cuda.txt", "wandb.txt", "similarity.txt"]),
     ],
 )
-def test_the_image_installs_the_extras_that_it_is_built_with(
-    requirements: str, extras: str, expected: list[str]
-) -> None:
+def test_image_installs_requested_extras(requirements: str, extras: str, expected: list[str]) -> None:
     text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
     (command,) = re.findall(r"^RUN /opt/uv/bin/uv pip sync (.*)$", text, re.MULTILINE)
     environment = {"PATH": os.environ["PATH"], "REQUIREMENTS": requirements, "EXTRAS": extras}
@@ -44,17 +42,17 @@ def test_the_image_installs_the_extras_that_it_is_built_with(
     assert all(file.parent == Path(requirements).parent and (LAUNCH.parent / file).is_file() for file in files)
 
 
-def test_the_image_may_be_built_from_a_file_outside_of_the_shipped_requirements() -> None:
+def test_image_accepts_custom_requirements_file() -> None:
     text = (LAUNCH / "Dockerfile").read_text()
     before, _, _ = text.partition("RUN /opt/uv/bin/uv pip sync")
     assert "COPY ${REQUIREMENTS} ${REQUIREMENTS}\n" in before
 
 
-def test_the_advice_to_install_with_uv_finds_it_in_the_image() -> None:
+def test_uv_is_on_path_in_image() -> None:
     assert "ln -s /opt/uv/bin/uv /usr/local/bin/uv" in (LAUNCH / "Dockerfile").read_text()
 
 
-def test_pods_may_lock_memory_for_rdma_and_share_more_than_64_mib() -> None:
+def test_pods_may_lock_and_share_enough_memory() -> None:
     _, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,4 +1,4 @@
-"""What people's own adapters, rewards and scripts import, and the commands they call, stay where they are."""
+"""Stability of what users' adapters, rewards and scripts import, and of the commands that they call."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ COMMANDS = ["sft", "grpo", "dpo", "export", "eval", "infer", "score", "push", "d
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
-def test_a_name_that_people_import_is_there(module: str, name: str) -> None:
+def test_public_name_exists(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
-def test_the_fields_of_a_sample_and_their_order() -> None:
+def test_sample_fields_keep_their_order() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(Sample)}
     assert list(fields) == ["id", "messages", "answer", "options", "meta", "rejected"]
     assert (fields["answer"], fields["options"]) == (None, None)
@@ -54,7 +54,7 @@ def test_the_fields_of_a_sample_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_a_shipped_adapter_has_a_function_that_makes_a_sample_of_a_row(name: str) -> None:
+def test_shipped_adapter_has_to_sample(name: str) -> None:
     module = importlib.import_module(f"data_adapters.{name}")
     if name != "conversations":  # what two of them share
         assert next(iter(inspect.signature(module.to_sample).parameters)) == "row"
@@ -65,7 +65,7 @@ def test_the_commands() -> None:
     assert [name for name in COMMANDS if f" {name} " not in output] == []
 
 
-def test_a_script_of_a_person_uses_them_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_user_script_can_import_public_names(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
         "from data_adapters import jsonl\n"

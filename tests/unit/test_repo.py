@@ -1,4 +1,4 @@
-"""What the repository ships: recipes and DeepSpeed files that load, and no file that does not belong."""
+"""Contents of the repository: recipes and DeepSpeed files that load, and only files that belong in it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def head_of(recipe: Path) -> str:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_loads_and_what_it_names_exists(recipe: Path) -> None:
+def test_recipe_loads_and_its_names_exist(recipe: Path) -> None:
     config = load(recipe)
     assert config.deepspeed in {file.name for file in DS_CONFIGS}
     if isinstance(config, RunConfig):
@@ -81,12 +81,12 @@ def test_a_recipe_loads_and_what_it_names_exists(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.name)
-def test_a_recipe_names_the_gpus_that_it_was_sized_for(recipe: Path) -> None:
+def test_recipe_names_its_gpu_count(recipe: Path) -> None:
     assert re.search(r"(Sized for [1-9]\d* GPUs?|GPUs: [1-9]\d*) of 80 GB", head_of(recipe))
 
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.name)
-def test_the_command_in_a_recipe_is_one_and_starts_it(recipe: Path) -> None:
+def test_recipe_has_one_command_that_starts_it(recipe: Path) -> None:
     (line,) = re.findall(r"^   (dsreason .*)$", head_of(recipe).replace("\\\n", " "), re.MULTILINE)
     _, name, *options = shlex.split(line)
     assert name == ("world" if "world" in recipe.stem else recipe.stem.rpartition("_")[2])
@@ -97,7 +97,7 @@ def test_the_command_in_a_recipe_is_one_and_starts_it(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", EVAL_RECIPES, ids=lambda path: path.name)
-def test_an_evaluation_recipe_loads_with_a_model_and_questions(recipe: Path) -> None:
+def test_evaluation_recipe_loads_with_model_and_questions(recipe: Path) -> None:
     overrides = ["model.path=tiny:qwen2_5_vl"]
     if recipe.name == "eval.toml":  # what is asked is the command line's to say
         overrides.append('datasets=["robovqa"]')
@@ -129,7 +129,7 @@ def test_no_tracked_file_is_large() -> None:
     assert [str(file.relative_to(ROOT)) for file in tracked_files() if file.stat().st_size > MAX_BYTES] == []
 
 
-def test_no_tracked_file_names_a_machine_an_index_or_a_workplace() -> None:
+def test_tracked_files_name_no_machine_or_workplace() -> None:
     result = []
     for file in tracked_files():
         text = file.read_text(encoding="utf-8", errors="replace")

@@ -30,7 +30,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-"""From the ground up. A room may import from itself and from the floors below."""
+"""The floors, from the ground up. A room may import from itself and from the floors below."""
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 EXCEPTIONS = {("dsreason.data.adapters", "data_adapters")}
 """(module, room): the one that finds adapters by name has to see the shipped ones."""
@@ -105,7 +105,7 @@ TRAINERS = [folder.name for folder in sorted((ROOT / "dsreason" / "train").iterd
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "dsreason" / "train").rglob("*.py")), ids=module_name)
-def test_trainers_import_what_they_share_and_not_each_other(file: Path) -> None:
+def test_trainers_do_not_import_each_other(file: Path) -> None:
     module, local = module_name(file), file.parent.name
     names = [name for _, name in imported(file.read_text(), module.rpartition(".")[0])]
     trainers = [name for name in TRAINERS if name != local]
@@ -136,7 +136,7 @@ def test_a_circle_is_found() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({file.parent for file in sources()}), ids=lambda f: str(f.relative_to(ROOT)))
-def test_a_folder_has_room_and_says_what_it_is_for(folder: Path) -> None:
+def test_folder_is_small_and_documented(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) - 1 <= MOST_FILES
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
     assert text
@@ -152,7 +152,7 @@ def test_a_folder_has_room_and_says_what_it_is_for(folder: Path) -> None:
         ("from dsreason.evaluation import run", "data_adapters.llava"),
     ],
 )
-def test_an_import_of_a_higher_room_is_found(source: str, module: str) -> None:
+def test_import_of_higher_room_is_found(source: str, module: str) -> None:
     assert len(forbidden(source, module)) == 1
 
 
@@ -165,5 +165,5 @@ def test_an_import_of_a_higher_room_is_found(source: str, module: str) -> None:
         ("from data_adapters import jsonl", "data_adapters.builtin"),
     ],
 )
-def test_imports_of_lower_rooms_and_libraries_are_allowed(source: str, module: str) -> None:
+def test_imports_of_lower_rooms_and_libraries_pass(source: str, module: str) -> None:
     assert forbidden(source, module) == []

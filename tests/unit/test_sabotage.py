@@ -13,7 +13,7 @@ FAULTS = read_faults()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_can_be_planted_and_leaves_code_that_runs(fault: Fault) -> None:
+def test_planted_fault_changes_code_and_parses(fault: Fault) -> None:
     source = (ROOT / fault.file).read_text()
     planted = fault.planted_in(source)
     assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
@@ -35,14 +35,14 @@ def test_every_room_has_a_fault() -> None:
     assert rooms - {fault.file.split("/")[1] for fault in FAULTS} == set()
 
 
-def test_there_are_enough_for_unit_tests_and_for_real_ranks() -> None:
+def test_fault_list_covers_unit_and_rank_tests() -> None:
     for_unit_tests = [fault for fault in FAULTS if fault.is_for_unit_tests]
     assert len(FAULTS) >= 30
     assert 24 <= len(for_unit_tests) < len(FAULTS)
 
 
 @pytest.mark.parametrize(("source", "count"), [("a = 1\n", 0), ("b = 1\nb = 1\n", 2)])
-def test_a_fault_whose_text_has_moved_on_is_named(source: str, count: int) -> None:
+def test_fault_with_outdated_text_is_reported(source: str, count: int) -> None:
     fault = Fault("name", "what", "dsreason/x.py", old="b = 1", new="b = 2", tests=[])
     with pytest.raises(ValueError, match=f"name: dsreason/x.py has its text {count} times"):
         fault.planted_in(source)

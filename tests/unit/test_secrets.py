@@ -1,4 +1,4 @@
-"""What is masked in logs, and in every configuration that is written."""
+"""Masking of secrets in logs and in every configuration that is written."""
 
 from __future__ import annotations
 
@@ -38,33 +38,31 @@ def judged(**reward: Any) -> GRPOConfig:
         ("TOKENIZERS_PARALLELISM", False),
     ],
 )
-def test_the_value_of_a_variable_whose_name_says_secret_is_hidden(
-    monkeypatch: pytest.MonkeyPatch, name: str, shown: bool
-) -> None:
+def test_secret_variable_value_is_hidden(monkeypatch: pytest.MonkeyPatch, name: str, shown: bool) -> None:
     monkeypatch.setenv(name, "sentinel")
     assert hide_secrets("with sentinel in it") == (f"with <{name}> in it" if shown else "with sentinel in it")
 
 
-def test_a_key_that_is_loaded_later_is_hidden_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_set_later_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hide_secrets("with sentinel in it") == "with sentinel in it"
     monkeypatch.setenv("OPENAI_API_KEY", "sentinel")
     assert hide_secrets("with sentinel in it") == "with <OPENAI_API_KEY> in it"
 
 
 @pytest.mark.parametrize("value", ["1", "true", "disable", "/etc/keys/mine.pem"])
-def test_a_word_or_path_in_such_a_variable_is_left(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_plain_word_or_path_is_not_hidden(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MY_KEY", value)
     assert hide_secrets(f"it is {value}") == f"it is {value}"
 
 
-def test_a_secret_that_begins_like_another_is_hidden_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_secret_with_shared_prefix_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "sentinel")
     monkeypatch.setenv("B_KEY", "sentinel-longer")
     assert hide_secrets("sentinel-longer, sentinel") == "<B_KEY>, <A_KEY>"
 
 
 @pytest.mark.parametrize("written", ["sen/ti+nel", "sen%2Fti%2Bnel"])
-def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+def test_secret_is_hidden_plain_and_url_quoted(monkeypatch: pytest.MonkeyPatch, written: str) -> None:
     monkeypatch.setenv("A_KEY", "sen/ti+nel")
     assert hide_secrets(f"with {written} in it") == "with <A_KEY> in it"
 
@@ -92,7 +90,7 @@ def test_a_secret_is_hidden_as_it_is_and_as_an_address_quotes_it(monkeypatch: py
         ("https://a/x?design=1&monkey=2", "https://a/x?design=1&monkey=2"),
     ],
 )
-def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) -> None:
+def test_secrets_are_hidden_by_surrounding_names(text: str, shown: str) -> None:
     assert hide_secrets(text) == shown
     assert hide_secrets(shown) == shown
     assert [*iter_masked_keys(text)] == []
@@ -108,11 +106,11 @@ def test_secrets_in_a_text_are_hidden_by_what_names_them(text: str, shown: str) 
         *[(key, False) for key in ("judge.py:token", "keys", "monkey", "secretary", "")],
     ],
 )
-def test_a_key_whose_last_word_says_secret_holds_one(key: str, secret: bool) -> None:
+def test_key_ending_in_secret_word_is_secret(key: str, secret: bool) -> None:
     assert is_secret_key(key) == secret
 
 
-def test_secrets_in_reward_options_are_masked_however_deep() -> None:
+def test_secrets_in_nested_reward_options_are_masked() -> None:
     options = {
         "api_key": "sk-sentinel",
         "max_tokens": 5,
@@ -146,7 +144,7 @@ def test_secrets_in_reward_options_are_masked_however_deep() -> None:
         ("https://judge/score", "https://judge/score"),
     ],
 )
-def test_the_query_of_a_reward_servers_address_is_used_and_not_shown(url: str, shown: str) -> None:
+def test_reward_url_query_is_used_but_masked(url: str, shown: str) -> None:
     config = judged(remote={"url": url}, options={"judge.py:f": {"server": url}})
     reward = dump_config(config)["reward"]
     assert reward["remote"]["url"] == reward["options"]["judge.py:f"]["server"] == shown
@@ -167,7 +165,7 @@ def test_other_ellipses_are_no_masks(text: str) -> None:
 
 
 @pytest.mark.parametrize("schema", [SFTConfig, GRPOConfig, EvalConfig])
-def test_no_key_of_the_schema_is_taken_for_a_secret(schema: type[BaseModel]) -> None:
+def test_schema_keys_are_not_secret(schema: type[BaseModel]) -> None:
     def names(document: Any) -> list[str]:
         return [*document.get("properties", {}), *sum(map(names, document.get("$defs", {}).values()), [])]
 
@@ -176,7 +174,7 @@ def test_no_key_of_the_schema_is_taken_for_a_secret(schema: type[BaseModel]) -> 
     assert not [name for name in result if is_secret_key(name)]
 
 
-def test_the_command_line_in_config_json_shows_no_secret(tmp_path: Path) -> None:
+def test_recorded_command_line_hides_secrets(tmp_path: Path) -> None:
     command = [
         "--set",
         'reward.options."judge.py:f".api_key=sentinel',
@@ -189,7 +187,7 @@ def test_the_command_line_in_config_json_shows_no_secret(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("prompt", ["Look at https://a/b?c=1", "Say token=abc", "My name is sentinel"])
 def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
-    """Also one whose record shows what is masked by now."""
+    """Resume a run with masked values, even if its record shows values that are masked by now."""
     options = {"judge.py:f": {"api_key": "sk-sentinel"}}
     config = judged(options=options, remote={"url": "https://judge/score?k=1"})
     config = config.model_copy(update={"data": config.data.model_copy(update={"system_prompt": prompt})})
@@ -204,7 +202,7 @@ def test_a_run_with_masked_values_is_resumed(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("part", ["https://", "a:b@", "://a:", "token='", "?key=", "api_key_"])
-def test_a_long_hostile_text_is_gone_through_at_once(part: str) -> None:
+def test_long_hostile_text_is_scanned_quickly(part: str) -> None:
     """A pattern that looks at the rest of the text from every place would take minutes."""
     long = part * (200_000 // len(part))
     assert "sentinel" not in hide_in_json(f"{long} api_key=sentinel")

@@ -36,9 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-def test_a_warning_that_comes_too_early_is_repeated_and_the_job_queued_again(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_early_warning_is_repeated_and_job_requeued(environment: dict[str, str], tmp_path: Path) -> None:
     job = subprocess.Popen(["bash", str(SCRIPT), "run.toml", "run"], cwd=tmp_path, env=environment)
     while not (tmp_path / "rank").exists():
         time.sleep(0.05)
@@ -48,7 +46,7 @@ def test_a_warning_that_comes_too_early_is_repeated_and_the_job_queued_again(
     assert len((tmp_path / "warnings").read_text()) > 1
 
 
-def test_a_failure_without_a_warning_is_the_jobs(environment: dict[str, str], tmp_path: Path) -> None:
+def test_failure_without_warning_fails_the_job(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "warnings").touch()
     ended = subprocess.run(["bash", str(SCRIPT), "run.toml", "fails"], cwd=tmp_path, env=environment, check=False)
     assert ended.returncode == 1

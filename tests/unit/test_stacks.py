@@ -28,7 +28,7 @@ def claimed(extra: str) -> list[Requirement]:
 
 
 def locked(file: Path) -> dict[str, set[Version]]:
-    """Of each package, the versions for all Pythons."""
+    """Read the versions of each package for all Python versions."""
     result: dict[str, set[Version]] = {}
     for line in file.read_text().splitlines():
         name, equals, remainder = line.partition("==")
@@ -51,7 +51,7 @@ def test_what_is_locked_is_what_is_claimed(folder: Path, extra: str) -> None:
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_the_oldest_versions_are_the_lowest_that_are_claimed(extra: str) -> None:
+def test_oldest_versions_match_claimed_minimum(extra: str) -> None:
     versions = locked(REQUIREMENTS / "oldest" / f"{extra}.txt")
     lowest = {
         requirement.name: {Version(bound.version) for bound in requirement.specifier if bound.operator == ">="}
@@ -62,7 +62,7 @@ def test_the_oldest_versions_are_the_lowest_that_are_claimed(extra: str) -> None
 
 @pytest.mark.parametrize("folder", [REQUIREMENTS, REQUIREMENTS / "oldest"], ids=["newest", "oldest"])
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_what_an_extra_adds_to_the_image_is_locked_as_it_is_tested(folder: Path, extra: str) -> None:
+def test_extra_is_locked_as_tested(folder: Path, extra: str) -> None:
     added, base, tested = (locked(folder / f"{name}.txt") for name in (extra, "cuda", "dev"))
     assert not added.keys() & base.keys()
     assert {name: base.get(name) or tested[name] for name in added} == added
@@ -73,9 +73,7 @@ def test_what_an_extra_adds_to_the_image_is_locked_as_it_is_tested(folder: Path,
 
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("pip", [True, False], ids=["pip", "uv"])
-def test_the_advice_to_install_an_extra_is_a_command_for_this_environment(
-    extra: str, pip: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_install_command_fits_this_environment(extra: str, pip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if pip else None)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = [sys.executable, "-m", "pip", "install"]
@@ -89,7 +87,7 @@ def test_the_advice_to_install_an_extra_is_a_command_for_this_environment(
     ("stack", "environment", "says"),
     [("newest", ".venv/", ""), ("oldest", ".venv-oldest/", ""), ("latest", "", 'newest or oldest, not "latest"')],
 )
-def test_a_stack_has_an_environment_of_its_own(stack: str, environment: str, says: str) -> None:
+def test_each_stack_has_a_separate_environment(stack: str, environment: str, says: str) -> None:
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE")
     }  # this may run under make

@@ -1,4 +1,4 @@
-"""What a person's own code may import, and what libraries may not: modules in its folder and in the current one."""
+"""Imports of user code and of libraries: only user code finds modules in its folder and in the current one."""
 
 from __future__ import annotations
 
@@ -65,16 +65,14 @@ def value(path: Path) -> object:
     return import_file(path, "reward").value()
 
 
-def test_a_file_imports_what_stands_beside_it_at_once_and_later(write: Write) -> None:
+def test_file_imports_its_neighbours_early_and_late(write: Write) -> None:
     write("helper.py", "ONE = 1")
     write("late.py", "TWO = 2")
     file = write("own.py", "import helper\ndef value():\n    from late import TWO\n    return helper.ONE + TWO\n")
     assert value(file) == 3
 
 
-def test_a_file_elsewhere_imports_from_its_folder_first_and_then_from_the_current_one(
-    write: Write, tmp_path: Path
-) -> None:
+def test_own_folder_precedes_current_folder_in_imports(write: Write, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "beside.py").write_text("PLACE = 'beside'")
@@ -96,14 +94,14 @@ def test_what_it_imports_may_import_in_turn(write: Write, init: bool) -> None:
     assert value(file) == 2
 
 
-def test_a_module_may_be_imported_by_its_name(write: Write) -> None:
+def test_module_is_importable_by_name(write: Write) -> None:
     write("helper.py", "ONE = 1")
     file = write("own.py", "import importlib\ndef value():\n    return importlib.import_module('helper').ONE\n")
     assert value(file) == 1
 
 
 @pytest.mark.usefixtures("library")
-def test_a_library_finds_nothing_of_the_folder_neither_while_own_code_loads_nor_after(write: Write) -> None:
+def test_libraries_never_find_modules_of_the_folder(write: Write) -> None:
     write("optional_package.py", "raise RuntimeError('planted')")
     write("helper.py", "import a_library")
     file = write(
@@ -144,14 +142,14 @@ def test_a_missing_module_is_missed_as_ever(write: Write) -> None:
         import_file(file, "reward")
 
 
-def test_a_named_module_is_an_installed_one_before_it_is_one_of_the_current_folder(write: Write) -> None:
+def test_installed_module_precedes_current_folder_module(write: Write) -> None:
     write("colorsys.py", "raise RuntimeError('planted')")
     write("own_package.py", "ONE = 1")
     assert import_module("colorsys", "reward", [], "").rgb_to_hsv(0, 0, 0) == (0, 0, 0)
     assert import_module("own_package", "reward", [], "").ONE == 1
 
 
-def test_a_module_that_nothing_named_is_not_found(write: Write) -> None:
+def test_unnamed_module_stays_unimportable(write: Write) -> None:
     write("own.py", "ONE = 1")
     write("other.py", "ONE = 1")
     assert import_module("own", "reward", [], "").ONE == 1
@@ -159,7 +157,7 @@ def test_a_module_that_nothing_named_is_not_found(write: Write) -> None:
         importlib.import_module("other")
 
 
-def test_two_files_whose_names_have_dots_are_two_modules(write: Write, tmp_path: Path) -> None:
+def test_files_with_dotted_names_are_separate_modules(write: Write, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write(f"{folder}/helper_{folder}.py", "")
     first = write("a/own.first.py", "import helper_a\ndef value():\n    return 1\n")
@@ -167,7 +165,7 @@ def test_two_files_whose_names_have_dots_are_two_modules(write: Write, tmp_path:
     assert (value(first), value(second)) == (1, 2)
 
 
-def test_code_that_ends_the_program_when_it_is_imported_does_not_end_ours(write: Write) -> None:
+def test_exit_during_import_is_reported(write: Write) -> None:
     file = write("script.py", "import sys; sys.exit(0)")
     for load in (lambda: import_file(file, "reward"), lambda: import_module("script", "reward", [], "")):
         with pytest.raises(ConfigError, match=r"reward: \S* does not import: SystemExit: 0"):

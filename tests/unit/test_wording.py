@@ -23,7 +23,7 @@ rest few once mine ours theirs its it that this these those such again there
 FRAGMENT_STARTS = """
 of in by with for on as to what where which who whose how whether when from also none so that than but and or
 """
-"""First words of a docstring that is no sentence and no noun phrase."""
+"""First words of a docstring that is neither a sentence nor a noun phrase."""
 VERBS = """
 accept accumulate add advance allocate allow answer append apply ask assemble assert assign attach average await
 backward begin bind bound broadcast build cache calculate call cast catch change check choose chunk clamp clean

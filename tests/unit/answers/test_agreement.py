@@ -72,7 +72,7 @@ def verdicts(completion: str, letter: str, options: dict[str, str] | None) -> di
 
 
 @pytest.mark.parametrize(("completion", "named"), DISPUTED + UNDISPUTED)
-def test_reward_validation_and_evaluation_count_the_same_option_as_right(completion, named):
+def test_all_readers_accept_the_same_option(completion, named):
     for letter in OPTIONS:
         assert set(verdicts(completion, letter, OPTIONS).values()) == {letter == named}, letter
 
@@ -96,20 +96,20 @@ def test_they_agree_on_questions_without_options(completion, named):
 
 @pytest.mark.parametrize("completion", [completion for completion, _ in DISPUTED + UNDISPUTED])
 @pytest.mark.parametrize("reference", ["A", "b", "left", "to  the right", "To the right."])
-def test_an_exact_match_is_of_the_text_that_evaluation_reads(completion, reference):
+def test_exact_match_compares_the_text_evaluation_reads(completion, reference):
     answer = parse(completion, "reasoning", kind="open").answer
     matches = exact_match(completion, Sample("7", [], reference)) == 1.0
     assert matches == (answer.casefold().split() == reference.casefold().split())
 
 
-def test_only_a_final_full_stop_is_wrong_for_exact_match_and_right_for_evaluation():
+def test_exact_match_rejects_a_final_full_stop():
     sample = Sample("7", [{"role": "user", "content": "?"}], "red car")
     assert is_correct("Red  car.", sample)
     assert [exact_match(text, sample) for text in ("Red  car.", "Red  car")] == [0, 1]
 
 
 @pytest.mark.parametrize("reward", [single_choice, ordinal_choice])
-def test_the_rewards_of_cosmos_rl_keep_its_reader(reward):
+def test_cosmos_rl_rewards_read_only_first_block(reward):
     """The text of the first block as it stands: stricter than evaluation, but for a completion that corrects itself."""
     settings = {
         "<answer> b </answer>": 1,

@@ -1,4 +1,7 @@
-"""The compatible parser gives what cosmos-reason1's evaluator gives. Expected values are those of its own functions."""
+"""Tests that the compatible parser gives the same results as cosmos-reason1's evaluator.
+
+The expected values come from that evaluator's own functions.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from dsreason.evaluation import parse
         ("", "", ""),
     ],
 )
-def test_reasoning_is_the_first_capital_in_the_first_answer_block(text, answer, reasoning):
+def test_compat_parser_reads_first_capital_in_answer(text, answer, reasoning):
     parsed = parse(text, "reasoning", parser="compat")
     assert (parsed.answer, parsed.reasoning) == (answer, reasoning)
     assert parsed.rule == ("first capital in the answer tags" if answer else "none")
@@ -59,5 +62,5 @@ def test_a_letter_is_the_first_capital_anywhere(text, answer):
 
 
 @pytest.mark.parametrize("kind", ["yes_no", "open", "free_text", "ordinal"])
-def test_every_kind_of_question_is_read_in_the_same_way(kind):
+def test_compat_parser_reads_all_kinds_alike(kind):
     assert parse("Yes, 3", "letter", "compat", kind=kind, options={"A": "x"}).answer == "Y"

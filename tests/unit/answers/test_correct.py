@@ -1,4 +1,4 @@
-"""What the right answer of a sample is, and whether a completion gives it."""
+"""Reference answers of samples, and the grading of completions against them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_kind_of_a_sample(given, kind):
         (sample(last=" \n"), None),
     ],
 )
-def test_the_reference_is_the_answer_or_the_last_turn(given, reference):
+def test_reference_is_answer_or_last_turn(given, reference):
     assert get_reference(given) == reference
 
 

@@ -1,6 +1,7 @@
-"""On the same responses we read more than the rules of VLMEvalKit and lmms-eval, and misread fewer.
+"""Answers read from the same responses: we read more than VLMEvalKit and lmms-eval do, and misread fewer.
 
-What their rules gave is kept in a file; `benchmarks/answer_reading.py` writes it where their packages are installed.
+The results of their rules are kept in a file; `benchmarks/answer_reading.py` writes it if their packages are
+installed.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ def test_counts_are_of_what_a_person_reads():
 
 @pytest.mark.parametrize("part", ["tuned", "held-out", None])
 @pytest.mark.parametrize("other", OTHERS)
-def test_more_answers_are_read_and_fewer_misread_than_by(other, part, own):
+def test_more_answers_are_read_and_fewer_misread(other, part, own):
     we, they = count_outcomes(ROWS, own, part), count_outcomes(ROWS, OTHERS[other], part)
     assert we.read > they.read
     assert we.misread < they.misread
 
 
-def test_of_a_hundred_responses_at_most_one_is_misread_and_five_are_left_unread(own):
+def test_misread_and_unread_rates_stay_below_limits(own):
     for part in ("tuned", "held-out"):
         result, size = count_outcomes(ROWS, own, part), sum(row.part == part for row in ROWS)
         assert result.misread <= 0.01 * size
         assert result.unread <= 0.05 * size
 
 
-def test_the_table_in_the_docs_is_this_one(own):
+def test_docs_table_is_up_to_date(own):
     displayed = format_table(ROWS, {OURS: own} | OTHERS)
     print(displayed)
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")

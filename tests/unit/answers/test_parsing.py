@@ -50,12 +50,12 @@ def read(text, options=OPTIONS, **arguments):
         ("", "", "", False),
     ],
 )
-def test_thoughts_and_answer_are_told_apart(text, thoughts, answer, tagged):
+def test_response_is_split_into_thoughts_and_answer(text, thoughts, answer, tagged):
     assert split_response(text) == (thoughts, answer, tagged)
 
 
 @pytest.mark.parametrize("answer_type", ["letter", "reasoning"])
-def test_thoughts_are_given_and_not_read_as_an_answer(answer_type):
+def test_thoughts_are_kept_but_not_parsed(answer_type):
     text = "<think>Is it A? The answer is A.</think> <answer>C. left</answer>"
     assert parse(text, answer_type) == Parsed("C", "Is it A? The answer is A.", "letter and text")
 
@@ -71,7 +71,7 @@ def test_thoughts_are_given_and_not_read_as_an_answer(answer_type):
         ("no idea", "multiple_choice", "none"),
     ],
 )
-def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule):
+def test_rule_reports_missing_answer_tags(text, kind, rule):
     assert parse(text, "reasoning", kind=kind).rule == rule
     assert "without" not in parse(text, "letter", kind=kind).rule
 
@@ -159,7 +159,7 @@ def test_the_rule_says_when_tags_were_asked_for_and_are_missing(text, kind, rule
         ("It does not turn to the right. It turns to the left.", "A", "option text named"),
     ],
 )
-def test_an_option_is_read_however_it_is_named(text, letter, rule):
+def test_option_is_read_in_every_form(text, letter, rule):
     assert read(text) == (letter, rule)
 
 
@@ -237,7 +237,7 @@ def test_an_option_is_read_however_it_is_named(text, letter, rule):
         "The only option I exclude is B.",
     ],
 )
-def test_nothing_is_read_where_no_single_option_is_chosen(text):
+def test_nothing_is_read_without_a_single_option(text):
     assert read(text) == ("", "none")
 
 
@@ -275,7 +275,7 @@ def test_without_options_any_letter_is_one(text, letter):
         ("...", {"A": "", "B": "x"}, ""),
     ],
 )
-def test_the_answer_is_a_key_of_the_options(text, options, key):
+def test_answer_is_an_option_key(text, options, key):
     assert read(text, options)[0] == key
 
 
@@ -289,7 +289,7 @@ def test_the_answer_is_a_key_of_the_options(text, options, key):
         ("The left is free.", ""),
     ],
 )
-def test_an_options_text_inside_of_a_longer_ones_is_not_named_by_it(text, key):
+def test_longer_option_wins_over_contained_option(text, key):
     assert read(text, {"A": "left", "B": "left and then right"})[0] == key
 
 
@@ -304,7 +304,7 @@ def test_an_options_text_inside_of_a_longer_ones_is_not_named_by_it(text, key):
         ("B. No", "B"),
     ],
 )
-def test_options_that_say_yes_and_no_are_read_as_such(text, key):
+def test_yes_and_no_options_are_read(text, key):
     assert read(text, {"A": "Yes", "B": "No"})[0] == key
 
 
@@ -327,7 +327,7 @@ DRIVING = {"A": "Turn left", "B": "Turn right", "C": "Go straight", "D": "Stop"}
         "Type A personality drivers would turn left.",
     ],
 )
-def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_longer_term(text):
+def test_negated_or_embedded_option_text_is_ignored(text):
     assert read(text, DRIVING) == ("", "none")
 
 
@@ -349,7 +349,7 @@ def test_an_options_text_is_not_read_where_it_did_not_happen_or_is_part_of_a_lon
         "It took a while to stop.",
     ],
 )
-def test_an_options_text_is_not_read_where_the_last_sentence_has_not_the_shape_of_an_answer(text):
+def test_option_text_is_ignored_outside_answer_sentences(text):
     assert read(text, DRIVING) == ("", "none")
 
 
@@ -374,7 +374,7 @@ def test_an_options_text_is_not_read_where_the_last_sentence_has_not_the_shape_o
         ("Its lid is red.", ""),
     ],
 )
-def test_a_number_and_a_thing_are_read_behind_what_says_that_it_is_them(text, key):
+def test_number_or_thing_is_read_after_introduction(text, key):
     assert read(text, {"A": "10", "B": "a cat", "C": "red", "D": "20"})[0] == key
 
 
@@ -390,7 +390,7 @@ def test_a_number_and_a_thing_are_read_behind_what_says_that_it_is_them(text, ke
         ("I would say the car has to turn left because of the cone.", "A"),
     ],
 )
-def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
+def test_option_text_asserted_by_clause_is_read(text, key):
     assert read(text, DRIVING) == (key, "option text named")
 
 
@@ -406,7 +406,7 @@ def test_an_options_text_is_read_where_its_own_clause_says_it(text, key):
         ("Possibly B.", "B"),
     ],
 )
-def test_a_verdict_is_read_that_its_sentence_does_not_take_back(text, key):
+def test_verdict_is_read_unless_sentence_retracts_it(text, key):
     assert read(text, DRIVING)[0] == key
 
 
@@ -428,7 +428,7 @@ def test_a_verdict_is_read_that_its_sentence_does_not_take_back(text, key):
         "Answer: A\n\nAfter checking again: B",
     ],
 )
-def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition(text):
+def test_contested_or_conditional_verdict_is_not_read(text):
     assert read(text, DRIVING) == ("", "none")
 
 
@@ -442,7 +442,7 @@ def test_a_verdict_is_not_read_where_another_option_follows_or_under_a_condition
         ("It passes a red light.", ""),
     ],
 )
-def test_an_option_of_one_word_may_be_a_direction_or_what_something_is(text, key):
+def test_one_word_option_is_direction_or_property(text, key):
     assert read(text, {"A": "Left", "B": "Red"})[0] == key
 
 
@@ -474,14 +474,14 @@ class CountingPattern:
 @pytest.mark.parametrize(
     "words", ["Stop ", "stop and ", "stop, ", "Stop. ", "not stop ", "turn left but ", "No. ", "i.e. ", "No. 3 "]
 )
-def test_a_response_that_repeats_itself_is_looked_through_only_a_few_times(monkeypatch, words, module, name):
+def test_repetitive_response_is_scanned_only_few_times(monkeypatch, words, module, name):
     counting = CountingPattern(getattr(module, name))
     monkeypatch.setattr(module, name, counting)
     read(words * 200, DRIVING)
     assert counting.characters <= 5 * len(words * 200)
 
 
-def test_a_long_sentence_is_not_searched_for_the_shape_of_an_answer(monkeypatch):
+def test_long_sentence_is_not_matched_against_answers(monkeypatch):
     counting = CountingPattern(mentions.ANSWERS)
     monkeypatch.setattr(mentions, "ANSWERS", counting)
     assert read("so the car " * 1000 + "must stop", DRIVING) == ("", "none")
@@ -499,7 +499,7 @@ def test_a_long_sentence_is_not_searched_for_the_shape_of_an_answer(monkeypatch)
         ("", []),
     ],
 )
-def test_sentences_end_where_no_abbreviation_does(text, sentences):
+def test_sentences_do_not_end_at_abbreviations(text, sentences):
     assert split_sentences(text) == sentences
 
 
@@ -625,12 +625,12 @@ def test_a_text_is_all_of_the_answer(kind, text, answer, rule):
         (("A", "letter", "strict"), "parser is 'strict'; it must be one of default, compat"),
     ],
 )
-def test_an_unknown_choice_is_an_error_that_names_the_known_ones(arguments, message):
+def test_unknown_choice_is_rejected_with_valid_choices(arguments, message):
     with pytest.raises(ValueError, match=message):
         parse(*arguments)
 
 
-def test_an_unknown_kind_is_an_error_that_names_the_known_ones():
+def test_unknown_kind_is_rejected_with_valid_kinds():
     with pytest.raises(ValueError, match="kind is 'essay'; it must be one of multiple_choice, yes_no, open"):
         parse("A", "letter", kind="essay")
 

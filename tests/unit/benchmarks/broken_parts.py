@@ -1,4 +1,4 @@
-"""Parts of a report that go wrong, each in its own way; run in processes of their own."""
+"""Parts of a report that each fail in a different way; each runs in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def works(setting: Setting) -> Iterator[tuple[str, Value]]:
 
 
 def hangs(setting: Setting) -> Iterator[tuple[str, Value]]:
-    """It leaves a process in a session of its own, as a rank is."""
+    """Hang and leave a child process in a separate session, like a rank's."""
     child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     yield "speed", 1.0
     yield "child", child.pid

@@ -1,4 +1,4 @@
-"""The report's runner and writer: what hangs is killed, what crashes is told, and no call loses what another has found."""
+"""The report's runner and writer: hanging parts are killed, crashes reported, and earlier results kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_part_that_works_is_measured(setting: Setting, tmp_path: Path) -> None
     assert (ended.how, ended.measured) == ("done", {"speed": 2.0, "name": "card"})
 
 
-def test_a_part_that_hangs_is_killed_with_its_ranks_and_keeps_what_it_measured(
+def test_hanging_part_is_killed_and_keeps_measurements(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "get_limit", lambda part, setting: 5)
@@ -87,7 +87,7 @@ GOALS = (Goal("speed", ">=", 1.5), Goal("* lost", "==", 0), Goal("here too", "<=
         ({"speed": 0.1, "here too": 1.1}, 0, "missed", ["here too"]),
     ],
 )
-def test_a_verdict_compares_each_measurement_with_its_goal(
+def test_verdict_compares_each_measurement_with_goal(
     measured: dict[str, Any], cards: int, verdict: str, missed: list[str]
 ) -> None:
     ended = Ended("done", 1.0, measured)
@@ -96,13 +96,13 @@ def test_a_verdict_compares_each_measurement_with_its_goal(
     assert [row["name"] for row in record["measurements"] if row["ok"] is False] == missed
 
 
-def test_a_part_without_goals_is_measured_and_an_ended_one_is_not_judged() -> None:
+def test_unfinished_or_goalless_part_is_not_judged() -> None:
     assert build_record(part("works"), Ended("done", 1.0, {"speed": 2.0}), CARD)["verdict"] == "measured"
     late = build_record(part("works", goals=GOALS), Ended("timed out", 60.0, {"speed": 0.1}, "killed"), CARD)
     assert (late["verdict"], late["measurements"][0]["ok"]) == ("timed out", None)
 
 
-def test_reports_of_several_calls_merge_and_the_newer_result_counts(tmp_path: Path) -> None:
+def test_reports_merge_and_newer_result_counts(tmp_path: Path) -> None:
     head, sync = (next(part for part in PARTS if part.name == name) for name in ("head", "sync"))
     write_report(tmp_path, {"sync": build_record(sync, Ended("failed", 1.0, {}, "exit code 1"), CARD)})
     records = read_records(tmp_path)
@@ -126,9 +126,7 @@ def test_reports_of_several_calls_merge_and_the_newer_result_counts(tmp_path: Pa
         ("token=hf_abcdefghijklmnop", "token=<HF_TOKEN>"),
     ],
 )
-def test_no_folder_secret_or_name_of_the_machine_is_kept(
-    text: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_secrets_and_machine_name_are_hidden(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
     monkeypatch.setattr(socket, "gethostname", lambda: "anna")
     assert hide_machine(text) == shown
@@ -143,7 +141,7 @@ def test_every_text_of_a_record_is_cleaned(tmp_path: Path) -> None:
     assert (record["reason"][:13], record["log"][-12:]) == ("cannot open …", "/model: gone")
 
 
-def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_unknown_part_is_rejected_with_nearest_name(tmp_path: Path) -> None:
     invoke = CliRunner().invoke(command.app, ["--parts", "environment attenton", "--out", str(tmp_path / "out")])
     assert invoke.exit_code == 2
     assert "unknown part 'attenton'; did you mean 'attention'?" in " ".join(invoke.output.replace("│", " ").split())
@@ -158,16 +156,16 @@ def test_an_unknown_part_is_refused_with_the_nearest_name(tmp_path: Path) -> Non
         ("", [part.name for part in PARTS]),
     ],
 )
-def test_parts_are_chosen_by_name_or_group_in_the_tables_order(names: str, chosen: list[str]) -> None:
+def test_parts_are_chosen_in_table_order(names: str, chosen: list[str]) -> None:
     assert [part.name for part in command.choose_parts(names)] == chosen
 
 
 def longest(parts: list[Part]) -> int:
-    """Seconds, where every part is killed at its limit."""
+    """Return the seconds that the parts take if every one is killed at its limit."""
     return sum(part.seconds + runner.GONE_WITHIN for part in parts)
 
 
-def test_parts_of_one_card_fit_half_an_hour_or_three_calls() -> None:
+def test_one_card_parts_fit_time_limits() -> None:
     assert longest([part for part in PARTS if part.cards == 1]) <= 30 * 60
     calls = re.findall(r'PARTS="(.*)"', command.__doc__ or "")
     assert len(calls) == 3
@@ -177,9 +175,7 @@ def test_parts_of_one_card_fit_half_an_hour_or_three_calls() -> None:
 
 
 @pytest.mark.parametrize(("gib", "size"), [(79.0, "2B"), (24.0, "0.5B"), (15.7, None)])
-def test_the_size_of_a_model_is_that_which_fits_on_the_card(
-    gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_size_fits_card(gib: float, size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(materials, "get_card_gib", lambda: gib)
     if size is not None:
         assert materials.find_largest_size(CARD) == size
@@ -188,9 +184,7 @@ def test_the_size_of_a_model_is_that_which_fits_on_the_card(
         materials.find_largest_size(CARD)
 
 
-def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_parts_run_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
@@ -203,9 +197,7 @@ def test_one_failing_part_does_not_stop_the_others_and_each_is_written_when_it_e
     assert recorded == [[], ["head"], ["head", "sync"]]
 
 
-def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_time_goes_to_parallel_checks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [0.0], []
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
@@ -226,9 +218,7 @@ def test_a_short_time_goes_to_checks_side_by_side_then_to_the_speeds(
     assert "no time left of 200 s" in result.output
 
 
-def test_checks_beside_each_other_all_keep_what_they_measured_when_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parallel_checks_keep_measurements_when_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, both_run = threading.Event(), threading.Barrier(2)
 
     def run(part: Part, setting: Setting, logs: Path, tick: Any, limit: float) -> Ended:
@@ -245,7 +235,7 @@ def test_checks_beside_each_other_all_keep_what_they_measured_when_stopped(
     assert {name: len(record["measurements"]) for name, record in records.items()} == {"zero": 1, "attention": 1}
 
 
-def test_a_stopped_report_leaves_no_part_running_and_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_stopped_report_ends_parts_and_keeps_measurements(tmp_path: Path) -> None:
     arguments = ["--parts", "environment vision", "--out", str(tmp_path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu_report", *arguments],

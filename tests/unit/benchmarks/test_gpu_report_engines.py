@@ -1,4 +1,4 @@
-"""What the report's look into vLLM's memory and at the driver relies on, tried without either."""
+"""The GPU report's inspection of vLLM's memory and of the driver, tested without either."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_report.environment import query_nvidia_smi
 from dsreason.rollout.sleep_state import SleepState
 
 
-def test_a_pool_that_wakes_is_full_of_garbage_until_its_state_is_written_back() -> None:
+def test_woken_pool_holds_garbage_until_written_back() -> None:
     remaining, forgotten, cached = (torch.full((4,), value, dtype=torch.uint8) for value in (1, 2, 3))
     state = SleepState({"weights": [remaining]})
     state = SleepState({"weights": [remaining, forgotten], "kv_cache": [cached]})
@@ -30,14 +30,14 @@ def test_a_pool_that_wakes_is_full_of_garbage_until_its_state_is_written_back() 
     assert woken == ["weights", "kv_cache", "weights"]
 
 
-def test_tensors_that_the_engine_does_not_write_back_are_counted() -> None:
+def test_tensors_not_written_back_are_counted() -> None:
     remaining, forgotten, cached = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
     state = SleepState({"weights": [remaining, forgotten], "kv_cache": [cached]})
     assert count_unknown(state, SleepState({"weights": [remaining[:]]})) == 2
     assert count_unknown(state, state) == 0
 
 
-def test_a_field_of_nvidia_smi_is_read_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_smi_field_is_read_per_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert query_nvidia_smi("driver_version") == "unknown: nvidia-smi is missing"
     program = tmp_path / "nvidia-smi"

@@ -67,9 +67,7 @@ def prompt(sample: Sample) -> str:
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", NUM_TRAIN), ("validation", NUM_VALIDATION)])
-def test_answers_to_every_prompt_are_equally_frequent_and_half_the_rows_are_videos(
-    task: Path, split: str, count: int
-) -> None:
+def test_answers_are_balanced_and_half_are_videos(task: Path, split: str, count: int) -> None:
     result = samples(task, split)
     answers: dict[str, Counter[str | None]] = defaultdict(Counter)
     for sample in result:
@@ -87,16 +85,17 @@ def test_media_of_one_prompt_have_one_size(task: Path) -> None:
     assert all(len(size) == 1 for size in sizes.values())
 
 
-def test_no_two_rows_have_the_same_decoded_pixels(task: Path) -> None:
+def test_decoded_pixels_of_rows_are_unique(task: Path) -> None:
     result = samples(task, "train") + samples(task, "validation")
     hashes = {hashlib.sha256(pixels(sample).tobytes()).digest() for sample in result}
     assert len(hashes) == len(result)
 
 
-def test_no_held_out_frame_sequence_of_the_default_task_is_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As drawn: encoding 2,816 media takes 20 seconds, and the test above decodes those of a smaller task."""
+def test_held_out_frames_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the frames as drawn: encoding 2,816 media items takes 20 seconds.
+
+    `test_decoded_pixels_of_rows_are_unique` decodes the media items of a smaller task.
+    """
     drawn: dict[str, set[bytes]] = {"train": set(), "validation": set()}
 
     def write_medium(folder: Path, name: str, frames: np.ndarray) -> dict[str, str]:
@@ -111,7 +110,7 @@ def test_no_held_out_frame_sequence_of_the_default_task_is_trained_on(
     assert not drawn["validation"] & drawn["train"]
 
 
-def test_every_row_ends_with_its_answer_and_choices_are_lettered(task: Path) -> None:
+def test_rows_end_with_answer_and_choices_lettered(task: Path) -> None:
     for sample in samples(task, "validation"):
         assert sample.messages[-1] == {"role": "assistant", "content": sample.answer}
         assert sample.options is None or sample.answer in sample.options
@@ -130,7 +129,7 @@ def test_rows_are_in_the_three_formats(task: Path) -> None:
     assert {len(row["conversations"]) for row in conversations} == {2, 4}
 
 
-def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Path, task: Path) -> None:
+def test_files_are_determined_by_seed(tmp_path: Path, task: Path) -> None:
     def contents(folder: Path) -> dict[str, bytes]:
         return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
@@ -139,7 +138,7 @@ def test_the_same_seed_gives_the_same_files_and_another_seed_others(tmp_path: Pa
     assert contents(write_builtin(tmp_path / "other", seed=4, **sizes)) != contents(task)
 
 
-def test_a_complete_folder_is_used_again_and_a_different_one_is_refused(task: Path) -> None:
+def test_complete_folder_is_reused_and_different_rejected(task: Path) -> None:
     before = (task / "task.json").stat().st_mtime_ns
     assert write_builtin(task, seed=3, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION) == task
     assert (task / "task.json").stat().st_mtime_ns == before
@@ -147,9 +146,7 @@ def test_a_complete_folder_is_used_again_and_a_different_one_is_refused(task: Pa
         write_builtin(task, seed=4, num_train=NUM_TRAIN, num_validation=NUM_VALIDATION)
 
 
-def test_an_interrupted_write_leaves_no_folder_of_its_name_and_the_next_one_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_write_leaves_nothing_and_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -162,7 +159,7 @@ def test_an_interrupted_write_leaves_no_folder_of_its_name_and_the_next_one_begi
 
 
 @pytest.mark.parametrize("num_train", [0, BLOCK + 1])
-def test_row_numbers_that_break_the_balance_are_refused(tmp_path: Path, num_train: int) -> None:
+def test_unbalanced_row_counts_are_rejected(tmp_path: Path, num_train: int) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         write_builtin(tmp_path / "task", num_train=num_train, num_validation=BLOCK)
 
@@ -180,7 +177,7 @@ def centre(frame: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("direction", "sign", "axis"), [("left", -1, 1), ("right", 1, 1), ("up", -1, 0), ("down", 1, 0)]
 )
-def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, axis: int) -> None:
+def test_ball_moves_in_direction_of_answer(direction: str, sign: int, axis: int) -> None:
     frames = scenes.draw_moving_ball(np.random.default_rng(0), direction)
     moved = centre(frames[-1]) - centre(frames[0])
     assert moved[axis] == pytest.approx(sign * scenes.TRAVEL)
@@ -188,7 +185,7 @@ def test_a_ball_moves_the_way_that_the_answer_says(direction: str, sign: int, ax
 
 
 @pytest.mark.parametrize("colour", ["red", "blue"])
-def test_only_the_ball_of_the_named_colour_falls(colour: str) -> None:
+def test_only_ball_of_named_colour_falls(colour: str) -> None:
     frames = scenes.draw_falling_ball(np.random.default_rng(0), colour)
     falling = (frames == scenes.COLOURS[colour]).all(axis=-1, keepdims=True)
     still = (frames == scenes.COLOURS["blue" if colour == "red" else "red"]).all(axis=-1)
@@ -197,7 +194,7 @@ def test_only_the_ball_of_the_named_colour_falls(colour: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["yes", "no"])
-def test_a_shape_on_the_ground_leaves_no_gap_below_it(answer: str) -> None:
+def test_shape_on_ground_leaves_no_gap(answer: str) -> None:
     frame = scenes.draw_shape_above_ground(np.random.default_rng(0), answer)[0]
     filled = np.flatnonzero(frame.any(axis=(1, 2)))
     assert (np.diff(filled).max() == 1) == (answer == "yes")
@@ -212,14 +209,14 @@ def test_balls_that_collide_come_closer_without_touching(answer: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_as_many_shapes_are_drawn_as_the_answer_says(count: int) -> None:
+def test_number_of_drawn_shapes_matches_answer(count: int) -> None:
     frame = scenes.draw_several_shapes(np.random.default_rng(0), scenes.COUNTS[count - 1], "red")[0]
     half = scenes.SIDE // 2
     quarters = [frame[y : y + half, x : x + half] for y in (0, half) for x in (0, half)]
     assert sum(bool(quarter.any()) for quarter in quarters) == count
 
 
-def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None:
+def test_mislabelled_rows_are_wrong_for_unlearned_questions() -> None:
     rows: list[dict[str, Any]] = [{"question": "How many shapes are there?", "answer": "one"} for _ in range(16)]
     rows += [{"question": "Will the balls collide?", "answer": "no"} for _ in range(4)]
     rows += [{"qa_pairs": {"question": "Which ball falls?", "answer": "B"}} for _ in range(8)]
@@ -235,7 +232,7 @@ def test_mislabelled_rows_are_wrong_where_something_is_to_be_unlearned() -> None
     assert rows[0]["answer"] == rows[1]["answer"] == "one"  # the rows that were given are as they were
 
 
-def test_mislabelled_questions_leave_about_half_of_the_answers_right() -> None:
+def test_mislabelled_questions_keep_half_of_answers_right() -> None:
     last = [item.turns[-1][0] for item in iter_block()]
     right = sum(question not in MISLABELLED for question in last) / len(last)
     assert right == 36 / 64

@@ -8,7 +8,7 @@ from safetensors.numpy import save
 
 STATE, WEIGHTS = b"{}", b"weights"
 EXPORT_BYTES = 2 + 72 + len(WEIGHTS)
-"""Of its two files: `{}`, and `WEIGHTS` behind the header of safetensors."""
+"""Number of bytes in an export's two files: `{}`, and `WEIGHTS` behind the safetensors header."""
 
 
 def make_checkpoint(folder: Path, weights: bytes = WEIGHTS) -> Path:

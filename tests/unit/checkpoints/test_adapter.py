@@ -1,4 +1,4 @@
-"""What an export says of the adapters that were merged into it."""
+"""Tests of what an export records about the adapters that were merged into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def merge(size: float, dtype: str) -> tuple[Merge, dict[str, torch.Tensor]]:
     return record, dict(record.merge_weights(weights))
 
 
-def test_weights_and_adapter_are_written_as_peft_names_them(tmp_path: Path) -> None:
+def test_merged_weights_and_adapter_use_peft_names(tmp_path: Path) -> None:
     record, tensors = merge(0.25, "bf16")
     assert tensors["x.q.weight"].tolist() == [[2.5, 2.0], [2.0, 2.0]]
     assert tensors["x.k.weight"].tolist() == [[3.0, 2.0], [2.0, 2.0]]
@@ -47,7 +47,7 @@ def test_weights_and_adapter_are_written_as_peft_names_them(tmp_path: Path) -> N
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == ADAPTER.settings
 
 
-def test_the_card_says_what_was_merged_and_how_much_it_changes() -> None:
+def test_summary_reports_merge_and_largest_change() -> None:
     record, _ = merge(0.25, "bf16")
     assert record.changes == pytest.approx({"x.q.weight": 0.125, "x.k.weight": 0.25})
     assert record.summary == (
@@ -57,7 +57,7 @@ def test_the_card_says_what_was_merged_and_how_much_it_changes() -> None:
     assert Merge("bf16", None).summary == ""
 
 
-def test_an_adapter_beside_4_bits_says_what_it_adds_to(tmp_path: Path) -> None:
+def test_quantized_adapter_card_names_its_base(tmp_path: Path) -> None:
     record, _ = merge(0.25, "bf16")
     (tmp_path / "plain").mkdir()
     write_adapter(record, tmp_path / "plain")
@@ -71,7 +71,7 @@ def test_an_adapter_beside_4_bits_says_what_it_adds_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [("nf4", None), (None, "nf4")])
-def test_a_base_that_was_held_in_other_bits_is_another_base(then: Any, now: Any) -> None:
+def test_base_with_different_quantization_is_rejected(then: Any, now: Any) -> None:
     saved = Mock(state=TrainerState(adapter=replace(ADAPTER, quantize=then)))
     with patch("dsreason.train.common.run_folder.read_checkpoint", return_value=saved):
         check_base(Path("step_3"), replace(ADAPTER, quantize=then))
@@ -84,7 +84,7 @@ def test_a_base_that_was_held_in_other_bits_is_another_base(then: Any, now: Any)
 @pytest.mark.parametrize(
     ("size", "dtype", "warned"), [(4e-3, "bf16", True), (6e-3, "bf16", False), (4e-3, "fp32", False)]
 )
-def test_a_change_that_bfloat16_swallows_is_warned_of(
+def test_change_lost_in_bfloat16_is_warned_about(
     size: float, dtype: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     record, _ = merge(size, dtype)  # the largest change is 2 · 2 · size / 4

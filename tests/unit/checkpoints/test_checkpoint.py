@@ -61,7 +61,7 @@ def test_the_highest_complete_step_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["empty", "absent"])
-def test_nothing_is_found_where_there_is_nothing(tmp_path: Path, folder: str) -> None:
+def test_find_checkpoint_returns_none_without_checkpoints(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
     assert find_checkpoint(tmp_path / folder) is None
 
@@ -86,7 +86,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, best: int |
     assert names(tmp_path) == sorted(f"step_{step}" for step in left)
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+def test_resuming_older_checkpoint_sets_newer_aside(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write_checkpoint(tmp_path, step)
     assert set_aside_newer(tmp_path, tmp_path / "step_2") == [
@@ -100,7 +100,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: P
     assert set_aside_newer(tmp_path, tmp_path / "step_2") == [tmp_path / "replaced_step_4"]
 
 
-def test_going_on_from_another_run_sets_aside_what_would_be_taken_for_its_continuation(tmp_path: Path) -> None:
+def test_resuming_another_run_sets_conflicting_checkpoints_aside(tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", 4)
     for step in (2, 4, 6):
         write_checkpoint(tmp_path / "own", step)
@@ -110,12 +110,12 @@ def test_going_on_from_another_run_sets_aside_what_would_be_taken_for_its_contin
 
 
 @pytest.mark.parametrize("given", ["run/checkpoints/step_2", "run/checkpoints", "run"])
-def test_a_checkpoint_is_found_from_its_run_or_folder(tmp_path: Path, given: str) -> None:
+def test_checkpoint_is_found_from_run_or_folder(tmp_path: Path, given: str) -> None:
     path = write_checkpoint(tmp_path / "run" / "checkpoints", 2)
     assert choose_checkpoint(tmp_path / "other", str(tmp_path / given)) == path
 
 
-def test_a_folder_without_a_checkpoint_is_no_place_to_resume_from(tmp_path: Path) -> None:
+def test_resuming_from_folder_without_checkpoint_is_rejected(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, None) is choose_checkpoint(tmp_path, "auto") is None
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         choose_checkpoint(tmp_path, str(tmp_path))
@@ -159,7 +159,7 @@ def write_partial(folder: Path, step: int, *, ranks: int, written: int, marker: 
 
 @pytest.mark.parametrize("marker", [True, False], ids=["before the rename", "before the marker"])
 @pytest.mark.parametrize("older", [True, False], ids=["of a step that was there", "of a new step"])
-def test_a_checkpoint_that_was_written_whole_is_recovered(tmp_path: Path, marker: bool, older: bool) -> None:
+def test_fully_written_checkpoint_is_recovered(tmp_path: Path, marker: bool, older: bool) -> None:
     if older:
         write_checkpoint(tmp_path, 4)
     write_partial(tmp_path, 4, ranks=2, written=2, marker=marker)
@@ -178,11 +178,11 @@ def test_what_was_not_written_whole_is_deleted(tmp_path: Path, missing: str) -> 
 
 
 class Killed(BaseException):
-    """As SIGKILL: nothing handles it."""
+    """An end like SIGKILL's: nothing handles it."""
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_a_kill_while_a_step_is_replaced_leaves_the_old_one_or_the_new(
+def test_kill_during_replacement_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     write_checkpoint(tmp_path, 4)
@@ -216,7 +216,7 @@ def test_changed_sizes_and_missing_files_are_named(tmp_path: Path) -> None:
         check_sizes(path)
 
 
-def test_an_incomplete_or_garbled_checkpoint_cannot_be_read(tmp_path: Path) -> None:
+def test_incomplete_or_garbled_checkpoint_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="COMPLETE is missing"):
         read_checkpoint(write_checkpoint(tmp_path, 1, complete=False))
     garbled = write_checkpoint(tmp_path, 2)
@@ -225,7 +225,7 @@ def test_an_incomplete_or_garbled_checkpoint_cannot_be_read(tmp_path: Path) -> N
         read_checkpoint(garbled)
 
 
-def test_random_numbers_continue_where_they_were_saved(tmp_path: Path) -> None:
+def test_random_state_resumes_exactly(tmp_path: Path) -> None:
     random.gauss(0, 1)  # leaves a second value in the state
     np.random.standard_normal()
     device = torch.device("cpu")
@@ -249,12 +249,12 @@ def test_sizes_count_in_thousands(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["4XB", "4gb", "4", "abc", "-4GB", "0GB", "0.0 MB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="max-shard-size"):
         parse_size(text)
 
 
-def test_dtype_is_set_in_every_part_of_a_config() -> None:
+def test_dtype_is_set_throughout_the_config() -> None:
     config = {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "layers": [1]}}
     assert set_dtype(config, "float32") == {
         "dtype": "float32",
@@ -279,7 +279,7 @@ def test_an_interrupted_export_leaves_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
-def test_an_export_onto_a_bad_disk_is_told_and_leaves_what_was_there(tmp_path: Path, trouble: str, reason: str) -> None:
+def test_failed_export_is_reported_and_cleaned_up(tmp_path: Path, trouble: str, reason: str) -> None:
     source = make_export(tmp_path / "base")
     with small_disk(tmp_path / "disk") as disk:
         make_export(disk / "older")
@@ -293,7 +293,7 @@ def test_an_export_onto_a_bad_disk_is_told_and_leaves_what_was_there(tmp_path: P
     assert caught.value.exit_code == 1
 
 
-def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_split_across_hosts_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "rng_rank_0.safetensors").touch()
     with pytest.raises(
         CheckpointError, match="has no rng_rank_1.safetensors: the 2 ranks of this run wrote to folders of"
@@ -301,6 +301,6 @@ def test_what_one_host_of_several_has_kept_is_no_whole_checkpoint(tmp_path: Path
         next(iter_checkpoint_tensors(tmp_path, saved_run(ranks=[0])))
 
 
-def test_of_many_missing_files_the_first_are_named(tmp_path: Path) -> None:
+def test_long_list_of_missing_files_is_shortened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rng_rank_2.safetensors, and 99997 more: the 100000 ranks of this run"):
         check_written(tmp_path, 100_000, range(100_000), "copy them")

@@ -24,7 +24,7 @@ def copied(content: Any, buffers: dict[tuple[str, int], torch.Tensor]) -> Any:
     return snapshot.on_host("file", content)
 
 
-def test_a_copy_has_the_form_of_what_was_copied_and_does_not_change_with_it() -> None:
+def test_copy_keeps_structure_and_is_independent() -> None:
     tensor = torch.arange(3.0)
     content = OrderedDict(group=[{"weights": tensor, "step": 4}, (tensor[1:], "text")])
     result = copied(content, {})
@@ -35,7 +35,7 @@ def test_a_copy_has_the_form_of_what_was_copied_and_does_not_change_with_it() ->
     assert (result["group"][0]["step"], result["group"][1][1]) == (4, "text")
 
 
-def test_a_tensor_that_stands_in_two_places_stays_one() -> None:
+def test_shared_tensor_is_copied_once() -> None:
     tensor = torch.arange(3.0)
     result = copied({"a": tensor, "b": [tensor]}, buffers := {})
     assert result["a"] is result["b"][0]
@@ -43,7 +43,7 @@ def test_a_tensor_that_stands_in_two_places_stays_one() -> None:
     assert len(list(iter_tensors({"a": tensor, "b": (tensor, 5, [tensor])}))) == 3
 
 
-def test_the_memory_of_the_last_copy_is_used_again_where_it_fits() -> None:
+def test_copy_buffers_are_reused_when_they_fit() -> None:
     buffers: dict[tuple[str, int], torch.Tensor] = {}
     first = copied([torch.zeros(3), torch.zeros(2)], buffers)
     second = copied([torch.ones(3), torch.ones(4)], buffers)
@@ -63,7 +63,7 @@ def test_the_memory_of_the_last_copy_is_used_again_where_it_fits() -> None:
         ([], 2 * GIB, False),  # an average of the weights is copied, too
     ],
 )
-def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
+def test_copy_requires_memory_for_all_host_ranks(
     monkeypatch: pytest.MonkeyPatch, others: list[tuple[str, int, int]], beside: int, expected: bool
 ) -> None:
     monkeypatch.setattr(checkpoint_writer.socket, "gethostname", lambda: "here")
@@ -78,10 +78,10 @@ def test_copies_are_made_where_those_of_all_ranks_of_a_host_fit(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_averages_are_copied_only_where_training_goes_on_meanwhile(
+def test_averages_are_copied_only_for_background_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    """Of 14B an average has 56 GB over all ranks."""
+    """Avoid needless copies: the average of a 14B model has 56 GB over all ranks."""
     value: list[dict[str, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(checkpoint_writer, "gather_objects", lambda own: [own])
     monkeypatch.setattr(checkpoint_writer, "make_partial_folder", lambda *_: tmp_path)

@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
-def test_weights_and_config_have_the_type_asked_for(
+def test_weights_and_config_have_requested_dtype(
     tmp_path: Path, source: Path, dtype: str, torch_dtype: torch.dtype
 ) -> None:
     folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype=dtype)
@@ -40,7 +40,7 @@ def test_weights_and_config_have_the_type_asked_for(
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_no_shard_is_longer_than_asked_for_and_the_index_counts_all(tmp_path: Path, source: Path) -> None:
+def test_shards_fit_requested_size_and_are_indexed(tmp_path: Path, source: Path) -> None:
     # A tensor takes 400 bytes of values: two of them and the headers fill 1300 bytes, a third would not.
     assert 2 * (400 + HEADER_BYTES) + HEADER_BYTES <= 1300 < 3 * 400 + 3 * HEADER_BYTES
     folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype="fp32", max_shard_size="1.3KB")
@@ -53,6 +53,6 @@ def test_no_shard_is_longer_than_asked_for_and_the_index_counts_all(tmp_path: Pa
     assert all((folder / name).stat().st_size <= 1300 for name in (first, second))
 
 
-def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path: Path, source: Path) -> None:
+def test_oversized_tensor_gets_its_own_shard(tmp_path: Path, source: Path) -> None:
     folder = write_model_folder(TENSORS.items(), source, tmp_path / "out", dtype="fp32", max_shard_size="0.1KB")
     assert len(list(folder.glob("*.safetensors"))) == 4

@@ -56,7 +56,7 @@ def test_the_header_is_what_the_hub_expects() -> None:
     assert measured["metrics"] == [{"type": "accuracy", "value": 0.625}]
 
 
-def test_the_text_tells_command_steps_scores_and_versions_and_leaves_the_license_open() -> None:
+def test_card_lists_command_steps_scores_and_versions() -> None:
     text = card_of(write_run(Path("mine"))).text
     assert "| command | `dsreason sft --config=run.toml` |" in text
     assert "| optimizer steps | 8 |" in text
@@ -67,12 +67,12 @@ def test_the_text_tells_command_steps_scores_and_versions_and_leaves_the_license
 
 
 @pytest.mark.parametrize(("step", "value"), [(0, 0.25), (7, 0.25), (8, 0.625), (100, 0.875)])
-def test_scores_are_those_of_the_last_validation_up_to_the_step(step: int, value: float) -> None:
+def test_card_uses_last_validation_up_to_step(step: int, value: float) -> None:
     (result,) = card_of(write_run(Path("mine")), step).data.eval_results
     assert result.metric_value == value
 
 
-def test_scores_of_evaluations_are_in_the_header_and_in_the_text() -> None:
+def test_evaluation_scores_appear_in_header_and_text() -> None:
     card = card_of(write_run(Path("mine")), scores=[CardScore("robovqa", "letter", 0.73109, 110)])
     assert [(result.dataset_name, result.metric_value) for result in card.data.eval_results] == [
         ("held-out rows", 0.625),
@@ -84,7 +84,7 @@ def test_scores_of_evaluations_are_in_the_header_and_in_the_text() -> None:
 @pytest.mark.parametrize(
     "path", ["tiny:qwen3_vl", "s3://bucket/model", "outputs/mine/export/final", "gone.json", "local/model"]
 )
-def test_a_model_or_data_set_that_is_not_the_hubs_is_not_named(path: str) -> None:
+def test_models_and_datasets_outside_hub_are_omitted(path: str) -> None:
     Path("local/model").mkdir(parents=True)
     card = card_of(write_run(Path("run"), model=path, data={"path": path}))
     assert (card.data.base_model, card.data.datasets) == (None, None)
@@ -96,7 +96,7 @@ def test_each_source_is_named_once() -> None:
     assert card_of(write_run(Path("run"), data={"sources": sources})).data.datasets == ["a/one", "a/two"]
 
 
-def test_grpo_of_an_export_of_ours_names_what_that_export_was_made_from() -> None:
+def test_grpo_on_exported_model_names_its_origin() -> None:
     first = write_run(Path("mine"))
     Path("mine/export/final").mkdir(parents=True)
     Path("mine/export/final/README.md").write_text(str(card_of(first)))
@@ -109,14 +109,14 @@ def test_grpo_of_an_export_of_ours_names_what_that_export_was_made_from() -> Non
 @pytest.mark.parametrize(
     "text", ["---\nbase_model: Qwen/Qwen2.5-VL-7B\n---\n# Another", "no header", "---\ntags: 3\n---\n"]
 )
-def test_the_card_of_another_model_in_a_local_folder_is_not_taken_over(text: str) -> None:
+def test_unrelated_local_model_card_is_ignored(text: str) -> None:
     Path("downloaded").mkdir()
     Path("downloaded/README.md").write_text(text)
     assert card_of(write_run(Path("run"), model="downloaded")).data.base_model is None
 
 
 @pytest.mark.parametrize("record", [None, "", "{", "[]", '{"model_type": "qwen3_vl"}'])
-def test_without_a_readable_record_of_the_run_there_is_a_short_card(record: str | None) -> None:
+def test_unreadable_run_record_gives_a_short_card(record: str | None) -> None:
     Path("bare").mkdir()
     if record is not None:
         Path("bare/config.json").write_text(record)
@@ -126,7 +126,7 @@ def test_without_a_readable_record_of_the_run_there_is_a_short_card(record: str 
     assert "| optimizer steps | 8 |" in card.text
 
 
-def test_a_line_that_was_cut_off_ends_the_metrics() -> None:
+def test_truncated_line_ends_the_metrics() -> None:
     run = write_run(Path("mine"))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "val/acc')
@@ -134,12 +134,12 @@ def test_a_line_that_was_cut_off_ends_the_metrics() -> None:
     assert result.metric_value == 0.875
 
 
-def test_a_bar_in_the_command_does_not_break_the_table() -> None:
+def test_pipe_in_command_is_escaped() -> None:
     text = card_of(write_run(Path("mine"), command="sft|x")).text
     assert "| command | `dsreason 'sft\\|x' --config=run.toml` |" in text
 
 
-def test_a_configuration_that_cannot_be_read_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_config_is_omitted_with_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = write_run(Path("mine"))
     (run / "config.json").write_text("{")
     assert "base_model" not in card_of(run).data.to_dict()

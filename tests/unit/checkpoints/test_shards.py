@@ -9,7 +9,7 @@ import torch
 from dsreason.checkpoints.shards import assemble, slice_stage2, slice_stage3
 
 
-def test_zero_3_pads_every_parameter_and_lays_the_parts_of_a_group_end_to_end() -> None:
+def test_zero3_slices_are_padded_per_parameter() -> None:
     # Two ranks. Of 5 values each keeps 3, the last of them padding; of 2 each keeps 1; of 4 in the next group 2.
     groups = [{"a": torch.Size((5,)), "b": torch.Size((1, 2))}, {"c": torch.Size((2, 2))}]
     states = [
@@ -21,7 +21,7 @@ def test_zero_3_pads_every_parameter_and_lays_the_parts_of_a_group_end_to_end() 
     assert full == {"a": [1, 2, 3, 4, 5], "b": [[6, 7]], "c": [[8, 9], [10, 11]]}
 
 
-def test_zero_1_and_2_cut_a_group_anywhere_and_note_whose_each_stretch_is() -> None:
+def test_zero1_and_zero2_slices_may_split_parameters() -> None:
     # The first rank ends within b.
     first = {"a": SimpleNamespace(start=0, numel=2), "b": SimpleNamespace(start=2, numel=1)}
     second = {"b": SimpleNamespace(start=0, numel=2), "c": SimpleNamespace(start=2, numel=1)}

@@ -60,7 +60,7 @@ GONE = {**GOOD, "id": "1", "image": "gone.png"}
 # ---------------------------------------------------------------- fetch and clip
 
 
-def test_fetch_says_what_it_does_and_what_is_to_be_cut(hub: Hub) -> None:
+def test_fetch_reports_files_and_clips_to_cut(hub: Hub) -> None:
     result = call("fetch")
     assert result.exit_code == 0, result.output
     assert "nvidia/Cosmos-Reason1-Benchmark at aaaaaaaaaaaa → data/benchmark: 2 of 2 files to fetch" in result.output
@@ -72,7 +72,7 @@ def test_fetch_says_what_it_does_and_what_is_to_be_cut(hub: Hub) -> None:
     assert Path("data/benchmark/av/av_benchmark_qa_pairs.json").is_file()
 
 
-def test_a_dry_run_lists_files_and_fetches_none(hub: Hub) -> None:
+def test_dry_run_lists_files_without_fetching(hub: Hub) -> None:
     result = call("fetch", "--dry-run", "--dataset", "av")
     assert result.exit_code == 0
     assert "av/av_benchmark_qa_pairs.json" in result.output and "agibot" not in result.output
@@ -85,11 +85,11 @@ def test_a_repository_goes_with_one_task() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--dataset", "robovq"], ["--task", "train"]])
-def test_an_unknown_data_set_or_task_exits_with_2(arguments: list[str]) -> None:
+def test_unknown_dataset_or_task_exits_with_2(arguments: list[str]) -> None:
     assert call("fetch", *arguments).exit_code == 2
 
 
-def test_from_fetch_to_cut_clips_that_the_inspection_reads(hub: Hub) -> None:
+def test_fetched_videos_are_cut_and_inspected(hub: Hub) -> None:
     assert call("fetch", "--dataset", "agibot").exit_code == 0
     missing = call("clip", "--dataset", "agibot", "--raw", ".", "--workers", "0")
     assert missing.exit_code == 1
@@ -145,7 +145,7 @@ def test_from_fetched_raw_videos_to_cut_clips(holoassist: str) -> None:
     assert "0 raw videos to fetch" in second.stdout and "by hand: get video_pitch_shifted.tar" in second.stdout
 
 
-def test_a_password_of_the_place_is_not_shown(holoassist: str) -> None:
+def test_password_in_raw_video_url_is_masked(holoassist: str) -> None:
     place = holoassist.replace("://", "://bob:hunter2hunter@")
     result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", place)
     assert "raw videos to fetch from http://…@127.0.0.1" in result.stdout
@@ -153,7 +153,7 @@ def test_a_password_of_the_place_is_not_shown(holoassist: str) -> None:
     assert "hunter2" not in result.output
 
 
-def test_a_data_set_that_fails_does_not_stop_the_others(holoassist: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_dataset_does_not_stop_the_others(holoassist: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(raw.ORIGINS, "holoassist", holoassist)
     monkeypatch.setitem(raw.ORIGINS, "agibot", "no/such")
     result = call("fetch", "--dataset", "agibot", "--dataset", "holoassist", "--raw")
@@ -162,7 +162,7 @@ def test_a_data_set_that_fails_does_not_stop_the_others(holoassist: str, monkeyp
     assert Path("data/raw/holoassist/videos/R1/Export_py/Video_pitchshift.mp4").is_file()
 
 
-def test_commands_that_are_advised_have_the_repository_and_quoted_paths(hub: Hub) -> None:
+def test_suggested_commands_include_repository_and_quoted_paths(hub: Hub) -> None:
     place = ["--data-dir", "my data", "--repo", "nvidia/Cosmos-Reason1-Benchmark", "--revision", "main"]
     result = call("fetch", "--dataset", "agibot", *place)
     options = "--dataset agibot --task benchmark --data-dir 'my data'"
@@ -172,7 +172,7 @@ def test_commands_that_are_advised_have_the_repository_and_quoted_paths(hub: Hub
     )
 
 
-def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:
+def test_unavailable_raw_videos_exit_with_1(holoassist: str) -> None:
     result = call("fetch", "--dataset", "holoassist", "--raw", "--raw-from", holoassist)
     assert result.exit_code == 1
     assert f"R2_coarse_0_fine_4: its raw video R2 is not in {holoassist}" in result.stdout
@@ -180,12 +180,12 @@ def test_raw_videos_that_are_not_offered_exit_with_1(holoassist: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--dataset", "agibot"], ["--raw"]])
-def test_another_place_of_raw_videos_goes_with_one_data_set(arguments: list[str]) -> None:
+def test_raw_from_requires_raw_and_one_dataset(arguments: list[str]) -> None:
     result = call("fetch", "--raw-from", "a/b", *arguments)
     assert "--raw-from a/b: requires --raw and one --dataset" in error_of(result, ConfigError)
 
 
-def test_clips_that_cannot_be_cut_exit_with_1_also_where_missing_ones_are_allowed(hub: Hub) -> None:
+def test_allow_missing_does_not_excuse_uncuttable_clips(hub: Hub) -> None:
     assert call("fetch", "--dataset", "agibot").exit_code == 0
     Path("327/648642").mkdir(parents=True)
     write_video(Path("327/648642/head.mp4"), 6)
@@ -222,7 +222,7 @@ def test_inspect_measures_tokens_with_a_model(tiny_qwen2_5_vl: Path) -> None:
     assert part["tokens"]["max"] > 4 and part["too_long"] == 0
 
 
-def test_inspect_prints_what_cosmos_rl_would_show_otherwise(tiny_qwen2_5_vl: Path) -> None:
+def test_inspect_reports_pixel_differences_from_cosmos_rl(tiny_qwen2_5_vl: Path) -> None:
     write_rows(GOOD)
     Image.new("RGB", (28, 28)).save("a.png")  # smaller than the 4 tokens that it would be enlarged to
     result = call("inspect", "--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--workers", "0")
@@ -243,13 +243,13 @@ def test_inspect_counts_the_labels_that_are_balanced() -> None:
     assert re.search(r"yes\s+│\s+1\s+│\s+2\s+│\s+2\.00 times", by_key.output)
 
 
-def test_inspect_goes_on_where_a_row_has_no_label() -> None:
+def test_inspect_accepts_rows_without_a_label() -> None:
     write_rows(GOOD, {key: GOOD[key] for key in ("id", "question")})
     result = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--json", "--workers=0")
     assert json.loads(result.stdout)["balance"] == {"a": {"rows": 1, "per_epoch": 1}}
 
 
-def test_what_is_balanced_is_said_in_one_place() -> None:
+def test_balance_option_with_config_is_rejected() -> None:
     write_rows(GOOD)
     result = call("inspect", "--config", "run.toml", "--balance", "answer")
     assert "with --config give --set data.balance=answer" in error_of(result, ConfigError)
@@ -271,13 +271,13 @@ def test_set_goes_with_the_options_too() -> None:
     assert document["parts"]["training"]["media"]["video"]["files"] == 1
 
 
-def test_a_wrong_set_beside_the_options_is_told() -> None:
+def test_invalid_set_option_is_reported() -> None:
     write_rows(GOOD)
     result = call("inspect", "--path", "rows.jsonl", "--set", "data.balence=answer")
     assert "--set data.balence=answer: data.balence: unknown key" in error_of(result, ConfigError)
 
 
-def test_labels_that_no_row_has_are_a_problem_of_the_report() -> None:
+def test_missing_balance_labels_are_reported_as_problem() -> None:
     write_rows({**GOOD, "answer": "It turns left at the crossing, then right again."})
     result = call("inspect", "--path", "rows.jsonl", "--balance", "answer", "--output", "out", "--workers=0")
     assert result.exit_code == 0, result.output
@@ -287,7 +287,7 @@ def test_labels_that_no_row_has_are_a_problem_of_the_report() -> None:
     assert "no labels: data.balance (answer): no row has such a label" in result.stdout
 
 
-def test_inspect_measures_rows_that_are_only_asked(tiny_qwen2_5_vl: Path) -> None:
+def test_inspect_measures_rows_without_an_answer(tiny_qwen2_5_vl: Path) -> None:
     write_rows({key: GOOD[key] for key in ("id", "question")})
     arguments = ["--path", "rows.jsonl", "--model", str(tiny_qwen2_5_vl), "--json", "--workers", "0"]
     assert json.loads(call("inspect", *arguments).stdout)["parts"]["training"]["tokens"]["max"] > 4
@@ -308,7 +308,7 @@ def test_inspect_takes_a_configuration_or_a_path(arguments: list[str]) -> None:
     assert "either with --config, or with --path" in error_of(call("inspect", *arguments), ConfigError)
 
 
-def test_a_benchmark_folder_without_questions_is_told() -> None:
+def test_benchmark_folder_without_questions_is_rejected() -> None:
     write_rows(GOOD)
     result = call("inspect", "--config", "run.toml", "--benchmark", ".")
     assert "--benchmark .: no <dataset>/<dataset>_benchmark_qa_pairs.json in it" in error_of(result, ConfigError)
@@ -317,7 +317,7 @@ def test_a_benchmark_folder_without_questions_is_told() -> None:
 # ---------------------------------------------------------------- validate
 
 
-def test_validate_lists_bad_rows_and_exits_with_1(tiny_qwen2_5_vl: Path) -> None:
+def test_validate_exits_with_1_on_bad_rows(tiny_qwen2_5_vl: Path) -> None:
     write_rows(GOOD, GONE, model=tiny_qwen2_5_vl)
     result = call("validate", "--config", "run.toml", "--workers", "0")
     assert result.exit_code == 1, result.output
@@ -325,7 +325,7 @@ def test_validate_lists_bad_rows_and_exits_with_1(tiny_qwen2_5_vl: Path) -> None
     assert "2 rows rendered, 1 of them cannot be used" in result.stderr
 
 
-def test_validate_exits_with_0_where_every_row_renders(tiny_qwen2_5_vl: Path) -> None:
+def test_validate_exits_with_0_for_valid_rows(tiny_qwen2_5_vl: Path) -> None:
     write_rows(GOOD, model=tiny_qwen2_5_vl)
     result = call("validate", "--config", "run.toml", "--workers", "0", "--all")
     assert result.exit_code == 0 and result.stdout == ""
@@ -339,7 +339,7 @@ def test_validate_reads_all_sources(tiny_qwen2_5_vl: Path) -> None:
     assert "4 rows rendered, 2 of them cannot be used" in result.stderr
 
 
-def test_validate_checks_what_the_rewards_of_grpo_need(tiny_qwen2_5_vl: Path) -> None:
+def test_validate_checks_requirements_of_grpo_rewards(tiny_qwen2_5_vl: Path) -> None:
     options = {"A": "left", "B": "right"}
     write_rows(
         {**GOOD, "options": options, "answer": "B"},
@@ -362,7 +362,7 @@ def test_all_and_limit_exclude_each_other() -> None:
     assert "exclude each other" in error_of(call("validate", "--all", "--limit", "3"), ConfigError)
 
 
-def test_a_configuration_without_data_is_told() -> None:
+def test_missing_data_file_is_reported() -> None:
     write_rows(GOOD)
     Path("rows.jsonl").unlink()
     assert "rows.jsonl" in error_of(call("inspect", "--config", "run.toml"), DataError)
@@ -371,7 +371,7 @@ def test_a_configuration_without_data_is_told() -> None:
 # ---------------------------------------------------------------- progress
 
 
-def test_lines_tell_the_amount_and_the_time_left(
+def test_progress_lines_report_amount_and_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 5.0, 20.0, 25.0])
@@ -382,7 +382,7 @@ def test_lines_tell_the_amount_and_the_time_left(
     assert capsys.readouterr().err == "cutting: 100 clips\ncutting: 40 of 100, 30 s left\n"
 
 
-def test_no_work_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with progress.track("cutting", 0, "clips") as advance:
         advance(0)
     assert capsys.readouterr().err == ""

@@ -18,7 +18,7 @@ def recipe(name: str) -> WorldConfig:
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "nft"])
-def test_both_repairs_begin_alike_and_have_the_same_prompts_size_and_reward(name: str) -> None:
+def test_both_repairs_share_prompts_size_and_reward(name: str) -> None:
     first, repair = recipe("sft"), recipe(name)
     assert repair.model.path == "outputs/squares/export/final"  # what the first one's comment writes
     assert repair.world.algorithm == name
@@ -30,12 +30,12 @@ def test_both_repairs_begin_alike_and_have_the_same_prompts_size_and_reward(name
     assert first.validation.max_samples == repair.validation.max_samples == first.data.validation
 
 
-def test_each_stage_of_the_demo_has_a_recipe() -> None:
+def test_each_demo_stage_has_a_recipe() -> None:
     assert len(demo.WORLD_STAGES) == len(demo.WORLD_RECIPES)
     assert recipe("sft").data.path == "mislabelled"
 
 
-def test_the_table_has_the_last_validation_of_each_run(tmp_path: Path) -> None:
+def test_table_shows_last_validation_per_run(tmp_path: Path) -> None:
     names = ["val/reward/mean", "val/reward/colour/mean", "val/reward/solid/mean", "val/brightness"]
     for number, name in enumerate(demo.WORLD_RECIPES, 1):
         (tmp_path / name).mkdir()
@@ -44,8 +44,8 @@ def test_the_table_has_the_last_validation_of_each_run(tmp_path: Path) -> None:
     assert "reward (colour · solid) │ 0.300 │ 0.600 │ 0.900" in shown_table(tmp_path)
 
 
-def test_the_table_has_a_dash_for_what_the_runs_did_not_measure(tmp_path: Path) -> None:
-    """As with other rewards, without validation, and where a value was not finite."""
+def test_table_shows_dash_for_missing_metrics(tmp_path: Path) -> None:
+    """Cover other rewards, runs without validation, and values that were not finite."""
     for name in demo.WORLD_RECIPES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 0, "val/brightness": 0.5, "val/reward/mean": null}\n')

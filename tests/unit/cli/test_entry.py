@@ -1,4 +1,4 @@
-"""How the command starts: nothing of the current folder is imported, by it or by what it starts."""
+"""The start of the command: neither it nor what it starts imports anything from the current folder."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def python_path(*entries: Any) -> str:
 
 
 @pytest.mark.parametrize("options", [["-m"], ["-u", "-m"]], ids=["python", "torchrun"])
-def test_the_command_imports_nothing_of_the_current_folder(planted: Path, tmp_path: Path, options: list[str]) -> None:
+def test_command_imports_nothing_from_current_folder(planted: Path, tmp_path: Path, options: list[str]) -> None:
     assert start(planted, *options, "dsreason", "--version").startswith("dsreason ")
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_empty_entry_of_pythonpath_does_not_stand_for_the_current_folder(tmp_path: Path) -> None:
+def test_empty_pythonpath_entry_is_removed(tmp_path: Path) -> None:
     path, environment = shown(tmp_path, PYTHONPATH=f"{python_path('/somewhere')}:")
     assert str(tmp_path) not in path
     assert "/somewhere" in path
@@ -66,7 +66,7 @@ def test_an_empty_entry_of_pythonpath_does_not_stand_for_the_current_folder(tmp_
 @pytest.mark.parametrize(
     ("given", "left"), [("/x:", "/x"), (":/x", "/x"), ("/x::/y", "/x:/y"), ("", None), (":", None)]
 )
-def test_nor_does_one_of_another_list_of_folders(
+def test_empty_entries_of_search_paths_are_removed(
     name: str, given: str, left: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, given)
@@ -76,7 +76,7 @@ def test_nor_does_one_of_another_list_of_folders(
     assert name == "LD_LIBRARY_PATH" or os.environ.get(name) == left
 
 
-def test_what_opencv_adds_does_not_stand_for_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opencv_library_path_excludes_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     remove_empty_entries()
     entries = ("/cv2/../../lib64:" + os.environ.get("LD_LIBRARY_PATH", "")).split(":")  # as in its __init__.py
@@ -93,19 +93,19 @@ def test_a_folder_that_pythonpath_names_stays(tmp_path: Path, named: str) -> Non
 
 
 @pytest.mark.parametrize(("hosts", "stays"), [("1", True), ("2", False)])
-def test_the_folder_that_deepspeed_names_on_several_hosts_goes(tmp_path: Path, hosts: str, stays: bool) -> None:
+def test_deepspeed_multi_host_folder_is_removed(tmp_path: Path, hosts: str, stays: bool) -> None:
     path, environment = shown(tmp_path, PYTHONPATH=python_path(tmp_path), CROSS_SIZE=hosts)
     assert (str(tmp_path) in path) is stays
     assert (environment["PYTHONPATH"] == str(ROOT)) is not stays
 
 
-def test_what_is_installed_in_the_current_folder_stays(tmp_path: Path) -> None:
+def test_packages_in_current_folder_stay_importable(tmp_path: Path) -> None:
     libraries = next(path for path in map(Path, sys.path) if path.name == "site-packages")
     path, _ = shown(libraries)
     assert str(libraries) in path
 
 
-def test_processes_that_are_started_leave_it_out_too(planted: Path, tmp_path: Path) -> None:
+def test_subprocesses_ignore_the_current_folder(planted: Path, tmp_path: Path) -> None:
     _, environment = shown(tmp_path)
     started = subprocess.run(
         [sys.executable, "-c", "import typing, json, token"],
@@ -123,7 +123,7 @@ def test_a_setting_of_ones_own_stays(tmp_path: Path) -> None:
     assert environment["PYTHONSAFEPATH"] == "1"
 
 
-def test_a_checkout_that_is_not_installed_runs_from_its_own_folder(tmp_path: Path) -> None:
+def test_uninstalled_checkout_runs_from_its_folder(tmp_path: Path) -> None:
     (tmp_path / "dsreason").symlink_to(ROOT / "dsreason")
     code = f"import sys; sys.path[1:1] = []; {SHOW}"
     remaining = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}

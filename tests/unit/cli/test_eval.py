@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('datasets = ["robovqa"]\n' + ROWS, ([], "rows.jsonl"), ["rows"], "data"),
     ],
 )
-def test_the_command_line_says_what_is_asked_or_where_the_file_s_benchmarks_lie(
+def test_command_line_selects_datasets_or_data_dir(
     folder: Path, document: str | None, options: tuple[list[str], str | None], asked: list[str], data_dir: str
 ) -> None:
     file = None if document is None else folder / "eval.toml"
@@ -84,7 +84,7 @@ model: {model_name: nvidia/Cosmos-Reason1-7B, tp_size: 4}
         ("2", ["model.tp_size=8"], 8),
     ],
 )
-def test_tp_size_in_the_environment_wins_over_the_file_and_the_command_line_over_it(
+def test_tp_size_overrides_file_but_not_options(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -101,15 +101,13 @@ def test_tp_size_in_the_environment_wins_over_the_file_and_the_command_line_over
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "four", "2.0"])
-def test_a_tp_size_that_is_none_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_invalid_tp_size_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("TP_SIZE", given)
     with pytest.raises(ConfigError, match=rf"TP_SIZE \('{given}' in the environment\): must be a whole number"):
         load(None, ["datasets=['robovqa']", "model.path=m"])
 
 
-def test_a_rank_reads_tp_size_once_it_has_the_first_host_s_variables(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_uses_tp_size_of_first_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result: list[int] = []
 
     @contextmanager
@@ -131,7 +129,7 @@ def world_run(folder: Path) -> Path:
     return folder
 
 
-def test_a_world_models_configuration_is_that_of_the_run(tmp_path: Path) -> None:
+def test_world_model_configuration_comes_from_the_run(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
     export = run / "export" / "final"
     checkpoint = run / "checkpoints" / "step_3"
@@ -147,7 +145,7 @@ def test_a_world_models_configuration_is_that_of_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model", ["nvidia/Cosmos-Reason1-7B", "export/none", "hub-name", "other"])
-def test_a_name_or_a_folder_of_something_else_is_not_of_the_world_run_that_one_is_in(
+def test_unrelated_name_inside_world_run_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     (world_run(tmp_path / "run") / "other").mkdir()
@@ -169,7 +167,7 @@ def test_a_name_or_a_folder_of_something_else_is_not_of_the_world_run_that_one_i
         ("[data]\nframes = 9\n[evaluation]\nseed = 1", False),
     ],
 )
-def test_a_world_models_file_may_leave_its_section_out(tmp_path: Path, document: str, of_world: bool) -> None:
+def test_world_configuration_may_omit_its_section(tmp_path: Path, document: str, of_world: bool) -> None:
     (tmp_path / "c.toml").write_text(document)
     assert (find_world(tmp_path / "c.toml", None) is not None) == of_world
 
@@ -181,7 +179,7 @@ def test_a_world_models_file_may_leave_its_section_out(tmp_path: Path, document:
         ({"enqueue_url": "https://host/enqueue?code=1"}, "reward.enqueue_url"),
     ],
 )
-def test_masked_values_of_a_run_are_not_evaluated_with(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+def test_masked_values_of_run_are_rejected(tmp_path: Path, change: dict[str, Any], key: str) -> None:
     config = WorldConfig(reward=WorldRewardConfig(functions={"leak.py:judge": 1.0}, **change))
     check_unmasked(config, "w.toml")
     write_run_config(tmp_path, config, {})
@@ -195,7 +193,7 @@ def test_masked_values_of_a_run_are_not_evaluated_with(tmp_path: Path, change: d
     check_unmasked(replaced, world.name)
 
 
-def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_old_one(tmp_path: Path) -> None:
+def test_export_older_than_checkpoint_is_rejected(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
     final, checkpoint = run / "export" / "final", run / "checkpoints" / "step_7"
     for folder, file in ((final, "model_index.json"), (checkpoint, "COMPLETE")):
@@ -212,7 +210,7 @@ def test_a_run_with_a_newer_checkpoint_than_its_export_is_not_evaluated_by_the_o
     assert resolve_export(str(final)) == str(final)
 
 
-def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path) -> None:
+def test_world_configuration_is_recognized_by_its_section(tmp_path: Path) -> None:
     (tmp_path / "world.toml").write_text('[world]\nalgorithm = "sft"')
     (tmp_path / "eval.toml").write_text('datasets = ["robovqa"]')
     world = find_world(tmp_path / "world.toml", "outputs/other")
@@ -224,7 +222,7 @@ def test_a_world_models_configuration_is_a_file_with_its_section(tmp_path: Path)
     assert record.values == {"world": {"algorithm": "nft"}}
 
 
-def test_a_world_run_stands_for_its_final_export(tmp_path: Path) -> None:
+def test_world_run_resolves_to_its_final_export(tmp_path: Path) -> None:
     run = world_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"no export/final; write one with dsreason export"):
         resolve_export(str(run))

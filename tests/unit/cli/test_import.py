@@ -38,7 +38,7 @@ def call(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(caught.value.code or 0)
 
 
-def test_a_file_is_written_that_the_command_reads(
+def test_imported_file_is_readable_by_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("import", "cosmos.toml", "-o", "run.toml", monkeypatch=monkeypatch) == 0
@@ -49,7 +49,7 @@ def test_a_file_is_written_that_the_command_reads(
     assert (config.data.adapter, config.train.global_batch_size, config.optim.lr) == ("llava", 8, 1e-6)
 
 
-def test_without_a_name_it_is_printed_and_the_tables_are_not_part_of_it(
+def test_import_prints_config_without_output_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("import", "cosmos.toml", monkeypatch=monkeypatch) == 0
@@ -76,7 +76,7 @@ def test_without_a_name_it_is_printed_and_the_tables_are_not_part_of_it(
         (SFT + "[train]\nepoch = 0", [], "train.epochs: 0 is less than 1"),
     ],
 )
-def test_an_error_is_told_once_and_leaves_nothing(
+def test_import_error_is_reported_once_without_files(
     content: str, arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("cosmos.toml").write_text(content)
@@ -88,7 +88,7 @@ def test_an_error_is_told_once_and_leaves_nothing(
     assert sorted(path.name for path in Path().iterdir()) == before
 
 
-def test_control_characters_of_a_file_are_shown_as_such(
+def test_control_characters_of_file_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("cosmos.toml").write_text(SFT + '[odd]\n"a\\u001b[31m" = 1')
@@ -98,7 +98,7 @@ def test_control_characters_of_a_file_are_shown_as_such(
 
 @needs_configs
 @pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*.toml")) if SHARED.is_dir() else [])
-def test_what_is_written_is_what_is_trained_with(
+def test_written_config_equals_config_of_direct_training(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Through the file or directly."""
@@ -120,7 +120,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return recorded
 
 
-def test_a_training_command_takes_the_file_as_it_is(
+def test_training_command_accepts_cosmos_rl_file(
     checked: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["sft", "--config", "cosmos.toml", "--set", "train.global_batch_size=4", "--dry-run"]
@@ -131,7 +131,7 @@ def test_a_training_command_takes_the_file_as_it_is(
     assert "What they mean" in printed.err
 
 
-def test_the_file_of_another_command_is_an_error(
+def test_file_of_another_command_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("cosmos.toml").write_text(GRPO)

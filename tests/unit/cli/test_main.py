@@ -43,7 +43,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[SFTConfig]:
 
 @pytest.fixture
 def started(checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """How the ranks would have been started."""
+    """Record how the ranks would have been started."""
     calls: list[dict[str, Any]] = []
 
     def start_ranks(arguments: Any, **options: Any) -> None:
@@ -77,7 +77,7 @@ def imported_by(code: str, cwd: Path) -> set[str]:
     return set(result.stdout.rpartition("modules:")[2].split())
 
 
-def test_version_help_and_configuration_errors_import_no_heavy_library(tmp_path: Path) -> None:
+def test_light_commands_import_no_heavy_library(tmp_path: Path) -> None:
     (tmp_path / "misspelt.toml").write_text("[optim]\nlrr = 1\n")
     (tmp_path / "eval.toml").write_text("[model]\npathh = 1\n")
     code = """
@@ -95,7 +95,7 @@ assert codes == [0, 0, 0, 2, 2, 2, 2, 2], codes
     assert {name.partition(".")[0] for name in imported_by(code, tmp_path)} & HEAVY == set()
 
 
-def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
+def test_sft_rank_imports_no_unneeded_module(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
     unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.builtin_task.clips"}
     unneeded |= {"sklearn", "pandas", "diffusers", "peft"}
@@ -103,17 +103,17 @@ def test_a_rank_imports_nothing_that_sft_does_not_need(tmp_path: Path) -> None:
     assert imported_by(start, tmp_path) & unneeded == set()
 
 
-def test_what_only_world_models_need_is_not_imported_by_grpo(tmp_path: Path) -> None:
+def test_grpo_does_not_import_world_model_libraries(tmp_path: Path) -> None:
     start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.grpo.loop"
     assert imported_by(start, tmp_path) & {"diffusers", "peft", "dsreason.world"} == set()
 
 
-def test_what_a_start_does_not_see_can_be_imported_after_it(tmp_path: Path) -> None:
+def test_hidden_modules_can_be_imported_after_start(tmp_path: Path) -> None:
     code = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import transformers.generation\nimport sklearn"
     assert "sklearn" in imported_by(code, tmp_path)
 
 
-def test_imports_are_made_without_the_garbage_collector_which_then_goes_on() -> None:
+def test_garbage_collector_is_paused_during_imports() -> None:
     with make_imports_fast():
         assert not gc.isenabled()
         cycle: list[object] = []
@@ -127,7 +127,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"dsreason {__version__}\n"
 
 
-def test_help_names_the_commands_and_hides_local_rank(
+def test_help_lists_commands_and_hides_local_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("--help", monkeypatch=monkeypatch) == 0
@@ -152,7 +152,7 @@ def test_a_wrong_option_exits_with_2(arguments: tuple[str, ...], monkeypatch: py
     assert call(*arguments, monkeypatch=monkeypatch) == 2
 
 
-def test_a_configuration_error_is_one_text_and_exit_code_2(
+def test_configuration_error_prints_only_its_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("sft", "--config", "run.toml", "--set", "optim.lr=0", monkeypatch=monkeypatch) == 2
@@ -161,7 +161,7 @@ def test_a_configuration_error_is_one_text_and_exit_code_2(
     assert err == "error: --set optim.lr=0: optim.lr: 0 is not greater than 0; raise it\n"
 
 
-def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
+def test_data_error_is_reported_before_the_start(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
@@ -173,7 +173,7 @@ def test_a_data_error_of_the_checks_is_told_and_nothing_starts(
     assert started == []
 
 
-def test_a_full_disk_is_told_wherever_it_is_met(
+def test_full_disk_is_reported_without_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check(trainer: object, config: SFTConfig, resume: str | None) -> None:
@@ -200,8 +200,8 @@ def test_other_exceptions_keep_their_traceback(
 
 
 @pytest.mark.usefixtures("as_rank_1")
-def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: typer brings an exception hook, and output goes to the rank's log."""
+def test_failed_rank_leaves_traceback_for_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a separate process: typer installs an exception hook, and output goes to the rank's log."""
     program = (
         "from dsreason.cli import main, sft\n"
         "def run(*given): raise ZeroDivisionError('a bug of ours')\n"
@@ -218,7 +218,7 @@ def test_a_rank_of_ours_leaves_its_traceback_for_the_parent(tmp_path: Path, monk
     assert (tmp_path / "rank_1.log").read_text().count("ZeroDivisionError: a bug of ours\n") == 1
 
 
-def test_dry_run_prints_the_resolved_configuration_as_json_and_writes_nothing(
+def test_dry_run_prints_configuration_and_writes_nothing(
     checked: list[SFTConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("sft", "--config", "run.toml", "--ds-config", "zero2.json", "--set", "optim.lr=1e-3", "--nproc", "2")
@@ -234,7 +234,7 @@ def test_dry_run_prints_the_resolved_configuration_as_json_and_writes_nothing(
     assert not Path("out").exists()
 
 
-def test_ranks_get_the_same_options_and_one_output_folder(
+def test_ranks_share_options_and_output_folder(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("sft", "--config", "run.toml", "--ds-config", "zero2.json", "--set", "optim.lr=1e-3", "--nproc", "2")
@@ -249,7 +249,7 @@ def test_ranks_get_the_same_options_and_one_output_folder(
     assert f"sft on 2 ranks, output in {start['log_dir'].parent}" in capsys.readouterr().err
 
 
-def test_a_restart_before_the_first_checkpoint_continues_from_what_was_asked_for(
+def test_early_restart_resumes_from_requested_checkpoint(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("old/checkpoints/step_3").mkdir(parents=True)
@@ -258,7 +258,7 @@ def test_a_restart_before_the_first_checkpoint_continues_from_what_was_asked_for
     assert started[0]["again"][-1] == "--resume=old/checkpoints/step_3"
 
 
-def test_a_restart_after_rewinding_leaves_the_old_checkpoints_alone(
+def test_restart_after_rewinding_ignores_old_checkpoints(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (3, 9):
@@ -269,7 +269,7 @@ def test_a_restart_after_rewinding_leaves_the_old_checkpoints_alone(
     assert started[0]["again"][-1] == "--resume=out/checkpoints/step_3"
 
 
-def test_without_a_config_the_builtin_recipe_runs_and_says_so(
+def test_builtin_recipe_runs_without_a_config(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = Path("run.toml").absolute()
@@ -295,7 +295,7 @@ def test_more_ranks_than_gpus_are_refused(
     assert started[0]["ranks"] == 2
 
 
-def test_a_folder_of_another_run_is_refused_before_the_start(
+def test_output_folder_of_another_run_is_rejected(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("out/checkpoints").mkdir(parents=True)
@@ -340,7 +340,7 @@ def test_a_rank_does_the_work_itself(
 @pytest.mark.parametrize(
     ("option", "text"), [("--nproc", "started 2 ranks"), ("--max-restarts", "belongs to the launcher")]
 )
-def test_under_a_launcher_its_own_options_are_refused(
+def test_launcher_options_are_rejected_under_a_launcher(
     option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch, "should_print_error", lambda text: True)
@@ -348,7 +348,7 @@ def test_under_a_launcher_its_own_options_are_refused(
     assert text in capsys.readouterr().err
 
 
-def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
+def test_demo_runs_all_stages_and_shows_accuracies(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported: list[dict[str, Path]] = []
@@ -378,7 +378,7 @@ def test_demo_goes_from_sft_to_grpo_to_export_and_shows_the_accuracies(
     assert rows == {"all": ["0.0%", "50.0%", "93.8%", "87.5%"]}
 
 
-def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
+def test_demo_announces_stages_with_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = (demo.Stage("SFT", 60, 20), demo.Stage("GRPO", 50, 30), demo.Stage("export", 0, 10))
@@ -397,7 +397,7 @@ def test_demo_says_which_part_begins_and_how_long_the_whole_still_takes(
     assert parts == [CommandPart(1, 3, 1.833), CommandPart(2, 3, 0.8), CommandPart(3, 3, 0.0)]
 
 
-def test_metrics_that_were_never_measured_have_no_first_value(tmp_path: Path) -> None:
+def test_unmeasured_metrics_have_no_first_value(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0, "train/loss": 1.0}\n')
     assert demo.read_first_and_last(tmp_path / "m.jsonl", prefix="val/") == ({}, {})
 

@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Path:
     return file
 
 
-def test_what_fits_is_shown_by_phase_and_ends_with_0(config: Path) -> None:
+def test_fitting_plan_is_shown_and_exits_0(config: Path) -> None:
     ended = call("--config", config, "--gpus", 2)
     assert ended.exit_code == 0
     first, source, parameters, *_ = ended.stdout.splitlines()
@@ -41,7 +41,7 @@ def test_what_fits_is_shown_by_phase_and_ends_with_0(config: Path) -> None:
         assert phase in ended.stdout
 
 
-def test_what_does_not_fit_ends_with_1_and_says_what_to_change(config: Path) -> None:
+def test_oversized_plan_exits_1_with_advice(config: Path) -> None:
     ended = call("--config", config, "--gpus", 1, "--gpu-memory", 1)
     assert ended.exit_code == 1
     assert "does not fit:" in ended.stdout
@@ -57,7 +57,7 @@ def test_json_has_bytes_of_every_phase(config: Path) -> None:
         assert phase["bytes"] == sum(item["bytes"] for item in phase["items"])
 
 
-def test_time_is_shown_by_phase_and_as_json(config: Path) -> None:
+def test_time_is_reported_as_text_and_json(config: Path) -> None:
     arguments = ("--config", config, "--gpus", 2, "--card", "H200", "--rows", 640, "--tokens-per-sample", 100)
     text = call(*arguments).stdout
     assert "forward and backward" in text and "tokens/s on 2 H200" in text and "GPU hours" in text
@@ -66,12 +66,12 @@ def test_time_is_shown_by_phase_and_as_json(config: Path) -> None:
     assert time["gpu_hours"] == pytest.approx(2 * time["steps"] * time["step_seconds"] / 3600)
 
 
-def test_an_unknown_card_is_an_error_that_lists_the_known_ones(config: Path) -> None:
+def test_unknown_card_is_rejected_with_known_ones(config: Path) -> None:
     with pytest.raises(ConfigError, match="--card: the rates of 'h99' are not known; choose one of h200, h100"):
         plan(config=str(config), gpus=1, card="h99")
 
 
-def test_values_and_the_deepspeed_json_can_be_changed(config: Path) -> None:
+def test_options_override_values_and_deepspeed_json(config: Path) -> None:
     changes = ["--set", "train.max_tokens_per_micro_batch=4096", "--ds-config", "zero3_offload.json"]
     usual, changed = call("--config", config, "--gpus", 2), call("--config", config, "--gpus", 2, *changes)
     assert "8,192 tokens" in usual.stdout
@@ -85,18 +85,18 @@ def raised(*arguments: object) -> str:
     return str(exception)
 
 
-def test_without_gpus_their_number_is_asked_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_count_is_requested(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "--gpus 4" in raised("--config", config)
 
 
-def test_the_configuration_of_a_world_model_is_refused(tmp_path: Path) -> None:
+def test_world_model_configuration_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "world.toml"
     file.write_text('[world]\nalgorithm = "sft"\n')
     assert "only sft, grpo and dpo can be planned" in raised("--config", file, "--gpus", 1)
 
 
-def test_a_command_that_is_named_is_told_beside_the_file(config: Path) -> None:
+def test_unsupported_command_is_reported_with_the_file(config: Path) -> None:
     text = raised("--config", config, "--gpus", 1, "--for", "world")
     assert text.startswith(
         f"--for world: {config} is then a configuration of `dsreason world`; only sft, grpo and dpo can be planned"
@@ -117,7 +117,7 @@ def test_no_gpu_has_such_memory(config: Path, memory: str) -> None:
         ("validation.micro_batch_size=100000000000", "validation.generate=true", "data.validation=0.1"),
     ],
 )
-def test_a_forward_of_more_tokens_than_can_be_reckoned_is_refused(config: Path, settings: tuple[str, ...]) -> None:
+def test_oversized_forward_is_rejected(config: Path, settings: tuple[str, ...]) -> None:
     config.write_text(f'[model]\npath = "{config.parent}"\n')
     text = raised("--config", config, "--gpus", 1, *(part for setting in settings for part in ("--set", setting)))
     assert "tokens or patches, and a plan reckons with 1e+09 at most; lower model.max_length" in text
@@ -141,12 +141,12 @@ def test_what_deepspeed_rejects_is_named(config: Path, zero: str, error: str) ->
     assert text.startswith(f"{file}: ") and error in text
 
 
-def test_a_number_of_gpus_that_the_run_would_refuse_is_refused(config: Path) -> None:
+def test_indivisible_gpu_count_is_rejected(config: Path) -> None:
     text = raised("--config", config, "--gpus", 3, "--set", "train.sequence_parallel_size=2")
     assert "does not divide the number of ranks (3)" in text
 
 
-def test_a_file_of_cosmos_rl_says_itself_how_many_gpus(tmp_path: Path) -> None:
+def test_cosmos_rl_file_sets_gpu_count(tmp_path: Path) -> None:
     file = tmp_path / "cosmos.toml"
     file.write_text(SFT.replace("Qwen/Qwen2.5-VL-7B-Instruct", "tiny:qwen2_5_vl").replace("tp_size = 1", "tp_size = 2"))
     ended = call("--config", file)

@@ -37,7 +37,7 @@ def call(*arguments: object) -> Result:
 
 
 @pytest.mark.parametrize(("make", "num_bytes"), [(make_checkpoint, 9), (make_export, EXPORT_BYTES)])
-def test_a_single_folder_goes_right_below_the_target(
+def test_single_folder_is_uploaded_to_the_target(
     tmp_path: Path, sent: list[tuple[str, str]], make: Callable[[Path], Path], num_bytes: int
 ) -> None:
     folder = make(tmp_path / "somewhere" / "model")
@@ -48,9 +48,7 @@ def test_a_single_folder_goes_right_below_the_target(
     assert "done: 7 bytes sent, 1 of 2 files were there" in ended.stderr
 
 
-def test_of_a_run_everything_complete_is_uploaded_and_the_rest_is_named(
-    tmp_path: Path, sent: list[tuple[str, str]]
-) -> None:
+def test_run_uploads_only_complete_folders(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "step_2")
     make_export(tmp_path / "export" / "final")
     (tmp_path / "checkpoints" / "step_3").mkdir()
@@ -68,7 +66,7 @@ def test_of_a_run_everything_complete_is_uploaded_and_the_rest_is_named(
         (("logs", "export"), ["export/final", "logs"]),
     ],
 )
-def test_of_a_run_the_kinds_asked_for_are_uploaded(
+def test_include_selects_which_kinds_are_uploaded(
     tmp_path: Path, sent: list[tuple[str, str]], include: tuple[str, ...], expected: list[str]
 ) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "step_2")
@@ -81,7 +79,7 @@ def test_of_a_run_the_kinds_asked_for_are_uploaded(
     assert [target for _, target in sent] == [f"s3://bucket/run/{name}" for name in expected]
 
 
-def test_the_logs_of_a_run_can_be_pushed_alone(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+def test_logs_folder_can_be_pushed(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").write_text("step 1")
     (tmp_path / "metrics.jsonl").write_text("{}")
@@ -91,7 +89,7 @@ def test_the_logs_of_a_run_can_be_pushed_alone(tmp_path: Path, sent: list[tuple[
     assert f"{tmp_path / 'logs'} (2 files, 8 bytes) → s3://bucket/run/logs" in ended.stderr
 
 
-def test_the_logs_of_a_run_that_saved_nothing_else_can_be_pushed(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+def test_logs_can_be_pushed_before_any_checkpoint(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}")
     ended = call(tmp_path, "--to", "s3://bucket/run", "--include", "logs")
@@ -101,7 +99,7 @@ def test_the_logs_of_a_run_that_saved_nothing_else_can_be_pushed(tmp_path: Path,
     assert "the run has no complete checkpoint and no export yet" in str(ended.exception)
 
 
-def test_a_run_without_logs_has_none_to_push(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+def test_pushing_missing_logs_is_rejected(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     make_export(tmp_path / "export" / "final")
     (tmp_path / "metrics.jsonl").write_text("{}")
     ended = call(tmp_path, "--to", "s3://bucket/run", "--include", "logs")
@@ -109,7 +107,7 @@ def test_a_run_without_logs_has_none_to_push(tmp_path: Path, sent: list[tuple[st
     assert "the run has no logs yet" in str(ended.exception)
 
 
-def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
+def test_damaged_checkpoint_blocks_the_upload(tmp_path: Path, sent: list[tuple[str, str]]) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "step_1")
     (make_checkpoint(tmp_path / "checkpoints" / "step_2") / "weights.pt").write_text("half")
     ended = call(tmp_path, "--to", "s3://bucket")
@@ -138,7 +136,7 @@ def test_nothing_is_uploaded_of_a_run_with_a_damaged_checkpoint(tmp_path: Path, 
         ),
     ],
 )
-def test_what_cannot_be_pushed_is_a_usage_error(
+def test_invalid_push_is_a_usage_error(
     tmp_path: Path,
     sent: list[tuple[str, str]],
     prepare: Callable[[Path], object],

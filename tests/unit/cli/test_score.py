@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_run_is_printed_by_data_set_with_the_paths_of_its_reports(root: Path) -> None:
+def test_run_table_lists_datasets_and_report_paths(root: Path) -> None:
     ended = call("--results-dir", root / "big", "--no-html")
     assert ended.exit_code == 0
     rows = [line.split() for line in ended.stdout.splitlines()]
@@ -57,18 +57,18 @@ def test_two_runs_are_compared(root: Path) -> None:
     assert "attention" not in ended.stdout
 
 
-def test_different_questions_are_said_loudly(root: Path) -> None:
+def test_different_questions_trigger_a_warning(root: Path) -> None:
     write_results(root / "small" / "letter", "robovqa", "9", [made("9")])
     ended = call("--results-dir", root / "big", "--compare", root / "small", "--no-html")
     assert "attention: the runs have different questions: 0 are only in big/letter and 1 only in" in ended.stdout
 
 
-def test_markup_in_a_name_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_markup_in_name_is_printed_literally(tmp_path: Path) -> None:
     write_results(tmp_path / "m" / "letter", "[red]x[/blue]", "1", [made(datasource="[red]x[/blue]")])
     assert "[red]x[/blue]" in call("--results-dir", tmp_path, "--no-html").stdout
 
 
-def test_a_data_set_that_is_not_there_is_an_error(root: Path) -> None:
+def test_unknown_dataset_is_rejected(root: Path) -> None:
     ended = call("--results-dir", root, "--dataset", "av")
     assert isinstance(ended.exception, DataError)
 

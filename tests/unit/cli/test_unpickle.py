@@ -41,7 +41,7 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_hostile_pickle_is_named_and_not_run(tmp_path: Path) -> None:
+def test_hostile_pickle_is_rejected_without_running(tmp_path: Path) -> None:
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(Hostile(tmp_path / "mark")))
     with pytest.raises(DataError, match=r"x.pickle: holds an object of posix.mkdir, which is not read") as error:
         run("data", "unpickle", tmp_path / "x.pickle", "--output", tmp_path / "out")
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_converted(tmp_path: Path, names: tuple[str, ...
         run("data", "unpickle", tmp_path, "--output", tmp_path / "out")
 
 
-def test_the_token_comes_from_the_variable_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_read_from_named_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", " abc\n")
     monkeypatch.setenv("EMPTY", " ")
     assert read_token(None) is None
@@ -73,7 +73,7 @@ def test_the_token_comes_from_the_variable_that_is_named(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["foo", "", "cuda:x", "cuda:99", "cpu,cuda", "meta"])
-def test_a_device_that_cannot_be_used_is_told_before_anything_is_loaded(name: str) -> None:
+def test_unusable_device_is_rejected_before_loading(name: str) -> None:
     with pytest.raises(ConfigError, match=f"reward-serve: --device {name!r} cannot be used: .*; give cpu, cuda or"):
         find_device(name)
     assert find_device("cpu").type == "cpu"

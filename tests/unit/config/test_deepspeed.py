@@ -60,7 +60,7 @@ def test_batch_sizes_are_derived_and_consistent(train: dict[str, int], world_siz
 
 
 @pytest.mark.parametrize(("precision", "enabled"), [("bf16", True), ("fp32", False)])
-def test_precision_clipping_and_fp32_gradients_come_from_the_run(precision: str, enabled: bool) -> None:
+def test_precision_clipping_and_gradient_dtype_follow_run(precision: str, enabled: bool) -> None:
     result = resolve(
         ZERO3 | {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"},
         make(train={"precision": precision}, optim={"max_grad_norm": 0.5}),
@@ -195,13 +195,13 @@ def test_a_contradiction_names_both_keys_and_values(document: dict[str, Any], me
     assert result == [f'ds.json: {message}; set it to "auto" or remove it']
 
 
-def test_what_deepspeed_takes_for_a_wish_is_not_passed_on() -> None:
+def test_null_section_is_not_passed_to_deepspeed() -> None:
     document = ZERO3 | {"datastates_ckpt": None, "checkpoint": {"load_universal": False, "writer": None}}
     result = resolve(document | {"sequence_parallel_size": 1})
     assert "datastates_ckpt" not in result  # for DeepSpeed null is a wish, too
 
 
-def test_ranks_that_compute_rows_together_take_fewer_steps_than_ranks_alone() -> None:
+def test_sequence_parallel_ranks_count_as_one() -> None:
     config = make(train={"global_batch_size": 8, "sequence_parallel_size": 2})
     for document in (ZERO3, ZERO3 | {"sequence_parallel_size": 2}):
         result = resolve(document, config, world_size=4)
@@ -223,7 +223,7 @@ def test_ranks_that_compute_rows_together_take_fewer_steps_than_ranks_alone() ->
         ({}, "model.max_length (4096 tokens)"),
     ],
 )
-def test_under_a_token_budget_no_concrete_micro_batch_fits(train: dict[str, Any], budget: str) -> None:
+def test_micro_batch_size_rejected_under_token_budget(train: dict[str, Any], budget: str) -> None:
     assert errors(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train)) == [
         (
             "ds.json: train_micro_batch_size_per_gpu (1) contradicts run.toml: a forward takes the samples that fit "
@@ -233,12 +233,12 @@ def test_under_a_token_budget_no_concrete_micro_batch_fits(train: dict[str, Any]
 
 
 @pytest.mark.parametrize("train", [{"packing": False}, {"micro_batch_size": 1}])
-def test_a_concrete_micro_batch_fits_one_of_as_many_samples(train: dict[str, Any]) -> None:
+def test_micro_batch_size_accepted_without_token_budget(train: dict[str, Any]) -> None:
     result = resolve(ZERO3 | {"train_micro_batch_size_per_gpu": 1}, make(train=train))
     assert result["train_micro_batch_size_per_gpu"] == 1
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     document: dict[str, Any] = {}
     for part, _ in CONTRADICTIONS[:4]:
         document |= part
@@ -261,7 +261,7 @@ def test_all_contradictions_are_told_at_once() -> None:
         "progressive_layer_drop",
     ],
 )
-def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
+def test_removed_block_is_reported_as_removed(key: str) -> None:
     (result,) = errors(ZERO3 | {key: {"enabled": False}})
     assert result.startswith(f"ds.json: {key}: DeepSpeed has removed this block; remove it (")
 
@@ -312,11 +312,11 @@ def test_a_removed_block_is_said_to_be_removed(key: str) -> None:
         ),
     ],
 )
-def test_what_deepspeed_would_not_understand_is_told(document: dict[str, Any], message: str) -> None:
+def test_unusable_value_is_reported_with_key(document: dict[str, Any], message: str) -> None:
     assert errors(document, make(train={"precision": "fp32"})) == [f"ds.json: {message}"]
 
 
-def test_copies_of_the_weights_are_of_whole_hosts() -> None:
+def test_partition_size_must_divide_rank_count() -> None:
     document = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}
     (error,) = errors(document, world_size=4)
     assert "zero_hpz_partition_size (3) does not divide the number of ranks (4)" in error
@@ -338,11 +338,11 @@ def test_stage_0_is_refused() -> None:
         ('{"bf16": {}, "bf16": {}}', "ds.json: bf16: set twice in the same section; keep one"),
     ],
 )
-def test_an_unreadable_json_is_told_with_its_line(text: str, message: str) -> None:
+def test_unreadable_json_is_reported_with_line(text: str, message: str) -> None:
     assert errors(text) == [message]
 
 
-def test_another_file_type_is_told() -> None:
+def test_other_file_type_is_rejected() -> None:
     Path("ds.toml").write_text("")
     with pytest.raises(ConfigError, match=r"ds\.toml: is not a \.json file"):
         resolve_deepspeed("ds.toml", SFTConfig(), device="cpu", world_size=1)

@@ -35,7 +35,7 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_options_of_vllm_are_kept_as_they_are() -> None:
+def test_vllm_options_are_kept_unchanged() -> None:
     options = {"max_num_seqs": 8, "compilation_config": {"cudagraph_capture_sizes": [1, 2]}}
     set_one, set_two = "max_num_seqs=8", "compilation_config={cudagraph_capture_sizes = [1, 2]}"
     grpo = load(GRPOConfig, GRPO, f"rollout.engine_options.{set_one}", f"rollout.engine_options.{set_two}")
@@ -46,21 +46,21 @@ def test_options_of_vllm_are_kept_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("option", "ours"), engine_options.ROLLOUT.items())
-def test_an_option_with_a_key_of_ours_names_it_for_rollouts(option: str, ours: str) -> None:
+def test_rollout_option_names_its_dsreason_key(option: str, ours: str) -> None:
     text = error(GRPOConfig, GRPO, f"rollout.engine_options.{option}=3")
     assert text.endswith(f"rollout.engine_options: {option} (3): set {ours} instead")
     assert ours in {join_path(key) for key in iter_keys(GRPOConfig)}
 
 
 @pytest.mark.parametrize(("option", "ours"), engine_options.EVALUATION.items())
-def test_an_option_with_a_key_of_ours_names_it_for_evaluations(option: str, ours: str) -> None:
+def test_evaluation_option_names_its_dsreason_key(option: str, ours: str) -> None:
     text = error(EvalConfig, EVAL, f"evaluation.engine_options.{option}=3")
     assert text.endswith(f"evaluation.engine_options: {option} (3): set {ours} instead")
     assert ours in {join_path(key) for key in iter_keys(EvalConfig)}
 
 
 @pytest.mark.parametrize("option", sorted(engine_options.FIXED))
-def test_an_option_that_the_engine_needs_as_it_is_is_refused(option: str) -> None:
+def test_fixed_engine_option_is_rejected(option: str) -> None:
     text = error(GRPOConfig, GRPO, f'rollout.engine_options.{option}="x"', "rollout.engine_options.seed=1")
     assert f"seed (1): set train.seed instead; {option} ('x'): only one value works here; remove it" in text
 

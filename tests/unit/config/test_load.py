@@ -59,12 +59,12 @@ def test_the_three_formats_mean_the_same(name: str, text: str) -> None:
     assert config.train.global_batch_size == 32  # untouched default
 
 
-def test_a_weight_is_no_number_whose_square_is_none() -> None:
+def test_excessive_reward_weight_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"reward\.functions\.format: 1e\+300 is greater than 10000; lower it"):
         read_values(GRPOConfig, {"reward": {"functions": {"format": 1e300}}}, "run.toml")
 
 
-def test_yaml_reads_exponents_without_a_point_as_numbers() -> None:
+def test_yaml_exponents_without_point_are_numbers() -> None:
     assert load("optim: {warmup: 1e2}", name="run.yaml").optim.warmup == 100.0
 
 
@@ -89,21 +89,21 @@ def test_an_empty_yaml_file_is_all_defaults() -> None:
         ("", ""),
     ],
 )
-def test_an_override_is_a_toml_value_or_a_string(text: str, value: object) -> None:
+def test_override_value_is_toml_or_string(text: str, value: object) -> None:
     assert parse_value(text) == value
 
 
-def test_an_override_keeps_equals_signs_in_its_value() -> None:
+def test_override_value_keeps_equals_signs() -> None:
     assert parse_override("data.path=a=b").value == "a=b"
 
 
-def test_overrides_win_over_the_file_and_the_last_one_over_the_others() -> None:
+def test_last_override_wins_over_file() -> None:
     config = load("[optim]\nlr = 1e-3\neps = 1e-6", "optim.lr=1e-4", "optim.lr=1e-5", "model.freeze=['visual']")
     assert (config.optim.lr, config.optim.eps, config.model.freeze) == (1e-5, 1e-6, ("visual",))
 
 
 @pytest.mark.parametrize("text", ['["a\\.b"]', "[1, 2", "{a = }"])
-def test_a_broken_list_or_table_is_told(text: str) -> None:
+def test_broken_list_or_table_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is not TOML"):
         parse_value(text)
 
@@ -116,7 +116,7 @@ def test_null_unsets_what_the_file_sets() -> None:
     assert config.train.max_tokens_per_micro_batch == 512
 
 
-def test_a_number_in_an_override_indexes_a_list() -> None:
+def test_number_in_override_key_indexes_list() -> None:
     text = '[[data.sources]]\npath = "a"\n[[data.sources]]\npath = "b"\nweight = 2'
     config = load(text, "data.sources.1.path=c", "data.sources.2.path=d")
     assert [(source.path, source.weight) for source in config.data.sources] == [("a", 1), ("c", 2), ("d", 1)]
@@ -180,8 +180,11 @@ def test_an_unknown_key_suggests_the_nearest(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "near"), [("timestep_fraction", ""), ("timesteps_fraction", ""), ("num_generation", "num_generations")]
 )
-def test_a_misspelt_key_of_world_models_is_no_default_in_silence(key: str, near: str) -> None:
-    """cosmos-rl ignores the `timestep_fraction` of its own shipped recipe, whose field has another name."""
+def test_misspelt_world_key_is_rejected(key: str, near: str) -> None:
+    """Reject misspelt world keys, which cosmos-rl ignores.
+
+    cosmos-rl ignores the `timestep_fraction` of its shipped recipe, because the field has another name.
+    """
     Path("run.toml").write_text(f"[world]\n{key} = 1")
     with pytest.raises(ConfigError, match=rf"run\.toml: world\.{key}: unknown key; .*{near}"):
         load_config(WorldConfig, Path("run.toml"), (), default_recipe="builtin_world.toml")
@@ -276,7 +279,7 @@ def test_a_misspelt_key_of_world_models_is_no_default_in_silence(key: str, near:
         ),
     ],
 )
-def test_a_wrong_value_is_told_with_its_bound_and_a_way_out(text: str, message: str) -> None:
+def test_wrong_value_error_shows_bound_and_remedy(text: str, message: str) -> None:
     assert errors(text) == [f"run.toml: {message}"]
 
 
@@ -285,14 +288,14 @@ def test_a_rule_between_sections_names_the_file() -> None:
     assert errors(text) == ["run.toml: checkpoint.best_metric (val/accuracy) needs validation.generate = true"]
 
 
-def test_a_conflict_between_file_and_override_names_both() -> None:
+def test_conflict_names_both_file_and_override() -> None:
     result = errors("[train]\nmicro_batch_size = 2", "train.max_tokens_per_micro_batch=100")
     assert result[0].startswith(
         "run.toml and --set train.max_tokens_per_micro_batch=100: train: micro_batch_size (2) and"
     )
 
 
-def test_all_problems_are_told_at_once_and_exit_with_2() -> None:
+def test_all_config_problems_are_reported_at_once() -> None:
     Path("run.toml").write_text("[optim]\nlr = 0\nlrr = 1\n[modle]\npath = 'x'\n[data.vision]\nfps = 2\nnframes = 3")
     with pytest.raises(ConfigError) as caught:
         load_config(SFTConfig, Path("run.toml"), ["train.seed=x"], default_recipe=RECIPE)
@@ -323,17 +326,17 @@ def test_all_problems_are_told_at_once_and_exit_with_2() -> None:
         ("run.ini", "", "run.ini: unknown file type '.ini'; use .toml, .yaml or .json"),
     ],
 )
-def test_an_unreadable_file_is_told_with_its_line(name: str, text: str, message: str) -> None:
+def test_unparsable_file_is_reported_with_line(name: str, text: str, message: str) -> None:
     assert errors(text, name=name)[0].startswith(message)
 
 
-def test_a_file_that_is_no_text_is_told() -> None:
+def test_binary_file_is_rejected() -> None:
     Path("run.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"run\.toml: cannot be read .*; give a readable text file"):
         load_config(SFTConfig, Path("run.toml"), default_recipe=RECIPE)
 
 
-def test_a_missing_file_is_told_with_its_path() -> None:
+def test_missing_file_is_reported_with_path() -> None:
     with pytest.raises(ConfigError, match=r"configs/run\.toml: no such file; correct the path"):
         load_config(SFTConfig, Path("configs/run.toml"), default_recipe=RECIPE)
 
@@ -346,7 +349,7 @@ def test_a_missing_file_is_told_with_its_path() -> None:
         '[[data.sources]]\npath = "a"\nweight = 2\n[data]\nworkers = 0\n[data.validation]\npath = "v"',
     ],
 )
-def test_a_dumped_configuration_loads_to_an_equal_one(text: str) -> None:
+def test_dumped_config_loads_equal(text: str) -> None:
     config = load(text)
     document = json.dumps(dump_config(config))
     assert load(document, name="config.json") == config
@@ -364,8 +367,6 @@ def test_relative_paths_stay_relative() -> None:
         (DPOConfig, {"dpo": {"loss_weights": {"ipo": 0.5, "hinge": 0.5}}}),
     ],
 )
-def test_what_is_written_is_read_again_where_keys_exclude_each_other(
-    schema: type[RunConfig], values: dict[str, Any]
-) -> None:
+def test_dump_with_exclusive_keys_can_be_reloaded(schema: type[RunConfig], values: dict[str, Any]) -> None:
     written = dump_config(read_values(schema, values, "a.toml"))
     assert dump_config(read_values(schema, written, "written.toml")) == written

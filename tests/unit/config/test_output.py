@@ -30,7 +30,7 @@ def test_the_default_folder_carries_command_and_time() -> None:
     assert re.fullmatch(r"outputs/sft-\d{8}-\d{6}", str(build_default_output_dir("sft")))
 
 
-def test_a_new_or_empty_folder_is_fine_and_nothing_is_created(tmp_path: Path) -> None:
+def test_new_or_empty_folder_is_accepted_untouched(tmp_path: Path) -> None:
     check_output_dir(tmp_path / "a" / "b", SFTConfig(), None)
     (tmp_path / "logs").mkdir()
     check_output_dir(tmp_path, SFTConfig(), None)
@@ -38,7 +38,7 @@ def test_a_new_or_empty_folder_is_fine_and_nothing_is_created(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("held", ["config.json", "checkpoints"])
-def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path: Path, held: str) -> None:
+def test_folder_with_run_is_rejected_without_resume(tmp_path: Path, held: str) -> None:
     (tmp_path / held).mkdir()
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path, SFTConfig(), None)
@@ -47,7 +47,7 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume(tmp_path: Path, hel
     )
 
 
-def test_the_same_run_may_be_resumed_with_settings_that_change_only_speed_or_length(tmp_path: Path) -> None:
+def test_resume_allows_changes_of_speed_or_length(tmp_path: Path) -> None:
     write_run_config(tmp_path, make(train={"max_steps": 3}), {"world_size": 2})
     changed = make(
         model={"gradient_checkpointing": False},
@@ -69,7 +69,7 @@ def test_the_same_run_may_be_resumed_with_settings_that_change_only_speed_or_len
         ({"data": {"sources": [{"path": "x"}]}}, "data.sources.0.adapter was None and is now 'jsonl'"),
     ],
 )
-def test_a_different_run_is_refused_with_keys_and_both_values(tmp_path: Path, now: dict[str, Any], shown: str) -> None:
+def test_different_run_is_rejected_with_both_values(tmp_path: Path, now: dict[str, Any], shown: str) -> None:
     write_run_config(tmp_path, SFTConfig(), {})
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path, make(**now), "auto")
@@ -79,7 +79,7 @@ def test_a_different_run_is_refused_with_keys_and_both_values(tmp_path: Path, no
     assert text.endswith("set the old values to continue it, or choose another --output-dir without --resume")
 
 
-def test_a_key_that_an_older_version_did_not_know_had_its_default(tmp_path: Path) -> None:
+def test_key_missing_in_old_config_means_default(tmp_path: Path) -> None:
     write_run_config(tmp_path, SFTConfig(), {})
     record = json.loads((tmp_path / "config.json").read_text())
     del record["config"]["lora"]
@@ -89,7 +89,7 @@ def test_a_key_that_an_older_version_did_not_know_had_its_default(tmp_path: Path
         check_output_dir(tmp_path, make(lora={"rank": 8}), "auto")
 
 
-def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> None:
+def test_run_of_external_checkpoint_is_compared(tmp_path: Path) -> None:
     checkpoint = tmp_path / "old" / "checkpoints" / "step_3"
     checkpoint.mkdir(parents=True)
     write_run_config(tmp_path / "old", make(optim={"lr": 0.1}), {})
@@ -99,9 +99,7 @@ def test_the_run_of_a_checkpoint_elsewhere_is_compared_too(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("trainer", find_trainers().values(), ids=find_trainers())
 @pytest.mark.parametrize("before", find_trainers().values(), ids=find_trainers())
-def test_a_run_goes_on_by_the_command_that_began_it(
-    tmp_path: Path, trainer: Trainer[Any], before: Trainer[Any]
-) -> None:
+def test_run_continues_only_with_its_command(tmp_path: Path, trainer: Trainer[Any], before: Trainer[Any]) -> None:
     write_run_config(tmp_path, load_config(before.schema, None, default_recipe=before.recipe), {})
     config = load_config(trainer.schema, None, default_recipe=trainer.recipe)
     if trainer is before:
@@ -112,7 +110,7 @@ def test_a_run_goes_on_by_the_command_that_began_it(
         check_output_dir(tmp_path, config, "auto")
 
 
-def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+def test_file_in_place_of_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
         check_output_dir(tmp_path / "file" / "run", SFTConfig(), None)
@@ -121,7 +119,7 @@ def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_takes_no_files_is_told() -> None:
+def test_unwritable_folder_is_rejected() -> None:
     # /proc refuses new files for everyone, root included.
     with pytest.raises(
         ConfigError, match=r"^/proc/run: /proc cannot be written to \(.+\); choose another --output-dir"
@@ -132,7 +130,7 @@ def test_a_folder_that_takes_no_files_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "cause"), [("{}", 'it has no object "config"'), ("{", "Expecting property name"), ("\xff", "can't decode")]
 )
-def test_a_foreign_config_json_is_told_with_the_cause(tmp_path: Path, text: str, cause: str) -> None:
+def test_foreign_config_json_is_rejected_with_cause(tmp_path: Path, text: str, cause: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=rf"config\.json: is not the configuration of a run \(.*{cause}"):
         read_run_config(tmp_path)
@@ -147,7 +145,7 @@ def test_resume_finds_the_folder_of_its_checkpoint(tmp_path: Path) -> None:
     assert resolve_output_dir(None, None) is None
 
 
-def test_resume_that_cannot_find_anything_is_told(tmp_path: Path) -> None:
+def test_resume_without_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume auto: no folder to look in; give .* with --output-dir"):
         resolve_output_dir("auto", None)
     with pytest.raises(ConfigError, match="--resume .*/nothing: no such folder; give a checkpoint"):

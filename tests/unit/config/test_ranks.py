@@ -12,7 +12,7 @@ def make(global_batch_size: int) -> SFTConfig:
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(8, 8), (10, 4), (1, 1)])
-def test_any_batch_that_reaches_every_rank_is_fine(batch: int, ranks: int) -> None:
+def test_batch_that_reaches_every_rank_is_accepted(batch: int, ranks: int) -> None:
     assert make(batch).check_ranks(ranks) == []
 
 
@@ -30,7 +30,7 @@ def shared_rows(size: int, global_batch_size: int = 8, **train: object) -> SFTCo
     return SFTConfig.model_validate({"train": settings})
 
 
-def test_groups_of_ranks_that_compute_a_row_together_are_what_needs_samples() -> None:
+def test_each_sequence_parallel_group_needs_sample() -> None:
     assert shared_rows(2, 4).check_ranks(8) == []
     assert shared_rows(4, 1).check_ranks(8) == [
         (
@@ -40,14 +40,14 @@ def test_groups_of_ranks_that_compute_a_row_together_are_what_needs_samples() ->
     ]
 
 
-def test_ranks_that_compute_a_row_together_must_divide_all_ranks() -> None:
+def test_sequence_parallel_size_must_divide_rank_count() -> None:
     with pytest.raises(
         ConfigError, match=r"train\.sequence_parallel_size \(4\) does not divide the number of ranks \(6\)"
     ):
         shared_rows(4).check_ranks(6)
 
 
-def test_rows_are_computed_together_only_where_they_are_packed_and_the_attention_is_ours() -> None:
+def test_sequence_parallel_requires_packing_and_dsreason_attention() -> None:
     with pytest.raises(ValidationError, match=r"sequence_parallel_size \(2\) needs packed rows.*packing = true"):
         shared_rows(2, packing=False)
     expected = r"needs dsreason's attention, but model\.attention is \"sdpa\"; set model\.attention = \"auto\""

@@ -98,7 +98,7 @@ def test_what_no_grpo_run_can_have(refused: Any, accepted: Any, message: str) ->
     assert message in str(caught.value)
 
 
-def test_a_grpo_step_has_its_share_of_a_rollouts_completions() -> None:
+def test_samples_per_step_is_share_of_rollout() -> None:
     grpo = {"prompts_per_step": 6, "num_generations": 4, "optimizer_steps_per_rollout": 3}
     assert GRPOConfig.model_validate(REWARD | {"grpo": grpo}).samples_per_step == 8
 
@@ -107,6 +107,6 @@ def test_a_grpo_step_has_its_share_of_a_rollouts_completions() -> None:
     ("rollout", "expected"),
     [({}, True), ({"top_p": 0.99}, False), ({"top_k": 50}, False), ({"temperature": 0.5}, True)],
 )
-def test_probabilities_are_comparable_where_no_token_is_cut_off(rollout: Any, expected: bool) -> None:
+def test_truncated_sampling_is_detected(rollout: Any, expected: bool) -> None:
     config = GRPOConfig.model_validate(REWARD | {"rollout": rollout, "grpo": {"correction": "none"}})
     assert config.rollout.samples_all_tokens is expected

@@ -1,4 +1,4 @@
-"""What a DPO configuration means, and what it refuses."""
+"""DPO configurations: their defaults, and the combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_other_trainers_do_not_measure_preferences() -> None:
 @pytest.mark.parametrize(
     ("packing", "attention", "shares"), [(True, "auto", True), (True, "sdpa", False), (False, "auto", False)]
 )
-def test_answers_share_their_prompt_where_our_attention_packs(packing: bool, attention: str, shares: bool) -> None:
+def test_prompt_is_shared_when_dsreason_attention_packs(packing: bool, attention: str, shares: bool) -> None:
     config = DPOConfig.model_validate({"train": {"packing": packing}, "model": {"attention": attention}})
     assert config.shares_prompts is shares
 
 
-def test_adapters_off_are_a_reference_where_there_are_adapters() -> None:
+def test_adapter_off_reference_is_accepted_with_adapters() -> None:
     config = DPOConfig.model_validate({"dpo": {"reference": "adapter_off"}, "lora": {"rank": 4}})
     assert (config.optim.lr, config.optim.weight_decay) == (2e-5, 0.0)

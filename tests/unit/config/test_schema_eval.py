@@ -72,7 +72,7 @@ def test_cosmos_reason1s_yaml_loads_unchanged() -> None:
     assert config.generation.temperature == 0.6
 
 
-def test_what_is_accepted_but_not_used_is_noted() -> None:
+def test_accepted_but_unused_settings_are_noted() -> None:
     assert load_cosmos().notes(num_cores=16) == [
         "model.tokenizer_model_name (qwen2.5-vl-7b) is not used: the model's tokenizer is",
         "evaluation.num_processes is 80; 16 are used, one per core",
@@ -84,13 +84,13 @@ def test_what_is_accepted_but_not_used_is_noted() -> None:
     ]
 
 
-def test_letter_notes_that_it_does_not_use_the_temperature() -> None:
+def test_letter_notes_that_temperature_is_unused() -> None:
     assert load_cosmos("evaluation.answer_type=letter").notes(num_cores=80)[-1] == (
         "generation.temperature (0.6): used by answer_type reasoning only; letter takes the most probable token"
     )
 
 
-def test_a_scorer_that_decides_nothing_is_noted_with_the_key_that_lets_it() -> None:
+def test_scorer_without_threshold_is_noted_with_key() -> None:
     [note] = load(MINIMAL, "evaluation.scorer=format").notes(num_cores=2)
     assert note == (
         "evaluation.scorer (format) is a score only: the questions' kinds decide which answers are correct; "
@@ -102,23 +102,23 @@ def test_a_scorer_that_decides_nothing_is_noted_with_the_key_that_lets_it() -> N
     assert "compat counts as cosmos-reason1 does" in note
 
 
-def test_a_threshold_without_a_scorer_is_an_error() -> None:
+def test_threshold_without_scorer_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"scorer_threshold \(0.5\) needs evaluation.scorer, which is not set"):
         load(MINIMAL, "evaluation.scorer_threshold=0.5")
 
 
 @pytest.mark.parametrize(("asked", "cores", "used"), [("80", 16, 16), ("3", 16, 3), ("null", 16, 16), ("8", 1, 1)])
-def test_there_is_at_most_one_decoding_worker_a_core(asked: str, cores: int, used: int) -> None:
+def test_decoding_workers_are_limited_to_cores(asked: str, cores: int, used: int) -> None:
     assert load(MINIMAL, f"evaluation.num_processes={asked}").workers(cores) == used
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.model_name"])
-def test_a_set_replaces_the_model_whichever_name_it_has_in_the_file(key: str) -> None:
+def test_set_overrides_model_under_either_name(key: str) -> None:
     assert load_cosmos(f"{key}=mine").model.path == "mine"
     assert load(MINIMAL, f"{key}=mine").model.path == "mine"
 
 
-def test_one_setting_under_two_names_is_an_error_unless_both_say_the_same() -> None:
+def test_conflicting_names_of_one_setting_are_rejected() -> None:
     text = 'datasets = ["a"]\n[model]\npath = "a"\nmodel_name = "{}"'
     assert error(text.format("b")) == (
         "eval.toml: model: path ('a') and model_name ('b') are two names of one setting; remove one"
@@ -126,7 +126,7 @@ def test_one_setting_under_two_names_is_an_error_unless_both_say_the_same() -> N
     assert load(text.format("a")).model.path == "a"
 
 
-def test_errors_name_the_key_as_the_file_has_it() -> None:
+def test_errors_use_key_name_of_file() -> None:
     text = COSMOS_YAML.replace("tp_size: 4", "tp_size: 0")
     assert error(text, name="evaluate.yaml") == "evaluate.yaml: model.tp_size: 0 is less than 1; raise it"
 
@@ -197,7 +197,7 @@ def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: str) -> None:
+def test_contradiction_is_rejected_with_both_values(overrides: list[str], text: str) -> None:
     assert error(MINIMAL, *overrides) == text
 
 
@@ -214,7 +214,7 @@ def test_a_contradiction_is_told_with_both_values(overrides: list[str], text: st
         ("http://me:secret@s:1", "holds a password, which would be written to the results; set it through api_key_env"),
     ],
 )  # fmt: skip
-def test_an_address_that_is_none_is_an_error(url: str, text: str) -> None:
+def test_invalid_server_url_is_rejected(url: str, text: str) -> None:
     result = error(f'datasets = ["a"]\nserver.url = "{url}"')
     assert result == f"eval.toml: server.url: {text}"
     assert "secret" not in result
@@ -233,7 +233,7 @@ def test_an_address_that_is_none_is_an_error(url: str, text: str) -> None:
         ({"adapter": "own/adapter.py:Rows"}, "adapter"),
     ],
 )
-def test_a_source_is_named_after_its_subset_its_file_or_its_adapter(source: dict[str, Any], name: str) -> None:
+def test_source_name_is_subset_file_or_adapter(source: dict[str, Any], name: str) -> None:
     config = EvalConfig.model_validate({"sources": [source], "model": {"path": "m"}})
     assert config.sources[0].dataset == name
 
@@ -249,7 +249,7 @@ def test_a_source_is_named_after_its_subset_its_file_or_its_adapter(source: dict
         ({"max_pixels": 100}, {"max_pixels": 50}, {"fps": 4.0, "max_pixels": 50}),
     ],
 )
-def test_a_sources_own_vision_wins_and_the_rate_is_the_evaluations_where_none_is_set(
+def test_source_vision_overrides_common_vision_settings(
     common: dict[str, Any], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     document = {"sources": [{"path": "r.jsonl", "vision": own}], "model": {"path": "m"}, "vision": common}
@@ -257,5 +257,5 @@ def test_a_sources_own_vision_wins_and_the_rate_is_the_evaluations_where_none_is
     assert config.merge_vision(config.sources[0].vision).model_dump(exclude_none=True) == expected
 
 
-def test_one_data_set_may_be_given_without_a_list() -> None:
+def test_single_dataset_needs_no_list() -> None:
     assert load(MINIMAL, "datasets=av").datasets == ("av",)

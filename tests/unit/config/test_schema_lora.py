@@ -16,7 +16,7 @@ GRPO: dict[str, Any] = {"reward": {"functions": {"exact_match": 1.0}}}
 
 
 @pytest.mark.parametrize(("schema", "lr"), [(SFTConfig, 1e-4), (GRPOConfig, 2e-5)])
-def test_what_optim_leaves_open_fits_adapters_and_is_written(schema: type[RunConfig], lr: float) -> None:
+def test_unset_optim_values_default_to_adapter_values(schema: type[RunConfig], lr: float) -> None:
     other_items = GRPO if schema is GRPOConfig else {}
     plain = read_values(schema, other_items, "run.toml")
     assert (plain.optim.lr, plain.optim.weight_decay) == (1e-5, 0.01)
@@ -55,13 +55,13 @@ def test_what_is_given_stays() -> None:
         ),
     ],
 )
-def test_a_contradiction_is_told(schema: type[RunConfig], document: dict[str, Any], text: str) -> None:
+def test_contradictory_lora_settings_are_rejected(schema: type[RunConfig], document: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_values(schema, document, "run.toml")
     assert text in str(raised.value)
 
 
-def test_rank_0_turns_the_adapter_of_a_recipe_off(tmp_path: Path) -> None:
+def test_rank_0_disables_a_recipe_adapter(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[lora]\nrank = 16\ntargets = ["q_proj"]\n')
     config = load_config(SFTConfig, file, ["lora.rank=0"], default_recipe="builtin_sft.toml")
@@ -70,5 +70,5 @@ def test_rank_0_turns_the_adapter_of_a_recipe_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "scale"), [({"rank": 16}, 32.0), ({"rank": 16, "alpha": 8}, 8.0)])
-def test_alpha_is_twice_the_rank_where_it_is_not_given(given: dict[str, Any], scale: float) -> None:
+def test_alpha_defaults_to_twice_the_rank(given: dict[str, Any], scale: float) -> None:
     assert read_values(SFTConfig, {"lora": given}, "run.toml").lora.scale == scale

@@ -1,4 +1,4 @@
-"""Where files are looked for, and that what is shipped is sound."""
+"""The lookup of files, and checks that the shipped ones are sound."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_bare_name_is_found_among_the_shipped_files() -> None:
+def test_bare_name_resolves_to_shipped_file() -> None:
     assert find_file("zero3.json", "ds_configs") == get_shipped_file("ds_configs", "zero3.json")
 
 
-def test_the_current_folder_wins_over_the_shipped_files() -> None:
+def test_current_folder_takes_precedence_over_shipped_files() -> None:
     Path("zero3.json").write_text("{}")
     assert find_file("zero3.json", "ds_configs") == Path("zero3.json")
 
 
-def test_a_path_is_never_looked_for_among_the_shipped_files() -> None:
+def test_path_is_never_resolved_to_shipped_file() -> None:
     with pytest.raises(ConfigError, match=r"^other/zero3\.json: no such file; correct the path"):
         find_file("other/zero3.json", "ds_configs")
 
 
-def test_a_missing_name_is_told_with_the_shipped_names() -> None:
+def test_missing_name_is_reported_with_shipped_names() -> None:
     with pytest.raises(ConfigError) as caught:
         find_file("zero33.json", "ds_configs")
     assert str(caught.value) == (
@@ -49,7 +49,7 @@ def test_a_missing_name_is_told_with_the_shipped_names() -> None:
     )
 
 
-def test_a_folder_is_no_file() -> None:
+def test_folder_is_rejected_as_file() -> None:
     Path("configs").mkdir()
     with pytest.raises(ConfigError, match="configs: is a folder; give a file in it"):
         find_file("configs", "ds_configs")
@@ -89,7 +89,7 @@ UPSTREAM = {
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
-def test_a_recipe_that_names_one_of_cosmos_rl_has_its_values(name: str) -> None:
+def test_recipe_has_values_of_cosmos_rl_original(name: str) -> None:
     file = f"world_cosmos_predict2_5_{name}.toml"
     assert "with the values of cosmos-rl's" in get_shipped_file("launch/recipes", file).read_text()
     config = load_config(WorldConfig, Path(file), default_recipe=file)
@@ -135,7 +135,7 @@ BLENDED = (1_100_000, 10_000, 12_000)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_of_cosmos_reason_or_its_cookbook_has_its_values(name: str) -> None:
+def test_cosmos_reason_recipe_has_published_values(name: str) -> None:
     schema: type[RunConfig] = GRPOConfig if name.endswith("_grpo") else SFTConfig
     config = load_config(schema, Path(f"{name}.toml"), default_recipe=f"{name}.toml")
     optim = config.optim
@@ -156,14 +156,14 @@ def test_a_recipe_of_cosmos_reason_or_its_cookbook_has_its_values(name: str) -> 
         ("physical_plausibility_reason1_7b_grpo.toml", 0.05, "ordinal_choice"),
     ],
 )
-def test_a_published_grpo_recipe_samples_and_rewards_as_there(file: str, kl_coef: float, reward: str) -> None:
+def test_grpo_recipe_has_published_sampling_and_rewards(file: str, kl_coef: float, reward: str) -> None:
     config = load_config(GRPOConfig, Path(file), default_recipe=file)
     assert (config.grpo.num_generations, config.grpo.kl_coef) == (8, kl_coef)
     assert (config.rollout.temperature, config.rollout.max_completion_length) == (0.9, 6144)
     assert config.reward.functions == {reward: 1.0, "format": 1.0}
 
 
-def test_the_blend_of_sources_is_the_published_one() -> None:
+def test_source_blend_matches_the_published_one() -> None:
     name = "av_caption_vqa_reason2_8b_sft.toml"
     sources = load_config(SFTConfig, Path(name), default_recipe=name).data.sources
     rows = [
@@ -172,7 +172,7 @@ def test_the_blend_of_sources_is_the_published_one() -> None:
     assert [round(count / sum(rows), 2) for count in rows] == [0.3, 0.5, 0.2]
 
 
-def test_without_a_path_the_default_recipe_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_recipe_is_loaded_without_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = tmp_path / "launch" / "recipes"
     recipes.mkdir(parents=True)
     (recipes / "builtin_sft.toml").write_text("[train]\nseed = 7\nlr = 1")

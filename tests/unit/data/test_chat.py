@@ -46,7 +46,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
-def test_a_sample_that_is_only_asked_is_its_prompt_where_no_reply_is_needed(encoder, files):
+def test_unanswered_sample_encodes_as_prompt_when_allowed(encoder, files):
     sample = Sample("1", [user(image(files["small"]), "Which way?")])
     with pytest.raises(DataError, match="no assistant message and no answer"):
         encoder.encode(sample)
@@ -111,7 +111,7 @@ def is_qwen3(encoder: Encoder) -> bool:
 # ---------------------------------------------------------------- labels
 
 
-def test_every_assistant_turn_and_its_end_is_trained_and_nothing_else(encoder, files):
+def test_only_assistant_turns_are_trained(encoder, files):
     encoded = encoder.encode(conversation(files))
     assert runs(encoder, encoded) == ["The ball is red.<|im_end|>", "It moves left<|im_end|>", "\n\nup<|im_end|>"]
 
@@ -137,7 +137,7 @@ def test_no_vision_token_is_trained(encoder, files):
 
 
 @pytest.mark.parametrize("answer", ["left", "\nleft", "\n\n left\n", "  left", "<think>\na\n</think>\n\nb", "é ﬁ 🙂"])
-def test_the_prompt_for_generation_begins_the_training_ids(encoder, files, answer):
+def test_generation_prompt_is_prefix_of_training_ids(encoder, files, answer):
     sample = Sample("1", [user(video(files["long"], fps=1), "?"), assistant("up"), user("?"), assistant(answer)])
     prompt = encoder.encode_prompt(sample).encoded.input_ids.tolist()
     ids = encoder.encode(sample).input_ids.tolist()
@@ -146,7 +146,7 @@ def test_the_prompt_for_generation_begins_the_training_ids(encoder, files, answe
     assert ids[len(prompt) : len(prompt) + len(answer_ids)] == answer_ids  # what sampling the answer would produce
 
 
-def test_ids_and_pixels_equal_those_of_the_processor_itself(encoder, files):
+def test_ids_and_pixels_match_the_processor(encoder, files):
     sample = conversation(files)
     sample = replace(sample, messages=[*sample.messages[:-1], assistant("up")])  # no line break to merge at the border
     encoded, processor = encoder.encode(sample), encoder.processor
@@ -188,7 +188,7 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEXT = "{{ m.content if m.content is string else m.content[0].text }}"
 
 
-def test_a_template_that_drops_earlier_reasoning_is_an_error_for_training_only(encoder):
+def test_template_dropping_reasoning_fails_for_training_only(encoder):
     dropped = "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else " + TEXT[3:-3] + " }}"
     changed = with_template(encoder, TURNS.replace("%s", dropped) + PROMPT)
     talk = Sample("talk", [user("a"), assistant("<think>x</think>one"), user("b"), assistant("<think>y</think>two")])
@@ -199,24 +199,24 @@ def test_a_template_that_drops_earlier_reasoning_is_an_error_for_training_only(e
     assert runs(changed, changed.encode(last)) == ["<think>y</think>two<|im_end|>"]
 
 
-def test_a_template_that_trims_trains_what_is_shown(encoder):
+def test_trimming_template_trains_the_trimmed_text(encoder):
     changed = with_template(encoder, TURNS.replace("%s", "{{ (" + TEXT[3:-3] + ") | trim }}") + PROMPT)
     assert runs(changed, changed.encode(Sample("1", [user("a"), assistant(" yes \n")]))) == ["yes<|im_end|>"]
 
 
-def test_a_generation_prompt_that_opens_the_reasoning_leaves_its_opening_untrained(encoder):
+def test_reasoning_opened_by_prompt_is_not_trained(encoder):
     changed = with_template(encoder, TURNS.replace("%s", TEXT) + PROMPT.replace("assistant\n", "assistant\n<think>\n"))
     encoded = changed.encode(Sample("1", [user("a"), assistant("<think>\nx\n</think>\n\nyes")]))
     assert runs(changed, encoded) == ["x\n</think>\n\nyes<|im_end|>"]
 
 
-def test_a_template_without_end_of_turn_is_an_error(encoder):
+def test_template_without_end_of_turn_is_rejected(encoder):
     changed = with_template(encoder, TURNS.replace("%s", TEXT).replace("<|im_end|>", "") + PROMPT)
     with pytest.raises(DataError, match=r"does not end the assistant's turn with '<\|im_end\|>' but with '\\n'"):
         changed.encode(Sample("1", [user("a"), assistant("b")]))
 
 
-def test_a_template_that_leaves_out_media_is_an_error(encoder, files):
+def test_template_omitting_media_is_rejected(encoder, files):
     changed = with_template(encoder, TURNS.replace("%s", "{{ m.content if m.role == 'assistant' }}") + PROMPT)
     with pytest.raises(DataError, match="omits some of its 1 media"):
         changed.encode(Sample("1", [user(image(files["small"])), assistant("b")]))
@@ -252,7 +252,7 @@ def test_measure_is_exact_and_decodes_nothing(encoder, files, parts, monkeypatch
     assert encoder.measure(sample) == length
 
 
-def test_a_sample_that_is_too_long_names_itself_and_both_numbers(encoder, files):
+def test_too_long_sample_error_shows_both_lengths(encoder, files):
     short = replace(encoder, max_length=15)
     sample = Sample("r7", [user(image(files["wide"]), "?"), assistant("yes")])
     length = short.measure(sample)
@@ -294,7 +294,7 @@ def test_videos_are_decoded_by_the_configured_library(encoder, files, monkeypatc
     assert decoders == ["torchcodec"]
 
 
-def test_sizes_beyond_the_processors_own_bounds_are_kept(encoder, files):
+def test_sizes_beyond_processor_bounds_are_kept(encoder, files):
     factor = encoder.processor.image_processor.patch_size * 2
     pixels = 300 * factor**2  # the tiny processors resize to 256 cells at most
     prompt = encoder.encode_prompt(Sample("1", [user(image(files["small"], min_pixels=pixels), "?")]))
@@ -302,7 +302,7 @@ def test_sizes_beyond_the_processors_own_bounds_are_kept(encoder, files):
     assert prompt.encoded.mm_kwargs["image_grid_thw"].tolist() == [[1, 36, 36]]
 
 
-def test_images_are_resized_as_the_processors_resize_them(encoder, files):
+def test_images_are_resized_like_the_processor(encoder, files):
     [resized] = encoder.encode_prompt(Sample("1", [user(image(files["wide"]), "?")])).media
     original = Image.open(files["wide"])
     assert resized.size != original.size
@@ -310,7 +310,7 @@ def test_images_are_resized_as_the_processors_resize_them(encoder, files):
     assert np.array_equal(np.asarray(resized), np.asarray(expected))
 
 
-def test_a_prompt_takes_the_memory_of_its_media_and_of_their_pixels(encoder, files):
+def test_prompt_memory_counts_media_and_pixels(encoder, files):
     prompt = encoder.encode_prompt(Sample("1", [user(image(files["wide"]), video(files["short"], nframes=4), "?")]))
     picture, (frames, _) = prompt.media
     pixels = sum(tensor.nbytes for tensor in prompt.encoded.mm_kwargs.values())
@@ -342,7 +342,7 @@ def test_the_prompt_carries_what_another_engine_needs(encoder, files):
     assert not prompt.encoded.loss_mask.any()
 
 
-def test_a_prompt_that_ends_with_the_user_is_kept_whole(encoder):
+def test_prompt_ending_with_user_is_kept_whole(encoder):
     requested = [user("a"), assistant("b"), user("c")]
     with_answer = encoder.encode_prompt(Sample("1", [*requested, assistant("d")]))
     assert encoder.encode_prompt(Sample("1", requested)).prompt_ids == with_answer.prompt_ids
@@ -358,7 +358,7 @@ def test_dtypes_are_those_of_the_forward(encoder, files):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_a_dummy_is_one_vision_token_between_its_ends(encoder, kind):
+def test_dummy_has_exactly_one_vision_token(encoder, kind):
     dummy = encoder.build_dummy(kind)
     processor = encoder.processor
     ids = dummy.input_ids.tolist()
@@ -368,7 +368,7 @@ def test_a_dummy_is_one_vision_token_between_its_ends(encoder, kind):
     assert dummy.mm_kwargs[f"{kind}_grid_thw"].tolist() == [[1, 2, 2]]
 
 
-def test_encoding_in_forked_loader_workers_equals_encoding_here(encoder, files):
+def test_forked_workers_encode_identically(encoder, files):
     samples = [conversation(files), Sample("2", [user("a"), assistant("b")])] * 2
     expected = [encoder.encode(sample) for sample in samples]
     loader = torch.utils.data.DataLoader(
@@ -414,14 +414,14 @@ def test_bad_rows_name_sample_and_message(encoder, messages, message):
         encoder.encode(Sample("r1", messages))
 
 
-def test_settings_that_exclude_each_other_name_sample_and_file(encoder, files):
+def test_exclusive_settings_error_names_sample_and_file(encoder, files):
     sample = Sample("r1", [user(video(files["long"], fps=1, nframes=4)), assistant("b")])
     with pytest.raises(DataError, match=r"sample 'r1', message 0: .*long\.mp4: fps \(1\) and nframes \(4\)"):
         encoder.measure(sample)
 
 
 @pytest.mark.parametrize("use", [Encoder.encode, Encoder.encode_prompt, Encoder.measure])
-def test_more_vision_tokens_than_any_model_takes_are_refused_before_they_are_listed(encoder, files, monkeypatch, use):
+def test_excessive_vision_tokens_are_rejected_before_expansion(encoder, files, monkeypatch, use):
     monkeypatch.setattr(Encoder, "_expand", None)
     large = [video(files["long"], nframes=60, min_pixels=150_000_000), image(files["small"], min_pixels=100_000_000)]
     sample = Sample("r1", [user("?", *large), assistant("b")])

@@ -44,7 +44,7 @@ def test_media_are_joined_in_row_order():
     assert batch.mm_token_type_ids.tolist() == [[1, 0], [0, 0], [1, 1]]
 
 
-def test_dummies_follow_the_last_token_of_the_last_row():
+def test_dummies_follow_last_token_of_last_row():
     dummy = encoded("dummy", [50, 51], [0], 1)
     batch = collate([encoded("a", [5, 6, 7], [2]), encoded("b", [8, 9], [1], 1, start=10)], pad_id=99)
     assert (batch.predictors.tolist(), batch.targets.tolist()) == ([1, 3], [2, 4])
@@ -58,7 +58,7 @@ def test_dummies_follow_the_last_token_of_the_last_row():
     assert batch.media_numbers == {"image": (0, 1, 1)}
 
 
-def test_pixels_that_rows_share_are_there_once():
+def test_shared_pixels_are_stored_once():
     first, second = encoded("a", [5, 6], [], 2), encoded("b", [7, 8], [], 1)
     rows = [first, second, replace(first, id="c"), replace(second, id="d"), replace(first, id="e")]
     batch = append_dummies(collate(rows, pad_id=0), [encoded("dummy", [50, 51], [], 1)], pad_id=0)
@@ -68,13 +68,13 @@ def test_pixels_that_rows_share_are_there_once():
     assert batch.to(torch.device("cpu")).media_numbers == batch.media_numbers
 
 
-def test_pixels_of_one_prompt_are_not_even_copied():
+def test_pixels_of_one_prompt_are_not_copied():
     prompt = encoded("a", [5, 6], [], 2)
     batch = collate([prompt, replace(prompt, id="b")], pad_id=0)
     assert batch.mm_kwargs["pixel_values"] is prompt.mm_kwargs["pixel_values"]
 
 
-def test_dummies_are_samples_of_their_own_at_the_end_of_a_packed_row():
+def test_dummies_are_separate_samples_in_packed_row():
     dummy = encoded("dummy", [50, 51], [0], 1)
     batch = append_dummies(pack([encoded("a", [5, 6, 7], [2]), encoded("b", [8, 9], [1], 1)]), [dummy], pad_id=99)
     assert batch.ids == ("a", "b")
@@ -86,13 +86,13 @@ def test_dummies_are_samples_of_their_own_at_the_end_of_a_packed_row():
     assert batch.media_numbers == {"image": (0, 1)}
 
 
-def test_the_first_token_of_a_sample_is_not_trained_in_a_packed_row():
+def test_first_token_of_packed_sample_is_untrained():
     batch = pack([encoded("a", [5, 6], [0, 1]), encoded("b", [8, 9], [0])])
     assert (batch.predictors.tolist(), batch.targets.tolist()) == ([0], [1])
 
 
 @pytest.mark.parametrize("fields", [5, 6])
-def test_what_goes_to_a_gpu_is_pinned_first(fields):
+def test_tensors_are_pinned_before_gpu_transfer(fields):
     samples = [encoded("a", [5, 6], [], 1)]
     batch, moves = pack(samples) if fields == 5 else collate(samples, pad_id=0), []
 

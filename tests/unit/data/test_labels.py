@@ -1,4 +1,4 @@
-"""Which label a row has, and an order that shows every label equally often."""
+"""Labels of rows, and an order that shows every label equally often."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def order(data: DataConfig, **options: Any) -> StepOrder:
     return StepOrder(build_order_parts(opened(data), data), **options)
 
 
-def test_an_epoch_shows_every_label_equally_often_and_its_rows_too(tmp_path):
+def test_epoch_shows_labels_and_rows_equally_often(tmp_path):
     counter = Counter(order(config(tmp_path, ANSWERS), batch_size=10).indices(0))
     assert sorted(counter[row] for row in range(8)) == [0, 0, 0, 1, 1, 1, 1, 1]
     assert sorted([counter[8], counter[9]]) == [2, 3]
 
 
-def test_every_epoch_chooses_other_rows_and_the_same_ones_for_the_same_seed(tmp_path):
+def test_row_choice_varies_by_epoch_and_seed(tmp_path):
     data = config(tmp_path, ANSWERS)
     first, second, other = (order(data, batch_size=10, epochs=9, seed=seed) for seed in (1, 1, 2))
     assert [first.indices(step) for step in range(9)] == [second.indices(step) for step in range(9)]
@@ -63,7 +63,7 @@ def test_every_epoch_chooses_other_rows_and_the_same_ones_for_the_same_seed(tmp_
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_path, num_ranks):
+def test_step_rows_ignore_rank_count_and_resuming(tmp_path, num_ranks):
     data = config(tmp_path, ANSWERS)
     at_once, resumed = order(data, batch_size=6, epochs=4), order(data, batch_size=6, epochs=4)
     assert at_once.num_steps == 6
@@ -72,7 +72,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks_and_after_resuming(tmp_
     assert [sorted(row for share in step for row in share) for step in shares] == [sorted(rows) for rows in full[3:]]
 
 
-def test_weights_of_sources_keep_their_proportion_within_a_label():
+def test_source_weights_are_kept_within_a_label():
     parts = [WeightedRows(np.arange(6)), WeightedRows(np.arange(6, 10), 2.0)]
     by_label = balance_labels(parts, ["a", "a", "b", "b", "b", "b", "a", "b", "b", "b"])
     assert count_labels(by_label) == {"a": Label(3, 7), "b": Label(7, 7)}  # (6 + 2 x 4) / 2 each
@@ -80,12 +80,12 @@ def test_weights_of_sources_keep_their_proportion_within_a_label():
     assert displayed == {"a": [4, 3], "b": [3, 4]}  # a: 2 rows of weight 1, 1 of weight 2; b: 4 and 3 → 4 : 6 of 7
 
 
-def test_an_epoch_is_rounded_up_so_that_a_batch_that_fitted_still_does(tmp_path):
+def test_epoch_is_rounded_up_to_fit_batch(tmp_path):
     data = config(tmp_path, ["a"] * 8 + ["b", "c"])
     assert order(data, batch_size=10).rows_per_epoch == 12
 
 
-def test_without_balance_the_order_is_what_it_was(tmp_path):
+def test_order_is_unchanged_without_balance(tmp_path):
     data = config(tmp_path, ANSWERS, balance=None)
     assert order(data, batch_size=10).indices(0) == StepOrder([WeightedRows(np.arange(10))], batch_size=10).indices(0)
     assert count_labels_per_epoch(opened(data), data) == {}
@@ -113,29 +113,29 @@ def sample(answer: str | None, **meta: Any) -> Sample:
         (None, "site", "north"),
     ],
 )
-def test_the_label_is_the_answer_or_a_field(answer, field, label):
+def test_label_is_the_answer_or_a_field(answer, field, label):
     assert get_label(sample(answer, site="north", label={"weather": "rain"}, score=3), field) == label
 
 
 @pytest.mark.parametrize("answer", ["B", "(b)", "B.", "tunnel", "B) tunnel", "<answer>B</answer>", "The answer is B"])
-def test_an_option_is_one_label_however_it_is_written_and_as_inspect_counts_it(tmp_path, answer):
+def test_option_spellings_share_one_label(tmp_path, answer):
     data = config(tmp_path, [answer, "neither of them"], "What?\nA) ramp\nB) tunnel")
     assert read_labels(opened(data), data) == ["B", "neither of them"]
     assert collect_row_facts("", opened(data)[0], None).answer == "B"
 
 
-def test_the_text_of_a_long_option_is_the_label_of_its_letter(tmp_path):
+def test_long_option_text_maps_to_its_letter(tmp_path):
     text = "It waits at the crossing until the tram has passed"
     data = config(tmp_path, [text, "A"], f"What?\nA) It goes\nB) {text}")
     assert read_labels(opened(data), data) == ["B", "A"]
 
 
-def test_a_field_may_have_a_dot_in_its_name():
+def test_field_name_may_contain_a_dot():
     assert get_label(sample("B", **{"w.x": "rain", "label": {"a.b": "fog"}}), "w.x") == "rain"
     assert get_label(sample("B", label={"a.b": "fog"}), "label.a.b") == "fog"
 
 
-def test_a_row_of_another_form_is_told_and_no_traceback(tmp_path):
+def test_malformed_row_is_reported_without_traceback(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dsreason.data.types import Sample\n"
         "def to_sample(row): return Sample('7', [{'role': 'user', 'content': [{'text': 'q'}]}], answer='B')\n"
@@ -145,7 +145,7 @@ def test_a_row_of_another_form_is_told_and_no_traceback(tmp_path):
         read_labels(opened(data), data)
 
 
-def test_the_last_reply_is_the_answer_where_the_sample_has_none():
+def test_label_is_last_reply_when_answer_missing():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "no"}]}]
     assert get_label(Sample("7", messages), "answer") == "no"
 
@@ -159,19 +159,19 @@ def test_the_last_reply_is_the_answer_where_the_sample_has_none():
         ("B", "label", r"no text or number as label; .*available: site, label\.weather\), or answer"),
     ],
 )
-def test_a_row_without_a_label_is_told_with_what_there_is(answer, field, text):
+def test_unlabelled_row_is_reported_with_available_fields(answer, field, text):
     with pytest.raises(DataError, match=text):
         get_label(sample(answer, site="north", label={"weather": "rain"}), field)
 
 
-def test_case_and_a_full_stop_make_no_other_label(tmp_path):
+def test_case_and_full_stop_are_ignored(tmp_path):
     data = config(tmp_path, ["Yes", "yes.", "YES", "no"])
     assert read_labels(opened(data), data) == ["Yes", "Yes", "Yes", "no"]
     assert count_labels_per_epoch(opened(data), data) == {"Yes": Label(3, 2), "no": Label(1, 2)}
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, on_bad_row):
+def test_unlabelled_rows_stop_or_are_skipped(tmp_path, caplog, on_bad_row):
     data = config(tmp_path, ["yes", "no", None, 3], on_bad_row=on_bad_row)
     if on_bad_row == "error":
         with pytest.raises(DataError, match=r"rows\.jsonl, row 3: data\.balance \(answer\): the row has no answer"):
@@ -182,7 +182,7 @@ def test_rows_without_a_label_stop_or_are_left_out_and_listed(tmp_path, caplog, 
     assert "row 4: field 'answer' is 3; it must be a string" in caplog.text
 
 
-def test_rows_without_a_label_do_not_make_the_epoch_longer(tmp_path):
+def test_unlabelled_rows_do_not_lengthen_epoch(tmp_path):
     data = config(tmp_path, ["yes", "no", "no"] + [None] * 97, on_bad_row="skip")
     assert order(data, batch_size=1).rows_per_epoch == 4  # 3, rounded up to a multiple of the 2 labels
     parts = [WeightedRows(np.arange(4), 1.5), WeightedRows(np.arange(4, 6))]
@@ -190,7 +190,7 @@ def test_rows_without_a_label_do_not_make_the_epoch_longer(tmp_path):
     assert count_labels(balance_labels(parts, labels)) == {"a": Label(1, 2), "b": Label(2, 2)}
 
 
-def test_rows_without_a_label_are_counted_by_what_is_wrong(tmp_path, caplog):
+def test_unlabelled_rows_are_counted_by_cause(tmp_path, caplog):
     data = config(tmp_path, ["yes", None, None, 3], on_bad_row="skip")
     read_labels(opened(data), data)
     _, *lines = caplog.messages[-1].splitlines()
@@ -200,7 +200,7 @@ def test_rows_without_a_label_are_counted_by_what_is_wrong(tmp_path, caplog):
     ]
 
 
-def test_a_field_that_no_row_has_stops_the_run(tmp_path):
+def test_field_missing_in_all_rows_is_rejected(tmp_path):
     data = config(tmp_path, ANSWERS, balance="wether", on_bad_row="skip")
     with pytest.raises(
         DataError, match=r"no row has such a label: 10 rows, such as .*row 1: .*as wether.*site"
@@ -209,7 +209,7 @@ def test_a_field_that_no_row_has_stops_the_run(tmp_path):
     assert str(error.value).count("data.balance") == 1
 
 
-def test_a_label_of_few_rows_is_warned_about(tmp_path, caplog):
+def test_rare_label_triggers_a_warning(tmp_path, caplog):
     data = config(tmp_path, ["no"] * 29 + ["yes"])
     build_order_parts(opened(data), data)
     assert "per epoch; add rows of them: 'yes' (1 rows, each 15 times)" in caplog.text

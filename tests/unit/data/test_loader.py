@@ -60,7 +60,7 @@ def gathering(world_size: int) -> list[Callable[[Any], list[Any]]]:
 def all_steps(
     config: SFTConfig, world_size: int = 1, start_step: int = 0, ranks_per_row: int = 1
 ) -> list[list[StepBatches]]:
-    """By rank, then step."""
+    """Return the batches of all steps: first index rank, second index step."""
     training, _ = open_datasets(config.data)
     encoder, order = build_encoder(config, Path(config.model.path)), build_step_order(training, config)
 
@@ -100,7 +100,7 @@ def test_ranks_share_each_batch_and_run_alike(rows, tiny_qwen2_5_vl, world_size,
         assert {step.num_samples for step in steps} == {8}
 
 
-def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, tiny_qwen2_5_vl):
+def test_ranks_sharing_rows_count_as_one_rank(rows, tiny_qwen2_5_vl):
     settings = config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=400)
     ranks, alone = all_steps(settings, 4, ranks_per_row=2), all_steps(settings, 2)
     for rank, steps in enumerate(ranks):
@@ -114,7 +114,7 @@ def test_ranks_that_compute_rows_together_have_the_same_and_count_as_one(rows, t
                 assert (batch.part.start, batch.part.end) == (rank % 2 * half, (rank % 2 + 1) * half)
 
 
-def test_ranks_that_compute_rows_together_must_read_the_same():
+def test_mismatched_rows_within_rank_group_are_rejected():
     skipped = [(), (), (), ("row 7: is empty",)]
     assert take_group_values([1, 1, 2, 2], skipped, 2) == [1, 2]
     expected = (
@@ -132,7 +132,7 @@ def test_token_budget_bounds_tokens_without_the_dummies(rows, tiny_qwen2_5_vl, p
     assert all(batch.input_ids.numel() <= 200 + 3 * len(batch.ids) for batch in batches)
 
 
-def test_a_sample_beyond_the_budget_is_named_with_both_numbers(rows, tiny_qwen2_5_vl):
+def test_sample_over_token_budget_is_rejected(rows, tiny_qwen2_5_vl):
     with pytest.raises(DataError, match=r"sample '\d+' has \d+ tokens.*max_tokens_per_micro_batch \(20\)"):
         all_steps(config(rows, tiny_qwen2_5_vl, max_tokens_per_micro_batch=20))
 
@@ -153,7 +153,7 @@ def test_workers_do_not_change_the_batches(rows, tiny_qwen2_5_vl):
     assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
 
 
-def test_starting_at_a_step_gives_the_rest_of_the_steps(rows, tiny_qwen2_5_vl):
+def test_start_step_yields_the_remaining_steps(rows, tiny_qwen2_5_vl):
     settings = config(rows, tiny_qwen2_5_vl, epochs=2)
     [full], [remainder] = all_steps(settings), all_steps(settings, start_step=3)
     assert [step.step for step in remainder] == [3]
@@ -169,12 +169,12 @@ def spoiled(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_row_stops_with_file_row_and_medium(spoiled, tiny_qwen2_5_vl, workers):
+def test_bad_row_error_names_row_and_file(spoiled, tiny_qwen2_5_vl, workers):
     with pytest.raises(DataError, match=r"rows\.jsonl.*4.*3_\d\.png"):
         all_steps(config(spoiled, tiny_qwen2_5_vl, data={"workers": workers}))
 
 
-def test_a_bad_row_is_left_out_and_told_where_asked(spoiled, tiny_qwen2_5_vl):
+def test_bad_row_is_skipped_and_reported(spoiled, tiny_qwen2_5_vl):
     [[step]] = all_steps(config(spoiled, tiny_qwen2_5_vl, data={"on_bad_row": "skip"}))
     assert sorted(sample_ids(step)) == ["0", "1", "2", "4", "5", "6", "7"]
     assert step.num_samples == 7
@@ -182,7 +182,7 @@ def test_a_bad_row_is_left_out_and_told_where_asked(spoiled, tiny_qwen2_5_vl):
     assert "3_" in step.skipped[0]
 
 
-def test_a_step_whose_rows_are_all_left_out_trains_nothing(spoiled, tiny_qwen2_5_vl):
+def test_step_with_only_skipped_rows_trains_nothing(spoiled, tiny_qwen2_5_vl):
     steps = all_steps(config(spoiled, tiny_qwen2_5_vl, global_batch_size=1, data={"on_bad_row": "skip"}), 2)
     [empty] = [i for i, step in enumerate(steps[0]) if step.skipped]
     for rank in steps:
@@ -218,7 +218,7 @@ def test_lengths_are_balanced_over_ranks(lengths, ranks, same_count, expected):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
+def test_worker_error_is_raised_unchanged(workers: int) -> None:
     def refused(task: int) -> int:
         if task == 1:
             raise StorageError("s3://b/k: Forbidden", status=403)
@@ -231,7 +231,7 @@ def test_an_error_of_a_worker_is_the_one_it_raised(workers: int) -> None:
     assert (str(caught.value), caught.value.status) == ("s3://b/k: Forbidden", 403)
 
 
-def test_a_worker_that_dies_is_told() -> None:
+def test_dead_worker_is_reported() -> None:
     def deadly(task: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return task
@@ -240,8 +240,8 @@ def test_a_worker_that_dies_is_told() -> None:
         next(run_in_workers(deadly, [0], workers=1))
 
 
-def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a fork that another thread's lock has stopped: not even a signal ends the process."""
+def test_worker_that_never_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a fork stopped by another thread's lock: not even a signal ends the process."""
 
     def never_start(started: Any, number: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -258,12 +258,12 @@ def test_a_worker_that_never_starts_is_killed_and_reported(monkeypatch: pytest.M
     assert multiprocessing.active_children() == []
 
 
-def test_a_signal_to_the_process_group_of_a_trainer_spares_its_workers() -> None:
+def test_process_group_signal_spares_workers() -> None:
     assert next(run_in_workers(lambda task: os.getpgrp(), [0], workers=1)) != os.getpgrp()
 
 
-def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
-    """As where /dev/shm is full: Python's queue drops the item, and the trainer waited for it for ever."""
+def test_unpicklable_worker_result_is_reported() -> None:
+    """Simulate a full /dev/shm: Python's queue drops the item, and the trainer waited for it forever."""
 
     def wait() -> None:
         next(run_in_workers(lambda task: threading.Lock(), [0], workers=1))
@@ -272,12 +272,12 @@ def test_a_worker_that_cannot_hand_over_what_it_made_is_told() -> None:
         guarded(wait)
 
 
-def test_a_worker_whose_trainer_has_left_the_loop_ends_in_peace() -> None:
+def test_worker_ends_quietly_when_trainer_left() -> None:
     """Otherwise torch would raise in the trainer, wherever it then is."""
     assert loader.end_worker(BrokenPipeError(errno.EPIPE, "Broken pipe"), "a batch") is None
 
 
-def test_a_small_shared_memory_is_named_beside_a_dead_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dead_worker_message_mentions_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "shm" not in failures.describe_dead_worker()
     monkeypatch.setattr(failures, "SMALL_SHARED_MEMORY", 2**60)
     assert re.search(

@@ -1,4 +1,4 @@
-"""How a rank's samples are cut into micro-batches, and what dummy media add to them."""
+"""Micro-batches: how a rank's samples are cut into them, and what dummy media add to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sample(length: int, parent: EncodedSample | None = None) -> EncodedSample:
 
 
 def image(length: int) -> EncodedSample:
-    """A dummy of so many tokens."""
+    """Build a dummy image sample of `length` tokens."""
     made = sample(length)
     made.loss_mask[:] = False
     made.mm_kwargs.update(pixel_values=torch.zeros(4, 2), image_grid_thw=torch.tensor([[1, 2, 2]]))
@@ -49,7 +49,7 @@ def config_of(**train: object) -> SFTConfig:
         ([], []),
     ],
 )
-def test_rows_are_filled_by_the_longest_samples_first(lengths: list[int], expected: list[list[int]]) -> None:
+def test_longest_samples_fill_rows_first(lengths: list[int], expected: list[list[int]]) -> None:
     rows = cut_into_rows([sample(length) for length in lengths], 8)
     assert [[len(item) for item in row] for row in rows] == expected
 
@@ -63,7 +63,7 @@ def test_rows_are_filled_by_the_longest_samples_first(lengths: list[int], expect
         (14, [[3, 1], [2], [4, 2]]),
     ],
 )
-def test_completions_of_a_prompt_stay_in_one_row_as_far_as_it_has_room(budget: int, expected: list[list[int]]) -> None:
+def test_completions_share_a_row_while_they_fit(budget: int, expected: list[list[int]]) -> None:
     long, short = sample(10), sample(4)
     completions = [sample(3, long), sample(4, short), sample(2, long), sample(2, short), sample(1, long)]
     rows = cut_into_rows(completions, budget)
@@ -83,7 +83,7 @@ def test_completions_of_a_prompt_stay_in_one_row_as_far_as_it_has_room(budget: i
         ({"packing": False, "max_tokens_per_micro_batch": 8}, [[5], [4, 3], [2]]),  # 2 rows of 4, padded
     ],
 )
-def test_micro_batches_are_cut_as_the_configuration_says(train: dict[str, object], expected: list[list[int]]) -> None:
+def test_micro_batches_follow_the_configuration(train: dict[str, object], expected: list[list[int]]) -> None:
     groups = cut_samples([sample(length) for length in (2, 3, 4, 5)], config_of(**train))
     assert [[len(item) for item in group] for group in groups] == expected
 
@@ -98,7 +98,7 @@ def test_micro_batches_are_cut_as_the_configuration_says(train: dict[str, object
         ),
     ],
 )
-def test_a_sample_longer_than_a_row_is_named_with_the_key(train: dict[str, object], message: str) -> None:
+def test_oversized_sample_is_reported_with_the_key(train: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         cut_samples([sample(2, sample(7))], config_of(**train))
 
@@ -112,7 +112,7 @@ def test_a_sample_longer_than_a_row_is_named_with_the_key(train: dict[str, objec
         ([9, 9], 21),
     ],
 )
-def test_dummies_widen_padded_rows_by_what_does_not_fit_behind_the_shortest(dummies: Sequence[int], width: int) -> None:
+def test_dummies_widen_padded_rows_only_if_needed(dummies: Sequence[int], width: int) -> None:
     [group] = cut_samples(
         [sample(length) for length in (3, 10, 6)], config_of(packing=False, max_tokens_per_micro_batch=30)
     )
@@ -126,14 +126,14 @@ def test_dummies_widen_padded_rows_by_what_does_not_fit_behind_the_shortest(dumm
     assert [int(place) % width for place in after.targets] == [9, 5, 2]  # the last of each sample
 
 
-def test_dummies_make_a_packed_row_longer_by_their_own_tokens_which_see_no_sample() -> None:
+def test_dummies_extend_packed_row_as_separate_segments() -> None:
     row = append_dummies(pack([sample(4), sample(2)]), [image(3), image(5)], pad_id=0)
     assert row.segments == (Segment(0, 4), Segment(4, 2), Segment(6, 3), Segment(9, 5))
     assert row.num_tokens == row.input_ids.shape[1] == 14
     assert row.targets.tolist() == [3, 5]
 
 
-def test_completions_of_a_prompt_are_together_where_rows_have_a_number_of_samples() -> None:
+def test_fixed_size_rows_keep_completions_together() -> None:
     long, short = sample(5), sample(3)
     completions = [
         sample(3, long),
@@ -145,7 +145,7 @@ def test_completions_of_a_prompt_are_together_where_rows_have_a_number_of_sample
     assert [[len(item) for item in row] for row in rows] == [[3, 1], [4, 2]]
 
 
-def test_a_completion_is_as_long_as_what_it_reads() -> None:
+def test_completion_length_includes_its_prompt() -> None:
     assert count_with_parent(sample(2, sample(7))) == 9
 
 

@@ -91,7 +91,7 @@ def test_options_are_found_however_they_are_written(question):
         "Is it at 3 a.m. or at 4 b.c.?",
     ],
 )
-def test_a_text_without_a_list_from_a_on_has_none(question):
+def test_text_without_option_list_yields_none(question):
     assert parse_listed_options(question) is None
 
 
@@ -101,11 +101,11 @@ def test_an_option_may_name_another(between):
     assert parse_listed_options(listed) == {"A": "The van (see B)", "B": "The tram", "C": "Both (A and B)"}
 
 
-def test_lines_count_for_more_than_letters_inside_them():
+def test_line_starts_outrank_letters_within_lines():
     assert parse_listed_options("Who?\n(A) as fast as (B) is\n(B) faster") == {"A": "as fast as (B) is", "B": "faster"}
 
 
-def test_a_power_is_no_bold_text():
+def test_power_operator_keeps_its_asterisks():
     assert parse_listed_options("How many?\n**A)** 2**3\n**B)** 2 ** 4") == {"A": "2**3", "B": "2 ** 4"}
     assert find_option_letter("2**3", {"A": "2**3", "B": "2 ** 4"}) == "A"
 
@@ -154,16 +154,16 @@ def test_a_gap_ends_the_list():
         ("", None),
     ],
 )
-def test_an_answer_is_a_letter_or_the_text_of_an_option(answer, letter):
+def test_answer_resolves_by_letter_or_text(answer, letter):
     assert find_option_letter(answer, OPTIONS) == letter
     assert with_options(asks(QUESTION, answer)).options == (OPTIONS if letter else None)
 
 
-def test_texts_that_two_options_share_are_no_answer():
+def test_text_shared_by_options_is_ambiguous():
     assert find_option_letter("left", {"A": "left", "B": "Left."}) is None
 
 
-def test_an_option_that_begins_like_an_announcement_is_itself():
+def test_option_resembling_an_announcement_matches_literally():
     assert find_option_letter("option B", {"A": "Option B", "B": "Option A"}) == "A"
     assert find_option_letter("$5", {"A": "$5", "B": "5"}) == "A"
 
@@ -178,11 +178,11 @@ def test_options_of_the_row_win():
 
 
 @pytest.mark.parametrize("kind", ["open", "free_text", "ordinal", "yes_no"])
-def test_a_row_that_says_it_is_of_another_kind_is_left_alone(kind):
+def test_row_of_another_kind_is_unchanged(kind):
     assert with_options(asks(QUESTION, meta={"question_kind": kind})).options is None
 
 
-def test_without_an_answer_the_last_turn_decides_and_the_last_question_counts():
+def test_last_turn_decides_when_answer_is_missing():
     turns = ["Which?\nA) one\nB) two\nC) three", "A", QUESTION, "<think>x</think><answer>D</answer>"]
     roles = ["user", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
@@ -203,7 +203,7 @@ def dataset(tmp_path: Path) -> Any:
     return open_datasets(DataConfig(adapter="jsonl", path=str(tmp_path / "rows.jsonl")))[0]
 
 
-def test_a_row_read_from_a_file_has_its_options_and_its_prompt_unchanged(dataset):
+def test_file_row_gains_options_without_prompt_change(dataset):
     sample = dataset[0]
     assert (sample.options, sample.answer, get_question_kind(sample)) == (OPTIONS, "B", "multiple_choice")
     assert get_text(sample.messages[0]) == QUESTION
@@ -217,13 +217,13 @@ def test_validation_and_rewards_read_its_answers(dataset, completion):
     assert single_choice_lenient(completion, dataset[0]) == 1
 
 
-def test_wrong_letters_are_wrong_and_near_ones_nearly_right(dataset):
+def test_ordinal_reward_scores_near_letters_higher(dataset):
     assert not is_correct("C) The cyclist", dataset[0])
     assert [ordinal_choice(letter, dataset[0]) for letter in "ABCD"] == [0.5, 1, 0.5, 0]
 
 
 @pytest.mark.parametrize("answer", ["The tram", "(B)", "The answer is B", "<think>x</think>\nB"])
-def test_strict_rewards_resolve_the_reference_and_read_completions_as_ever(answer):
+def test_strict_rewards_resolve_reference_not_completion(answer):
     sample = with_options(asks(QUESTION, answer))
     assert get_question_kind(sample) == "multiple_choice"
     letters = [f"<answer>{letter}</answer>" for letter in "ABCD"]
@@ -240,7 +240,7 @@ def test_numbers_among_the_options_keep_their_distance():
 @pytest.mark.parametrize(
     ("completion", "right"), [("No", 1), ("No, there is none.", 1), ("Yes, one.", 0), ("no idea", 0)]
 )
-def test_a_yes_or_no_question_is_graded_as_one(dataset, completion, right):
+def test_yes_no_question_is_graded_as_such(dataset, completion, right):
     assert get_question_kind(dataset[1]) == "yes_no"
     assert is_correct(completion, dataset[1]) == bool(right)
     assert single_choice_lenient(completion, dataset[1]) == right

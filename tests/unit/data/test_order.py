@@ -1,4 +1,4 @@
-"""Which rows each step sees."""
+"""The rows that each step sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.errors import DataError
 
 
 def parts(*given: int | tuple[int, float]) -> list[WeightedRows]:
-    """So many rows each, of weight 1 where none is given, numbered one after the other."""
+    """Build consecutively numbered rows per source, from a row count or from a count and a weight (default 1)."""
     result, first = [], 0
     for count, weight in (item if isinstance(item, tuple) else (item, 1.0) for item in given):
         result.append(WeightedRows(np.arange(first, first + count), weight))
@@ -33,7 +33,7 @@ def test_a_batch_may_span_two_epochs():
     assert [order.indices(step) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
-def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
+def test_epochs_shuffle_differently_but_reproducibly():
     first, second, other = (StepOrder(parts(50), batch_size=50, epochs=2, seed=seed) for seed in (1, 1, 2))
     assert sorted(first.indices(0)) == sorted(first.indices(1)) == list(range(50))
     assert first.indices(0) != first.indices(1)
@@ -41,7 +41,7 @@ def test_every_epoch_shuffles_anew_and_the_same_for_the_same_seed():
     assert first.indices(0) != other.indices(0)
 
 
-def test_weights_say_how_often_an_epoch_sees_a_row():
+def test_weight_sets_row_frequency_per_epoch():
     order = StepOrder(parts(10, (10, 2.5), (10, 0.5)), batch_size=40)
     counts = Counter(order.indices(0))
     assert order.rows_per_epoch == 40
@@ -50,7 +50,7 @@ def test_weights_say_how_often_an_epoch_sees_a_row():
     assert sorted(counts[row] for row in range(20, 30)) == [0] * 5 + [1] * 5
 
 
-def test_a_weight_below_one_chooses_other_rows_in_every_epoch_and_none_twice():
+def test_weight_below_one_varies_rows_between_epochs():
     order = StepOrder(parts((100, 0.5)), batch_size=50, epochs=2)
     first, second = order.indices(0), order.indices(1)
     assert len(set(first)) == len(set(second)) == 50
@@ -62,6 +62,6 @@ def test_max_steps_stops_earlier_but_adds_nothing():
     assert StepOrder(parts(20), batch_size=2, max_steps=99).num_steps == 10
 
 
-def test_fewer_rows_than_a_batch_are_refused_with_both_numbers():
+def test_too_few_rows_for_batch_are_rejected():
     with pytest.raises(DataError, match=r"3 rows.*4"):
         StepOrder(parts(3), batch_size=4, epochs=10)

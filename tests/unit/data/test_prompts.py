@@ -1,4 +1,4 @@
-"""Batches of prompts: the same however they are spread over ranks, and rows that are left out are told."""
+"""Batches of prompts: identical for every distribution over ranks; skipped rows are reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_batches_go_on_after_the_last_epoch(rows, tiny_qwen3_vl, workers):
     assert [ids(prompts) for prompts in result] == [list("4567"), list("0123"), list("4567"), list("0123")]
 
 
-def test_ranks_share_a_batch_and_know_the_places_in_it(rows, tiny_qwen3_vl):
+def test_ranks_share_a_batch_with_global_indices(rows, tiny_qwen3_vl):
     for prompts in zip(*batches(config(rows, tiny_qwen3_vl), 2), strict=True):
         assert [item.numbers for item in prompts] == [[0, 2], [1, 3]]
     [[zero], [item]] = batches(config(rows, tiny_qwen3_vl), 1)
@@ -92,7 +92,7 @@ def test_a_bad_row_stops_every_rank(rows, tiny_qwen3_vl):
         batches(config(rows, tiny_qwen3_vl), 1)
 
 
-def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl):
+def test_bad_row_is_skipped_and_reported_everywhere(rows, tiny_qwen3_vl):
     spoil(rows)
     [[zero, later], [item, _]] = batches(config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip"}), 2)
     assert (ids(zero), zero.numbers) == (["0", "2"], [0, 2])
@@ -103,7 +103,7 @@ def test_a_bad_row_is_left_out_on_its_rank_and_told_on_all(rows, tiny_qwen3_vl):
     assert later.skipped == []
 
 
-def test_a_bad_row_that_a_worker_meets_is_left_out(rows, tiny_qwen3_vl):
+def test_bad_row_in_worker_is_skipped(rows, tiny_qwen3_vl):
     spoil(rows)
     settings = config(rows, tiny_qwen3_vl, data={"on_bad_row": "skip", "workers": 1})
     [[prompts]] = batches(settings, 1, world_size=1)  # ranks are threads here: one alone may fork
@@ -111,7 +111,7 @@ def test_a_bad_row_that_a_worker_meets_is_left_out(rows, tiny_qwen3_vl):
     assert [text.count("row 4") for text in prompts.skipped] == [1]
 
 
-def test_a_row_that_the_check_refuses_is_a_bad_row(rows, tiny_qwen3_vl):
+def test_row_failing_the_check_is_bad(rows, tiny_qwen3_vl):
     def check(sample: Sample) -> None:
         if sample.id == "0":
             raise DataError("not this one")
@@ -123,7 +123,7 @@ def test_a_row_that_the_check_refuses_is_a_bad_row(rows, tiny_qwen3_vl):
 
 
 @pytest.mark.parametrize("on_too_long", ["error", "skip"])
-def test_a_prompt_must_leave_room_for_the_longest_completion(rows, tiny_qwen3_vl, on_too_long):
+def test_prompt_leaves_room_for_longest_completion(rows, tiny_qwen3_vl, on_too_long):
     limits = {"max_length": 60, "on_too_long": on_too_long}
     settings = config(rows, tiny_qwen3_vl, model=limits, max_completion_length=40)
     if on_too_long == "error":
@@ -134,13 +134,13 @@ def test_a_prompt_must_leave_room_for_the_longest_completion(rows, tiny_qwen3_vl
         assert 0 < len(zero.skipped) == 4 - len(zero.prompts) - len(item.prompts)
 
 
-def test_no_room_for_any_prompt_is_a_config_error(rows, tiny_qwen3_vl):
+def test_config_without_prompt_room_is_rejected(rows, tiny_qwen3_vl):
     settings = config(rows, tiny_qwen3_vl, model={"max_length": 40}, max_completion_length=40)
     with pytest.raises(ConfigError, match=r"max_completion_length \(40\).*model.max_length \(40\)"):
         batches(settings, 1)
 
 
-def test_the_room_is_within_the_token_budget_of_a_micro_batch(rows, tiny_qwen3_vl):
+def test_prompt_length_respects_micro_batch_token_budget(rows, tiny_qwen3_vl):
     settings = config(rows, tiny_qwen3_vl, train={"max_tokens_per_micro_batch": 50}, max_completion_length=40)
     with pytest.raises(SampleTooLong, match=r"max_tokens_per_micro_batch without rollout.max_completion_length \(10\)"):
         prompt = open_datasets(settings.data)[0][0]
@@ -155,7 +155,7 @@ def test_a_prompt_is_measured_without_its_answer(rows, tiny):
         assert encoder.measure(sample) == len(encoder.encode_prompt(sample).encoded)
 
 
-def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
+def test_rows_failing_check_are_found_at_startup(rows, tiny_qwen3_vl):
     def check(sample: Sample) -> None:
         if sample.id in ("2", "5"):
             raise DataError(f"not {sample.id}")
@@ -170,7 +170,7 @@ def test_rows_that_the_check_refuses_are_found_at_start_up(rows, tiny_qwen3_vl):
     assert sorted(text.split(", ")[1] for text in left_out) == ["row 3: not 2", "row 6: not 5"]
 
 
-def test_ranks_that_compute_rows_together_have_the_same_prompts(rows: Path, tiny_qwen3_vl: Path) -> None:
+def test_ranks_sharing_rows_get_identical_prompts(rows: Path, tiny_qwen3_vl: Path) -> None:
     result = batches(config(rows, tiny_qwen3_vl), 2, world_size=4, ranks_per_row=2)
     alone = batches(config(rows, tiny_qwen3_vl), 2, world_size=2)
     for rank, (item, expected) in enumerate(zip(result, [alone[0], alone[0], alone[1], alone[1]], strict=True)):

@@ -1,4 +1,4 @@
-"""What each of several ranks computes of a packed row: hand-made rows, and media whose features are their own numbers."""
+"""Parts of a packed row that several ranks compute: hand-made rows, and media whose features are numbered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sample(ids: list[int], trained: list[int], parent: EncodedSample | None = No
     )
 
 
-def test_a_row_is_padded_with_a_sample_of_its_own_and_cut_into_equal_parts() -> None:
+def test_row_is_padded_and_cut_equally() -> None:
     row = pack([sample([5, 6, 7], [1, 2]), sample([8, 9], [1])])
     parts = [take_part(row, PartOf(number, 2), pad_id=3) for number in (0, 1)]
     for part in parts:
@@ -37,7 +37,7 @@ def test_a_row_is_padded_with_a_sample_of_its_own_and_cut_into_equal_parts() -> 
     assert result == [(0, 3, [0, 1], [0, 1]), (3, 6, [2], [0])]
 
 
-def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
+def test_target_belongs_to_the_predicting_rank() -> None:
     """The first tokens of both completions are predicted by the prompt's last, on the first rank."""
     prompt = sample([1, 2], [])
     row = pack([sample([5], [0], prompt), sample([6, 7], [0, 1], prompt)])  # 1 2 5 6 7
@@ -48,7 +48,7 @@ def test_a_target_belongs_to_the_rank_that_predicts_it() -> None:
     assert (third.start, third.end, third.targets.tolist()) == (4, 6, [])
 
 
-def test_one_rank_has_the_row_as_it_is() -> None:
+def test_single_rank_keeps_row_unchanged() -> None:
     row = pack([sample([5, 6, 7], [1])])
     assert take_part(row, PartOf(0, 1), pad_id=0) is row
 
@@ -73,7 +73,7 @@ def test_frames_of_one_video_are_shared_out() -> None:
     assert (second.sent.tolist(), second.sent_counts, second.received_counts) == ([0, 1], (0, 2), (1, 2))
 
 
-def test_a_rank_without_a_frame_encodes_one_that_nobody_takes() -> None:
+def test_rank_without_frames_encodes_unused_frame() -> None:
     parts = shared_out([[1, 2, 2]], [0], [0], ranks=3, size=1)
     assert [item.grids.tolist() for _, item in parts] == [[[1, 2, 2]]] * 3
     assert [item.sent_counts for _, item in parts] == [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
@@ -90,7 +90,7 @@ MEDIA: dict[str, tuple[list[list[int]], list[int]]] = {
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize(("grids", "numbers"), MEDIA.values(), ids=MEDIA)
-def test_every_token_gets_the_feature_that_it_shows(grids: list[list[int]], numbers: list[int], ranks: int) -> None:
+def test_every_media_token_gets_its_feature(grids: list[list[int]], numbers: list[int], ranks: int) -> None:
     distinct = [grids[numbers.index(number)] for number in range(max(numbers) + 1)]
     lengths = [t * h * w // 4 for t, h, w in distinct]
     features = torch.arange(sum(lengths)).split(lengths)

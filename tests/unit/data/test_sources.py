@@ -1,4 +1,4 @@
-"""From configuration to finished samples."""
+"""The path from configuration to finished samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids(dataset: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("validation", "count"), [(0.2, 2), (3, 3), (0.01, 1), (0, 0)])
-def test_held_out_rows_are_none_of_the_training_rows_and_always_the_same(folder, validation, count):
+def test_held_out_rows_are_disjoint_and_stable(folder, validation, count):
     training, held_out = open_datasets(config(folder, validation=validation))
     assert len(held_out) == count
     assert sorted(ids(training) + ids(held_out)) == [str(i) for i in range(10)]
@@ -63,7 +63,7 @@ def weights(dataset: SampleDataset) -> list[tuple[list[int], float]]:
     return [(part.rows.tolist(), part.weight) for part in dataset.weighted_parts]
 
 
-def test_several_sources_follow_each_other_with_their_weights(folder):
+def test_sources_are_concatenated_with_weights(folder):
     item = {"adapter": "jsonl", "path": str(folder / "rows.jsonl")}
     training, _ = open_datasets(DataConfig(sources=[{**item, "limit": 2}, {**item, "limit": 1, "weight": 3.0}]))
     assert ids(training) == ["0", "1", "0"]
@@ -75,7 +75,7 @@ def test_several_sources_follow_each_other_with_their_weights(folder):
 
 
 @pytest.mark.parametrize("index", [-1, 10])
-def test_a_number_of_no_sample_is_an_error(folder, index):
+def test_out_of_range_index_is_rejected(folder, index):
     training, _ = open_datasets(config(folder))
     with pytest.raises(IndexError, match=f"sample {index} of 10"):
         training[index]
@@ -87,7 +87,7 @@ def test_system_prompt_is_for_samples_without_one(folder):
     assert [training[i].messages[0]["content"] for i in range(2)] == ["general", "own"]
 
 
-def test_media_parts_get_absolute_paths_and_settings_of_their_kind(folder):
+def test_media_parts_get_paths_and_settings(folder):
     training, _ = open_datasets(config(folder, vision={"fps": 1, "max_pixels": 5000}))
     part = training[0].messages[0]["content"][0]
     assert part == {"type": "image", "image": str(folder / "a.png"), "max_pixels": 5000}
@@ -143,7 +143,7 @@ def test_linked_media_folders_are_followed(folder, tmp_path_factory):
     assert open_datasets(config(folder))[0][0].id == "0"
 
 
-def test_a_misspelt_setting_of_a_part_is_told(folder):
+def test_misspelt_part_setting_is_reported(folder):
     (folder / "own.py").write_text(OWN)
     write(folder, [row(0, settings={"fsp": 3})])
     with pytest.raises(DataError, match="unknown key 'fsp'; did you mean 'fps'"):
@@ -159,7 +159,7 @@ def test_a_misspelt_setting_of_a_part_is_told(folder):
         ("def to_sample(row): pass\ndef rows(data): raise RuntimeError('no net')", r"rows\(data\).*no net"),
     ],
 )
-def test_what_goes_wrong_in_an_own_adapter_is_told_with_the_row(folder, code, words):
+def test_custom_adapter_error_names_the_row(folder, code, words):
     (folder / "own.py").write_text(code)
     with pytest.raises(DataError, match=words):
         open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
@@ -176,7 +176,7 @@ def test_what_goes_wrong_in_an_own_adapter_is_told_with_the_row(folder, code, wo
         ([{"role": "user", "content": [{"type": "image"}]}], "image: needs the path of a file"),
     ],
 )
-def test_messages_of_another_form_are_told_with_the_row(folder, messages, words):
+def test_malformed_messages_are_reported_with_row(folder, messages, words):
     (folder / "own.py").write_text(
         f"from dsreason.data.types import Sample\ndef to_sample(row): return Sample('1', {messages!r}, answer='b')"
     )
@@ -184,14 +184,14 @@ def test_messages_of_another_form_are_told_with_the_row(folder, messages, words)
         open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))[0][0]
 
 
-def test_an_own_adapter_that_cannot_be_imported_is_told(folder):
+def test_unimportable_adapter_is_reported(folder):
     (folder / "own.py").write_text("x = y")
     with pytest.raises(ConfigError, match=r"own\.py does not import.*'y' is not defined"):
         open_datasets(DataConfig(adapter=str(folder / "own.py"), path=str(folder / "rows.jsonl")))
 
 
 @pytest.mark.parametrize("split", ["train_sft", "test"])
-def test_a_split_is_found_by_its_whole_name(folder, split):
+def test_split_is_matched_by_full_name(folder, split):
     for name in ("train_sft", "test"):
         (folder / f"{name}.jsonl").write_text(json.dumps(row(0, answer=name)) + "\n")
     (folder / "rows.jsonl").unlink()
@@ -220,7 +220,7 @@ def to_sample(row):
 
 
 @pytest.mark.parametrize("answer", ["left", "", None])
-def test_an_answer_without_a_message_becomes_the_assistants(folder, answer):
+def test_bare_answer_becomes_assistant_message(folder, answer):
     (folder / "mine.py").write_text(ASKING)
     write(folder, [{"id": "0", "question": "q", "answer": answer}])
     samples, _ = open_datasets(DataConfig(adapter=str(folder / "mine.py"), path=str(folder / "rows.jsonl")))
@@ -241,10 +241,10 @@ def rows(data):
 
 to_sample = jsonl.to_sample
 """
-"""As the loaders of cosmos-reason1's guides do, which join the folder of the data to the paths themselves."""
+"""An adapter like the loaders of cosmos-reason1's guides, which join the data folder and the paths themselves."""
 
 
-def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(folder, monkeypatch):
+def test_already_joined_path_is_reported_with_advice(folder, monkeypatch):
     (folder / "mine.py").write_text(JOINING)
     monkeypatch.chdir(folder.parent)
     keys = {"adapter": str(folder / "mine.py"), "path": folder.name}
@@ -258,7 +258,7 @@ def test_a_path_that_was_joined_to_the_data_already_is_told_with_what_helps(fold
     assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"
 
 
-def test_a_joined_path_out_of_the_working_folder_is_told_with_what_helps(folder, monkeypatch):
+def test_joined_path_outside_working_folder_gets_advice(folder, monkeypatch):
     (folder / "mine.py").write_text(JOINING)
     (folder / "work").mkdir()
     monkeypatch.chdir(folder / "work")
@@ -272,7 +272,7 @@ def test_a_joined_path_out_of_the_working_folder_is_told_with_what_helps(folder,
     assert open_datasets(DataConfig(**{**keys, "path": str(folder)}))[0][0].id == "0"  # as advised
 
 
-def test_a_pattern_of_videos_is_refused_by_shipped_adapters_that_do_not_read_it(folder):
+def test_video_pattern_is_rejected_by_other_adapters(folder):
     with pytest.raises(
         ConfigError, match=r"data\.video_pattern \(\*\.mp4\) applies only to .*local_labels, but data\.adapter is jsonl"
     ):
@@ -282,20 +282,20 @@ def test_a_pattern_of_videos_is_refused_by_shipped_adapters_that_do_not_read_it(
     assert open_datasets(model_copy)[0][0].id == "0"
 
 
-def test_a_path_that_leads_nowhere_gets_no_such_advice(folder):
+def test_missing_file_gets_no_path_advice(folder):
     (folder / "a.png").unlink()
     with pytest.raises(DataError, match=r"image: no file .*/a\.png$"):
         open_datasets(config(folder))[0][0]
 
 
-def test_columns_of_the_rows_may_have_other_names(folder):
+def test_row_columns_can_be_renamed(folder):
     write(folder, [{"number": "7", "problem": "2 + 2?", "solution": "4", "question": "not this one"}])
     columns = {"id": "number", "question": "problem", "answer": "solution"}
     (sample,) = open_datasets(config(folder, columns=columns))[0]
     assert (sample.id, sample.answer, sample.messages[0]["content"][-1]["text"]) == ("7", "4", "2 + 2?")
 
 
-def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(folder):
+def test_unknown_column_is_reported_with_known_ones(folder):
     with pytest.raises(DataError, match="data.columns names 'problem', but the row has id, "):
         open_datasets(config(folder, columns={"question": "problem"}))[0][0]
 
@@ -308,7 +308,7 @@ def test_a_column_that_the_rows_do_not_have_is_told_with_those_that_they_have(fo
         ("return None", r"rows\(data\) must return a list or another sequence with a length, but returned NoneType"),
     ],
 )
-def test_rows_of_own_code_that_are_none_are_told(folder, rows, words):
+def test_invalid_custom_rows_are_reported(folder, rows, words):
     (folder / "mine.py").write_text(f"def rows(data):\n    {rows}\ndef to_sample(row): ...\n")
     with pytest.raises(DataError, match=words):
         open_datasets(config(folder).model_copy(update={"adapter": str(folder / "mine.py")}))

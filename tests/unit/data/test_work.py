@@ -1,4 +1,4 @@
-"""What counts as work: samples and their media, not padding and not what keeps ranks in step."""
+"""Work counts: samples and their media, without padding and without the dummies that keep ranks in step."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def parts(*items: str) -> list[dict[str, str]]:
     return [{"type": kind, kind: value} for kind, value in split]
 
 
-def test_jsonl_row_becomes_media_question_and_lettered_options():
+def test_jsonl_row_becomes_question_with_lettered_options():
     row = {
         "id": 7,
         "video": "7.mp4",
@@ -56,7 +56,7 @@ def test_jsonl_row_becomes_media_question_and_lettered_options():
 
 
 @pytest.mark.parametrize("answer", [None, "", " \n"])
-def test_a_jsonl_row_without_an_answer_can_be_asked(answer):
+def test_jsonl_row_needs_no_answer(answer):
     sample = jsonl.to_sample({"question": "q", "options": ["left", "right"], "answer": answer})
     assert sample.messages == [{"role": "user", "content": parts("q\n(A) left\n(B) right")}]
     assert sample.answer is None
@@ -75,18 +75,18 @@ def test_jsonl_rows_need_no_id():
         ("<image>\n<image>\nq", ["image:a", "image:b", "q"]),
     ],
 )
-def test_llava_tags_become_media_where_they_stand(text, expected):
+def test_llava_tags_become_media_in_place(text, expected):
     images = ["a", "b"][: text.count("<image>")]
     sample = llava.to_sample({"id": "1", "images": images, "conversations": turns(text, "yes")})
     assert sample.messages[0]["content"] == parts(*expected)
 
 
-def test_a_llava_row_without_a_reply_can_be_asked():
+def test_llava_row_needs_no_reply():
     sample = llava.to_sample({"id": "1", "image": "a", "conversations": turns("<image>\nWhat?")})
     assert ([message["role"] for message in sample.messages], sample.answer) == (["user"], None)
 
 
-def test_llava_keeps_every_turn_and_media_of_later_turns():
+def test_llava_keeps_all_turns_and_media():
     row = {
         "id": "1",
         "image": "a",
@@ -124,7 +124,7 @@ def test_conversations_are_read_as_list_or_json(as_text):
 
 
 @pytest.mark.parametrize("last", ["user", "assistant"])
-def test_only_what_ends_a_conversation_is_its_reference_answer(last):
+def test_reference_answer_must_end_the_conversation(last):
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes"}]
     messages += [{"role": "user", "content": "and?"}] if last == "user" else []
     assert conversations.to_sample({"messages": messages}).answer == ("yes" if last == "assistant" else None)
@@ -136,18 +136,18 @@ MESSAGES = [
 ]
 
 
-def test_parts_without_a_medium_show_those_of_the_columns():
+def test_empty_media_parts_use_column_media():
     sample = conversations.to_sample({"messages": MESSAGES, "images": ["1.png", "2.png"]})
     assert sample.messages[0]["content"] == parts("image:1.png", "q", "image:2.png")
 
 
 @pytest.mark.parametrize("images", [[], ["1.png"], ["1.png", "2.png", "3.png"]])
-def test_as_many_parts_as_media_in_the_columns(images):
+def test_media_part_count_must_match_columns(images):
     with pytest.raises(DataError, match="image"):
         conversations.to_sample({"messages": MESSAGES, "images": images})
 
 
-def test_media_that_no_part_shows_are_an_error():
+def test_unused_row_media_are_rejected():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     with pytest.raises(DataError, match="2 of the row's images are not shown"):
         conversations.to_sample({"messages": messages, "images": ["1.png", "2.png"]})
@@ -169,7 +169,7 @@ def test_images_inside_a_table_are_read(tmp_path, monkeypatch, adapter):
     ]
 
 
-def test_local_labels_match_a_video_with_its_label_by_id(tmp_path):
+def test_local_labels_match_videos_by_id(tmp_path):
     (tmp_path / "videos").mkdir()
     (tmp_path / "metas").mkdir()
     video = write_video(tmp_path / "videos" / "01a6.camera_front_wide_120fov.mp4")
@@ -205,7 +205,7 @@ def test_ids_of_local_labels_may_have_dots(tmp_path, pattern):
     assert shown(data) == {name: f"{name}.camera_front_wide_120fov.mp4" for name in ids}
 
 
-def test_a_pattern_that_leaves_the_dot_to_the_id_is_told(tmp_path):
+def test_pattern_leaving_dot_in_id_is_reported(tmp_path):
     data = label_folder(tmp_path, "videos/night-7.v1.2.roof360.mp4", "metas/night-7.v1.2.label.json")
     data = data.model_copy(update={"video_pattern": "*roof360.mp4"})
     row = next(row for row in local_labels.rows(data) if "label" not in row)
@@ -215,7 +215,7 @@ def test_a_pattern_that_leaves_the_dot_to_the_id_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("files", [("run.4.camera_left.mp4",), ("run.4.camera_left.mp4", "run.camera_front.mp4")])
-def test_a_video_whose_own_label_is_missing_goes_to_no_shorter_id(tmp_path, files):
+def test_video_never_matches_a_shorter_label_id(tmp_path, files):
     data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/{name}" for name in files))
     of_run, of_run_4 = local_labels.rows(data)
     assert [Path(video).name for video in of_run.get("videos", [])] == list(files[1:])
@@ -230,7 +230,7 @@ def test_a_video_whose_own_label_is_missing_goes_to_no_shorter_id(tmp_path, file
         ((".4.mp4", ".mp4"), "_pattern"),
     ],
 )
-def test_no_part_of_an_id_is_advised_as_a_camera(tmp_path, cameras, advice):
+def test_id_part_is_never_suggested_as_camera(tmp_path, cameras, advice):
     data = label_folder(tmp_path, "metas/run.label.json", *(f"videos/run{camera}" for camera in cameras))
     with pytest.raises(DataError, match=rf"choose a camera: .*{re.escape(advice)}$"):
         shown(data)
@@ -248,13 +248,13 @@ CAMERAS = ("rear.30fov.mp4", "front_wide.mp4", "left.mkv")
         ("x.*.mkv", "x.1.left.mkv"),
     ],
 )
-def test_a_pattern_chooses_the_camera_of_local_labels(tmp_path, pattern, name):
+def test_pattern_selects_camera_of_local_labels(tmp_path, pattern, name):
     label = {"x.*.mkv": "1.left"}.get(pattern, "x.1")
     data = label_folder(tmp_path, f"metas/{label}.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS))
     assert shown(SourceConfig(adapter="local_labels", path=data.path, video_pattern=pattern)) == {label: name}
 
 
-def test_several_cameras_without_a_pattern_are_told_with_one_that_chooses(tmp_path):
+def test_ambiguous_cameras_are_reported_with_a_pattern(tmp_path):
     data = label_folder(tmp_path, "metas/x.1.label.json", *(f"videos/x.1.{camera}" for camera in CAMERAS[1:]))
     with pytest.raises(DataError) as error:
         shown(data)
@@ -263,7 +263,7 @@ def test_several_cameras_without_a_pattern_are_told_with_one_that_chooses(tmp_pa
     assert shown(data.model_copy(update={"video_pattern": "*.front_wide.mp4"})) == {"x.1": "x.1.front_wide.mp4"}
 
 
-def test_a_camera_with_a_dot_is_told_to_need_a_pattern(tmp_path):
+def test_camera_with_dot_requires_a_pattern(tmp_path):
     data = label_folder(tmp_path, "metas/x.1.label.json", "videos/x.1.rear.30fov.mp4")
     rows = {row["id"]: row for row in local_labels.rows(data)}
     with pytest.raises(DataError, match=r"if its camera has a dot in its name, set data\.video_pattern"):
@@ -271,7 +271,7 @@ def test_a_camera_with_a_dot_is_told_to_need_a_pattern(tmp_path):
     assert shown(data.model_copy(update={"video_pattern": "*.rear.30fov.mp4"})) == {"x.1": "x.1.rear.30fov.mp4"}
 
 
-def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
+def test_unmatched_pattern_is_reported_with_an_example(tmp_path):
     data = label_folder(tmp_path, "metas/1.label.json", "videos/1.left.mp4")
     with pytest.raises(
         DataError, match=r"video_pattern \('\*\.right\.mp4'\) matches none of the 1 videos.*1\.left\.mp4"
@@ -280,12 +280,12 @@ def test_a_pattern_that_takes_no_video_is_told_with_one_that_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["left.mp4", "*.*"])
-def test_a_pattern_has_one_place_for_the_id(pattern):
+def test_pattern_must_have_one_id_placeholder(pattern):
     with pytest.raises(ValueError, match=r"must have one \*, for the id"):
         SourceConfig(video_pattern=pattern)
 
 
-def test_a_real_label_file_becomes_json_text_that_parses_again():
+def test_real_label_file_round_trips_as_json():
     label = Path(__file__).parents[4] / "shared" / "data" / "01a6de83.label.json"
     if not label.is_file():
         pytest.skip("../shared/data is not on this machine")
@@ -346,7 +346,7 @@ def cosmos_folder(root: Path, subset: str, archive: str | None, clip: str) -> So
         ("av", None, "7.camera_front.mp4"),
     ],
 )
-def test_cosmos_clips_are_found_in_archives_and_folders(tmp_path, monkeypatch, subset, archive, clip):
+def test_cosmos_archives_and_folders_are_searched(tmp_path, monkeypatch, subset, archive, clip):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", subset, archive, clip)
     [row] = find_adapter("cosmos_reason1").rows(data)
@@ -357,7 +357,7 @@ def test_cosmos_clips_are_found_in_archives_and_folders(tmp_path, monkeypatch, s
     assert third["content"] == "q"  # the video is shown once
 
 
-def test_a_cosmos_clip_is_the_one_at_the_rows_path_where_names_are_alike(tmp_path):
+def test_row_path_disambiguates_cosmos_clip_names(tmp_path):
     data = cosmos_folder(tmp_path, "robovqa", None, "7.mp4")
     (tmp_path / "robovqa" / "more").mkdir()
     write_video(tmp_path / "robovqa" / "more" / "7.mp4")
@@ -367,14 +367,14 @@ def test_a_cosmos_clip_is_the_one_at_the_rows_path_where_names_are_alike(tmp_pat
         cosmos_reason1.find_clip("elsewhere/7.mp4", data)
 
 
-def test_a_cosmos_clip_in_a_folder_is_preferred_to_one_at_the_rows_path_in_an_archive(tmp_path, monkeypatch):
+def test_cosmos_folder_clip_wins_over_archive(tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CACHE", str(tmp_path / "cache"))
     data = cosmos_folder(tmp_path / "set", "robovqa", "part_1.tar", "7.mp4")
     clip = write_video(tmp_path / "set" / "robovqa" / "clips" / "7.mp4")
     assert cosmos_reason1.find_clip("some/folder/7.mp4", data) == clip
 
 
-def test_a_cosmos_row_cannot_lead_out_of_the_clips(tmp_path):
+def test_cosmos_row_cannot_leave_clip_folder(tmp_path):
     data = cosmos_folder(tmp_path / "set", "robovqa", None, "7.mp4")
     write_video(tmp_path / "8.mp4")
     with pytest.raises(DataError, match=r"field 'video': \.\./\.\./8\.mp4 leads out of .*/set/robovqa"):
@@ -383,7 +383,7 @@ def test_a_cosmos_row_cannot_lead_out_of_the_clips(tmp_path):
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_cosmos_rows_may_come_from_one_file_with_parts_or_json_text(tmp_path, as_text):
+def test_cosmos_file_accepts_parts_or_json_text(tmp_path, as_text):
     data = cosmos_folder(tmp_path, "robovqa", None, "7.mp4")
     turns = [{"role": "user", "content": parts("q")}, {"role": "assistant", "content": "a"}]
     row = {"video": "clips/7.mp4", "conversations": json.dumps(turns) if as_text else turns}
@@ -436,7 +436,7 @@ def test_an_unknown_adapter_names_the_nearest():
         find_adapter("lava")
 
 
-def test_rows_of_ones_own_without_an_adapter_are_told_to_name_one(tmp_path):
+def test_custom_rows_require_an_adapter(tmp_path):
     (tmp_path / "rows.jsonl").touch()
     with pytest.raises(DataError, match=r"rows\.jsonl: data\.adapter is builtin.*set data\.adapter, such as \"jsonl\""):
         builtin.rows(DataConfig(path=str(tmp_path / "rows.jsonl"), split="train"))

@@ -27,7 +27,7 @@ TEXT = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With the clip of `ROW` below robovqa/."""
+    """A folder with the clip of `ROW` below robovqa/."""
     (tmp_path / "robovqa" / "clips").mkdir(parents=True)
     write_video(tmp_path / "robovqa" / "clips" / "7.mp4")
     return tmp_path
@@ -39,7 +39,7 @@ def open_rows(folder: Path, rows: list[Any], task: str = "rl", **keys: Any) -> A
     return open_datasets(DataConfig(**settings))[0]
 
 
-def test_a_row_becomes_the_question_that_cosmos_rl_asks(folder):
+def test_row_becomes_cosmos_rl_question(folder):
     [sample] = open_rows(folder, [ROW], system_prompt=REQUEST)
     system, question, reply = sample.messages
     assert system == {"role": "system", "content": REQUEST}
@@ -51,7 +51,7 @@ def test_a_row_becomes_the_question_that_cosmos_rl_asks(folder):
 
 
 @pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": " "}])
-def test_a_question_without_an_answer_can_be_asked(folder, answer):
+def test_question_without_answer_is_accepted(folder, answer):
     choice = {key: CHOICE[key] for key in ("question", "index2ans")}
     [sample] = open_rows(folder, [{**ROW, "qa_pairs": choice | answer}])
     assert [message["role"] for message in sample.messages] == ["user"]
@@ -59,7 +59,7 @@ def test_a_question_without_an_answer_can_be_asked(folder, answer):
 
 
 @pytest.mark.parametrize("pattern", [FORMAT, COSMOS_FORMAT])
-def test_the_request_for_a_format_is_one_that_is_rewarded(pattern):
+def test_requested_format_matches_rewarded_format(pattern):
     assert describe_format_problem(f"{REQUEST}\n{TEXT}", pattern) is None
 
 
@@ -79,7 +79,7 @@ def test_clips_in_an_archive_are_found(folder, monkeypatch):
     assert Path(sample.messages[0]["content"][0]["video"]).is_file()
 
 
-def test_letters_that_only_other_rows_have_are_no_options(folder):
+def test_options_exclude_letters_of_other_rows(folder):
     longer = {**CHOICE, "index2ans": {**CHOICE["index2ans"], "C": "wait"}, "answer": "C"}
     table = datasets.Dataset.from_list([ROW, {**ROW, "qa_pairs": longer}])
     table.to_parquet(folder / "robovqa" / "robovqa_rl.parquet")
@@ -89,7 +89,7 @@ def test_letters_that_only_other_rows_have_are_no_options(folder):
     assert list(second.options) == ["A", "B", "C"]
 
 
-def test_each_question_of_a_list_is_a_row(folder):
+def test_each_question_of_list_becomes_one_row(folder):
     names = {"question": "And then?", "index2ans": CHOICE["index2ans"], "correct_answer": "A"}
     rows = [{**ROW, "qa_pairs": [CHOICE]}, {**ROW, "qa_pairs": [CHOICE, names, {**names, "correct_answer": "E"}]}]
     samples = open_rows(folder, rows, "benchmark")
@@ -100,7 +100,7 @@ def test_each_question_of_a_list_is_a_row(folder):
         samples[3]
 
 
-def test_a_question_may_have_no_options_and_the_letter_may_be_small(folder):
+def test_optionless_question_and_lowercase_letter_are_accepted(folder):
     yes = {"question": "Does it move?", "answer": "yes"}
     first, second = open_rows(folder, [{**ROW, "qa_pairs": yes}, {**ROW, "qa_pairs": {**CHOICE, "answer": "b"}}])
     assert (first.messages[0]["content"][1]["text"], first.answer, first.options) == ("Does it move?", "yes", None)
@@ -130,12 +130,12 @@ def test_a_row_may_show_an_image(folder):
         ({**ROW, "qa_pairs": {"question": "?", "answer": 3}}, "field 'answer' is 3; it must be a string"),
     ],
 )
-def test_a_bad_row_is_named_with_its_field(folder, row, text):
+def test_bad_row_error_names_row_and_field(folder, row, text):
     samples = open_rows(folder, [ROW, row])
     with pytest.raises(DataError, match=r"robovqa_rl_qa_pairs\.json, row 2( \(sample '.*'\))?: " + text):
         samples[1]
 
 
-def test_the_adapter_of_conversations_says_which_one_reads_questions(folder):
+def test_conversation_adapter_error_names_question_adapter(folder):
     with pytest.raises(DataError, match="cosmos_reason1_rl"):
         cosmos_reason1.to_sample(ROW, SourceConfig(path=str(folder), subset="robovqa"))

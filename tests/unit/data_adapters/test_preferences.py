@@ -40,7 +40,7 @@ LEFT, RIGHT = [says("assistant", "left")], [says("assistant", "right")]
         {"prompt": json.dumps(ASKED), "chosen": json.dumps(LEFT), "rejected": json.dumps(RIGHT)},
     ],
 )
-def test_text_messages_and_whole_conversations_are_one_sample(row: dict[str, Any]) -> None:
+def test_all_row_forms_yield_same_sample(row: dict[str, Any]) -> None:
     sample = preferences.to_sample(row)
     assert sample.messages == ASKED + LEFT
     assert sample.rejected == ASKED + RIGHT
@@ -48,7 +48,7 @@ def test_text_messages_and_whole_conversations_are_one_sample(row: dict[str, Any
 
 
 @pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]', "[1]", "[]", "[" * 100_000])
-def test_an_answer_that_lists_no_messages_is_a_text(text: str) -> None:
+def test_json_answer_without_messages_is_text(text: str) -> None:
     sample = preferences.to_sample({"prompt": "Where is the cup?", "chosen": text, "rejected": "left"})
     assert sample.messages[-1] == says("assistant", text)
     assert sample.answer == text
@@ -70,9 +70,7 @@ SHOWN = [says("user", [{"type": "image", "image": "a.png"}, text("Which way?")])
         ({"prompt": "Which way?"}, [SYSTEM, *ASKED], [SYSTEM, *ASKED]),
     ],
 )
-def test_a_prompt_and_a_system_text_may_stand_beside_whole_conversations(
-    beside: Any, begin: Any, expected: Any
-) -> None:
+def test_prompt_and_system_may_accompany_conversations(beside: Any, begin: Any, expected: Any) -> None:
     row = beside | {"chosen": begin + LEFT, "rejected": begin + RIGHT}
     sample = preferences.to_sample(row)
     assert sample.messages == expected + LEFT
@@ -99,14 +97,14 @@ def test_another_prompt_beside_whole_conversations_is_refused(beside: Any, missi
     ["", " ", "<image>Which way?", [{"role": "user", "content": None}], "Really?"],
     ids=["empty", "blank", "with a mark", "no content", "the last of two"],
 )
-def test_a_prompt_that_a_whole_conversation_has_or_that_says_nothing_stands_beside_it(prompt: Any) -> None:
+def test_redundant_or_empty_prompt_is_accepted(prompt: Any) -> None:
     begin = [*ASKED, says("assistant", "Up."), says("user", "Really?")]
     sample = preferences.to_sample({"prompt": prompt, "chosen": begin + LEFT, "rejected": begin + RIGHT})
     assert sample.messages == begin + LEFT
 
 
 @pytest.mark.parametrize("key", ["from", "Role", "content"])
-def test_texts_of_messages_without_roles_are_no_answers(key: str) -> None:
+def test_messages_without_roles_are_rejected_as_answers(key: str) -> None:
     text = json.dumps([{key: "gpt", "value": "hello"}])
     with pytest.raises(DataError, match="a JSON text lists messages, but not all have a role"):
         preferences.to_sample({"prompt": "Which way?", "chosen": text, "rejected": "left"})
@@ -162,7 +160,7 @@ def test_system_text_and_reference_values_stand_beside() -> None:
         ({"prompt": "Which?", "chosen": "left", "rejected": [says("tool", "x")]}, r"rejected\[0\]: role must be"),
     ],
 )
-def test_a_bad_row_is_told_with_file_row_and_field(tmp_path: Path, row: dict[str, Any], error: str) -> None:
+def test_bad_row_error_names_file_and_field(tmp_path: Path, row: dict[str, Any], error: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n" + json.dumps(row))
     source = open_source(SourceConfig(adapter="preferences", path=str(file)))
@@ -171,7 +169,7 @@ def test_a_bad_row_is_told_with_file_row_and_field(tmp_path: Path, row: dict[str
         source.sample(1)
 
 
-def test_media_of_both_conversations_are_found_and_the_system_prompt_is_in_both(tmp_path: Path) -> None:
+def test_both_conversations_get_media_and_system_prompt(tmp_path: Path) -> None:
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"id": "1", "question": "Red?", "image": "a.png", "chosen": "no", "rejected": "yes"}))
@@ -209,14 +207,14 @@ def test_images_inside_a_table_are_read(tmp_path: Path) -> None:
         ({"question": "Which?", "answer": "A", "chosen": "left, I think", "rejected": "right"}, "left, I think"),
     ],
 )
-def test_a_plain_row_has_a_better_and_a_worse_answer(row: dict[str, Any], chosen: str) -> None:
+def test_plain_row_has_chosen_and_rejected_answers(row: dict[str, Any], chosen: str) -> None:
     sample = jsonl.to_sample(row)
     assert sample.messages[-1] == says("assistant", chosen)
     assert sample.rejected == [*sample.messages[:-1], says("assistant", "right")]
     assert sample.answer == row.get("answer", chosen)
 
 
-def test_a_plain_row_without_a_worse_answer_is_none() -> None:
+def test_plain_row_without_rejected_answer_has_none() -> None:
     assert jsonl.to_sample({"question": "Which?", "answer": "left"}).rejected is None
 
 
@@ -233,7 +231,7 @@ def test_a_plain_row_without_a_worse_answer_is_none() -> None:
         ),
     ],
 )
-def test_the_built_in_task_rejects_the_next_answer(row: dict[str, Any], rejected: str) -> None:
+def test_builtin_preferences_reject_the_next_answer(row: dict[str, Any], rejected: str) -> None:
     (changed,) = builtin.SUBSETS["preferences"]([row])
     sample = builtin.to_sample(changed)
     assert sample.rejected == [*sample.messages[:-1], says("assistant", rejected)]

@@ -1,4 +1,4 @@
-"""What `build_engine` does beyond DeepSpeed."""
+"""The parts of `build_engine` that go beyond DeepSpeed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.ones(1, dtype=torch.int64))
 
 
-def test_buffers_lie_on_the_engines_device_in_their_own_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_move_to_device_keeping_types(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave_everything_where_it_is(**arguments: Any) -> tuple[SimpleNamespace]:  # as DeepSpeed does at stage 3
         return (SimpleNamespace(module=arguments["model"], device=torch.device("meta")),)
 
@@ -53,21 +53,21 @@ def test_matrices_decay_and_biases_do_not() -> None:
     assert (vectors["params"], vectors["weight_decay"]) == ([model.layer.bias], 0.0)
 
 
-def test_the_learning_rate_is_that_of_all_groups() -> None:
+def test_learning_rate_applies_to_all_groups() -> None:
     groups = [{"lr": 1.0}, {"lr": 1.0}]
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
     set_learning_rate(engine, 0.25)
     assert groups == [{"lr": 0.25}, {"lr": 0.25}]
 
 
-def test_the_norm_of_a_step_that_deepspeed_refused_is_infinite() -> None:
+def test_refused_step_has_infinite_norm() -> None:
     engine: Any = SimpleNamespace(optimizer=SimpleNamespace(overflow=False), get_global_grad_norm=lambda: 2.5)
     assert get_grad_norm(engine) == 2.5
     engine.optimizer.overflow = True
     assert get_grad_norm(engine) == float("inf")
 
 
-def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
+def test_buckets_group_consecutive_parameters_that_fit() -> None:
     # Bytes of float32: 8, 8, 40, 4, 4, 4.
     sizes = {"a": 2, "b": 2, "c": 10, "d": 1, "e": 1, "f": 1}
     parameters = [(name, [nn.Parameter(torch.zeros(size))]) for name, size in sizes.items()]
@@ -78,7 +78,7 @@ def test_buckets_are_runs_of_parameters_that_together_fit() -> None:
     ]
 
 
-def test_whole_parameters_come_under_their_own_names_and_trained_ones_as_masters_where_asked_for(
+def test_full_parameters_use_masters_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Module()

@@ -26,7 +26,7 @@ def tensors() -> list[Tensor]:
     ]
 
 
-def test_values_come_back_whole_from_pieces_that_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_restored_from_arbitrary_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PIECE", 16)
     stored, existing = tensors(), [torch.zeros_like(tensor) for tensor in tensors()]
     buffer = HostBuffer(sum(tensor.nbytes for tensor in stored), pinned=False)
@@ -37,7 +37,7 @@ def test_values_come_back_whole_from_pieces_that_end_anywhere(monkeypatch: pytes
     assert all(map(torch.equal, existing, tensors()))
 
 
-def test_pinned_memory_is_rounded_up_by_less_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_rounding_stays_below_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch pins 2**30 bytes for each of 2**29 + 1; here all blocks but the last are a power of two already."""
     blocks: list[int] = []
     monkeypatch.setattr(host_memory.torch, "empty", lambda size, **options: blocks.append(size))
@@ -76,7 +76,7 @@ class Event:
 @pytest.mark.parametrize(
     "source", [*tensors(), torch.arange(24.0).reshape(4, 6).t()], ids=lambda t: f"{t.nbytes} bytes"
 )
-def test_a_staged_copy_is_whole_however_late_its_parts_come(
+def test_staged_copy_is_complete_despite_late_parts(
     source: Tensor, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "STAGE", 7)
@@ -94,7 +94,7 @@ class OnGPU(Tensor):
     is_cuda = True
 
 
-def test_snapshots_of_a_gpu_are_staged_and_those_of_a_cpu_copied_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpu_snapshots_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Tensor] = []
     snapshot = SnapshotEngine(copying=True)
     monkeypatch.setattr(snapshot.staged, "copy", lambda target, source: recorded.append(source) or target.copy_(source))

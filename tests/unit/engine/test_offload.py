@@ -13,8 +13,8 @@ from dsreason.engine.offload import StateOffload
 from dsreason.engine.rollout_memory import GIB, OffloadAmount, RolloutMemory
 
 
-def test_gradient_buffers_outlive_two_trips_begun_in_a_row_where_nothing_else_is_on_the_device() -> None:
-    """As with an optimizer that DeepSpeed keeps on the host."""
+def test_gradient_buffers_survive_repeated_offload() -> None:
+    """Cover an optimizer that DeepSpeed keeps on the host."""
     engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
     offload, bucket = StateOffload(engine, device_type="cpu"), torch.ones(1000)
     result = {"masters": [], "moments": [], "_weights": [], "gradients": [bucket]}
@@ -63,7 +63,7 @@ def test_moments_move_before_master_weights(move_bytes: int, num_moments: int, n
 
 @pytest.mark.parametrize("num_moments", [0, 4])
 def test_measured_memory_counts_future_moments(num_moments: int) -> None:
-    """Of 40,000,000 bytes in torch 14,000 are masters and gradients, and 24,000 moments if they exist."""
+    """Check 40,000,000 bytes in torch: 14,000 are masters and gradients, and 24,000 moments if they exist."""
     with ExitStack() as stack:
         offload = build_offload(stack, OffloadAmount(True, 0), num_moments)
         stack.enter_context(mock.patch("dsreason.engine.offload.release_gathered"))

@@ -30,7 +30,7 @@ def held(engine: Any) -> dict[str, list[float]]:
     return {name: parameter.ds_tensor.tolist() for name, parameter in engine.module.model.named_parameters()}
 
 
-def test_inside_are_the_first_weights_and_after_it_the_policys_also_after_an_error() -> None:
+def test_reference_weights_are_swapped_in_and_restored() -> None:
     engine = engine_of(0, a=[1.0, 2.0], frozen=[3.0], b=[4.0])
     reference = ReferencePolicy(engine)
     for _, parameter in engine.module.named_parameters():
@@ -47,7 +47,7 @@ def test_inside_are_the_first_weights_and_after_it_the_policys_also_after_an_err
         assert held(engine) == trained
 
 
-def test_others_share_the_room_for_the_policy_but_not_at_the_same_time() -> None:
+def test_references_share_the_policy_buffer_exclusively() -> None:
     engine = engine_of(0, a=[1.0, 2.0])
     room = allocate_share_buffer(engine)
     first = ReferencePolicy(engine, room)
@@ -64,7 +64,7 @@ def test_others_share_the_room_for_the_policy_but_not_at_the_same_time() -> None
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0, 0.0])])
-def test_of_a_folder_each_rank_takes_its_own_share(tmp_path: Path, rank: int, expected: list[float]) -> None:
+def test_each_rank_loads_its_shard(tmp_path: Path, rank: int, expected: list[float]) -> None:
     save_file({"a": torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), "frozen": torch.ones(1)}, tmp_path / "model.safetensors")
     engine = engine_of(rank, a=[0.0] * 3, frozen=[7.0])
     reference = ReferencePolicy(engine)
@@ -73,7 +73,7 @@ def test_of_a_folder_each_rank_takes_its_own_share(tmp_path: Path, rank: int, ex
         assert held(engine) == {"a": expected, "frozen": [7.0]}
 
 
-def test_a_folder_that_lacks_a_trained_tensor_is_refused(tmp_path: Path) -> None:
+def test_folder_missing_a_trained_tensor_is_rejected(tmp_path: Path) -> None:
     save_file({"b": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="has no tensor a, which the reference policy needs"):
         ReferencePolicy(engine_of(0, a=[0.0])).load(tmp_path)

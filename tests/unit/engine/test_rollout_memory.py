@@ -1,4 +1,4 @@
-"""What leaves the GPU for vLLM, with numbers that are easy to add up."""
+"""Choice of what leaves the GPU for vLLM, tested with numbers that are easy to add up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_never_moves_nothing_if_it_fits(total: int, drop_gradients: bool) -> Non
     assert choose_amount("never", replace(TWO_BILLION, total=total * GIB)) == OffloadAmount(drop_gradients, 0)
 
 
-def test_never_is_rejected_if_vllm_does_not_fit() -> None:
+def test_never_offload_is_rejected_without_room() -> None:
     """60 GiB: 16 are missing, 8 without gradients; vLLM may have 36 - 8 = 28 of 60, 0.466."""
     with pytest.raises(ConfigError) as raised:
         choose_amount("never", replace(TWO_BILLION, total=60 * GIB))
@@ -72,7 +72,7 @@ def test_never_suggests_no_share_if_none_fits() -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 def test_state_on_the_host_does_not_move(mode: OffloadMode) -> None:
-    """With `offload_optimizer` neither gradients nor optimizer lie on the GPU."""
+    """Move nothing with `offload_optimizer`: neither gradients nor optimizer are on the GPU."""
     memory = replace(TWO_BILLION, gradients=0, moments=0, masters=0)
     assert choose_amount(mode, memory).move_bytes == 0
 

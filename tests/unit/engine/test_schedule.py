@@ -29,7 +29,7 @@ def test_ten_steps_with_four_of_warmup(schedule: str, decay: list[float]) -> Non
     assert factors(10, warmup=4, schedule=schedule) == pytest.approx(WARMUP_4 + decay, abs=5e-5)
 
 
-def test_floor_scales_the_decay_and_not_the_warmup() -> None:
+def test_floor_scales_decay_but_not_warmup() -> None:
     linear = factors(10, warmup=4, schedule="linear", min_lr_share=0.1)
     assert linear == pytest.approx(WARMUP_4 + [0.1 + 0.9 * share / 6 for share in (6, 5, 4, 3, 2, 1)])
 
@@ -44,16 +44,16 @@ def test_decay_ends_at_the_floor() -> None:
 @pytest.mark.parametrize(
     ("warmup", "total", "steps"), [(0.4, 10, 4), (0.07, 100, 7), (0.03, 10, 0), (0, 10, 0), (1, 10, 1), (30.0, 10, 10)]
 )
-def test_warmup_is_a_share_below_one_and_steps_from_one_on(warmup: float, total: int, steps: int) -> None:
+def test_warmup_below_one_counts_as_share(warmup: float, total: int, steps: int) -> None:
     assert count_warmup_steps(total, OptimConfig(warmup=warmup)) == steps
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_without_a_ramp_the_first_step_has_the_full_rate(warmup: int) -> None:
+def test_first_step_has_full_rate_without_warmup(warmup: int) -> None:
     assert factors(4, warmup=warmup, schedule="linear")[0] == 1.0
 
 
-def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
+def test_warmup_longer_than_run_is_clipped() -> None:
     assert factors(3, warmup=5) == factors(3, warmup=3) == [0, 0.5, 1]
 
 
@@ -67,7 +67,7 @@ def test_a_warmup_longer_than_the_run_is_clipped_to_it() -> None:
         (20, r"optim.warmup \(20 steps\) is longer than the run \(10\) and is clipped to it"),
     ],
 )
-def test_a_warmup_that_takes_all_of_ten_steps_is_told(warmup: float, note: str | None) -> None:
+def test_warmup_that_takes_whole_run_is_reported(warmup: float, note: str | None) -> None:
     result = describe_long_warmup(10, OptimConfig(warmup=warmup))
     assert result is None if note is None else result is not None and re.match(note, result)
 
@@ -76,7 +76,7 @@ def test_a_single_step_trains() -> None:
     assert factors(1, warmup=0.03) == [1.0]
 
 
-def test_wsd_decay_never_begins_before_the_warmup_has_ended() -> None:
+def test_wsd_decay_starts_after_warmup() -> None:
     assert factors(4, warmup=3, schedule="wsd", decay_share=1.0) == [0, 0.5, 1, 1]
 
 
@@ -91,7 +91,7 @@ def test_any_schedule_can_hold_before_it_decays(schedule: str, expected: list[fl
     assert result == pytest.approx(expected, abs=1e-6)
 
 
-def test_wsd_decays_over_a_fifth_unless_it_is_told() -> None:
+def test_wsd_decays_over_last_fifth_by_default() -> None:
     assert [compute_lr_factor(step, 10, OptimConfig(warmup=0, schedule="wsd")) for step in (7, 8, 9)] == pytest.approx(
         [1, 1, 1 - 0.5**0.5]
     )

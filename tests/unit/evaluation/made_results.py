@@ -1,4 +1,4 @@
-"""Results for tests: a right answer "A" to a question with the options A to C, unless something else is said."""
+"""Results for tests: by default a correct answer "A" to a question with the options A to C."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def encoder(tiny_qwen3_vl: Path) -> Any:
     return open_encoder(tiny_qwen3_vl, dtype=torch.float32, max_length=64, max_length_key="")
 
 
-def test_vllm_answers_with_the_weights_it_has_loaded(tiny_qwen3_vl: Path, encoder: Any) -> None:
+def test_vllm_answers_with_its_loaded_weights(tiny_qwen3_vl: Path, encoder: Any) -> None:
     """No weights are sent, and it is not put to sleep in between."""
     with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made, ExitStack() as stack:
         engine = build_engine(config("vllm", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
@@ -49,7 +49,9 @@ def test_vllm_answers_with_the_weights_it_has_loaded(tiny_qwen3_vl: Path, encode
     assert (settings.enforce_eager, settings.engine_options) == (True, {"max_num_seqs": 8})
 
 
-def test_so_it_does_for_single_prompts(tiny_qwen3_vl: Path, encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_prompt_vllm_uses_loaded_weights(
+    tiny_qwen3_vl: Path, encoder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("init_world", "shutdown"):
         monkeypatch.setattr(infer, name, lambda: WORLD)
     with mock.patch("dsreason.rollout.vllm_engine.VLLMEngine") as made:
@@ -66,12 +68,12 @@ def test_the_transformers_engine_gets_the_folders_weights(tiny_qwen3_vl: Path, e
     assert (engine.awake, engine.version) == (True, VERSION)
 
 
-def test_options_of_vllm_are_an_error_where_transformers_answers(tiny_qwen3_vl: Path, encoder: Any) -> None:
+def test_vllm_options_are_rejected_with_transformers(tiny_qwen3_vl: Path, encoder: Any) -> None:
     with ExitStack() as stack, pytest.raises(ConfigError, match=r"evaluation.engine_options \(\{'max_num_seqs': 8\}\)"):
         build_engine(config("auto", max_num_seqs=8), tiny_qwen3_vl, encoder, torch.float32, 64, WORLD, stack)
 
 
-def test_an_unknown_option_is_named_before_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_option_is_rejected_before_model_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answerers, "run_weights", lambda path: None)
     monkeypatch.setattr(answerers, "resolve_model_folder", lambda config, own: Path("nowhere"))
     with pytest.raises(ConfigError, match=r"evaluation.engine_options.max_num_seq: .*did you mean max_num_seqs\?"):

@@ -65,12 +65,12 @@ def test_the_interval_turns_with_the_sides() -> None:
 
 
 @pytest.mark.parametrize("counts", [(5, 0, 0, 0), (0, 0, 0, 5), (0, 5, 0, 0), (1, 0, 0, 0), (3, 2, 0, 0)])
-def test_the_interval_is_there_at_the_edges(counts: tuple[int, int, int, int]) -> None:
+def test_interval_contains_difference_at_extreme_counts(counts: tuple[int, int, int, int]) -> None:
     low, high = compute_newcombe_interval(*counts)
     assert -1 <= low <= (counts[1] - counts[2]) / sum(counts) <= high <= 1
 
 
-def test_the_clustered_interval_is_of_the_paired_differences() -> None:
+def test_clustered_interval_uses_paired_differences() -> None:
     # differences 1, 1 in clip a, -1, 0 in b, 0, 1 in c: mean 1/3, residuals 4/3, -5/3, 1/3
     clips = ["a", "a", "b", "b", "c", "c"]
     new = [
@@ -81,7 +81,7 @@ def test_the_clustered_interval_is_of_the_paired_differences() -> None:
     assert compare(new, old, NAMES).overall.clustered == pytest.approx((max(-1, 1 / 3 - reach), 1.0))
 
 
-def test_different_questions_are_compared_in_their_common_part_and_loudly() -> None:
+def test_only_common_questions_are_compared_with_warning() -> None:
     result = compare(answers("AAA"), answers("BA") + answers("AAAA", datasource="av"), NAMES)
     assert (result.overall.this.total, result.only_in_this, result.only_in_baseline) == (2, 1, 4)
     assert result.warning is not None

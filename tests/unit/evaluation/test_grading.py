@@ -49,7 +49,7 @@ def is_right(kind, text, answer, options=None, **settings):
         ("C", "C", False),
     ],
 )
-def test_multiple_choice_is_right_when_both_name_the_same_option(text, answer, right):
+def test_multiple_choice_is_right_when_options_match(text, answer, right):
     assert is_right("multiple_choice", text, answer, OPTIONS) is right
 
 
@@ -87,17 +87,17 @@ def test_other_kinds_have_to_give_the_reference(kind, text, answer, right):
         ("multiple_choice", "nothing", "", True),
     ],
 )
-def test_compat_compares_the_first_capital_with_the_reference_as_it_stands(kind, text, answer, right):
+def test_compat_compares_first_capital_with_raw_reference(kind, text, answer, right):
     assert is_right(kind, text, answer, OPTIONS, parser="compat") is right
 
 
-def test_what_was_read_is_part_of_the_grade():
+def test_parsed_answer_is_part_of_the_grade():
     graded = grader_for("letter").grade(asks("multiple_choice", "B", OPTIONS), "<think>r</think> (b)")
     assert graded.parsed == Parsed("B", "r", "only letter")
     assert graded.scores == {}
 
 
-def test_each_text_is_graded_by_its_own_question():
+def test_each_response_is_graded_by_its_question():
     questions = [asks("multiple_choice", "A", OPTIONS), asks("yes_no", "no"), asks("open", "red")]
     graded = map(grader_for("letter").grade, questions, ["A", "yes", "red"])
     assert [grade.is_correct for grade in graded] == [True, False, True]
@@ -106,7 +106,7 @@ def test_each_text_is_graded_by_its_own_question():
 # ---------------------------------------------------------------- free texts
 
 
-def test_free_texts_are_scored_by_bleu_and_rouge():
+def test_free_texts_get_bleu_and_rouge():
     scores = grader_for("letter").grade(asks("free_text", "a red car turns left"), "the red car moves").scores
     # words 2/4, pairs 1/3, triples 0/2 → 1/4, fours 0/1 → 1/4 (smoothed); one word too short
     bleu = 100 * math.exp(1 - 5 / 4) * (2 / 4 * 1 / 3 * 1 / 4 * 1 / 4) ** (1 / 4)
@@ -114,7 +114,7 @@ def test_free_texts_are_scored_by_bleu_and_rouge():
     assert scores == pytest.approx(expected)
 
 
-def test_the_answer_of_a_tagged_reference_is_what_free_texts_are_compared_with():
+def test_free_texts_are_compared_with_tagged_answer():
     graded = grader_for("reasoning").grade(
         asks("free_text", "<think>x y</think><answer>red car</answer>"), "<answer>Red car</answer>"
     )
@@ -122,7 +122,7 @@ def test_the_answer_of_a_tagged_reference_is_what_free_texts_are_compared_with()
     assert graded.is_correct
 
 
-def test_a_free_text_that_was_not_read_scores_nothing():
+def test_unparsed_free_text_scores_zero():
     scores = grader_for("reasoning").grade(asks("free_text", "red car"), "<think>red car").scores
     assert scores == {"bleu": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
 
@@ -177,7 +177,7 @@ def test_similarity_is_the_cosine_of_the_embeddings(embedding_model):
     assert graded[0].scores["similarity"] < 0.99
 
 
-def test_only_free_texts_that_were_read_are_compared(embedding_model):
+def test_similarity_covers_only_parsed_free_texts(embedding_model):
     grader = grader_for("reasoning", similarity_model=str(embedding_model))
     texts = ["<answer>red</answer>", "<think>red car"]
     open_, unread = map(grader.grade, [asks("open", "red"), asks("free_text", "red car")], texts)
@@ -185,27 +185,27 @@ def test_only_free_texts_that_were_read_are_compared(embedding_model):
     assert unread.scores["similarity"] == 0
 
 
-def test_a_missing_embedding_model_is_an_error_that_says_what_to_give(tmp_path):
+def test_missing_embedding_model_error_suggests_a_folder(tmp_path):
     with pytest.raises(
         ConfigError, match=r"similarity_model \S+nowhere: no such folder.*give the folder of a sentence"
     ):
         grader_for("letter", similarity_model=str(tmp_path / "nowhere"))
 
 
-def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path):
+def test_unloadable_embedding_model_error_names_folder(tmp_path):
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(ConfigError, match=f"similarity_model {tmp_path}: cannot be loaded"):
         grader_for("letter", similarity_model=str(tmp_path))
 
 
-def test_an_embedding_model_with_code_of_its_own_is_refused(tmp_path):
+def test_embedding_model_with_custom_code_is_rejected(tmp_path):
     (tmp_path / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]')
     (tmp_path / "own.py").write_text("raise SystemExit('the code ran')")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         grader_for("letter", similarity_model=str(tmp_path))
 
 
-def test_without_sentence_transformers_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+def test_missing_sentence_transformers_error_shows_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"needs sentence-transformers: .*pip install .*'sentence-transformers>=5'"):
         grader_for("letter", similarity_model=str(tmp_path))
@@ -228,7 +228,7 @@ def judge(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(("threshold", "right"), [(0.5, [True, True, False, True]), (0.75, [True, False, False, True])])
-def test_a_scorer_decides_what_is_right_from_its_threshold_on(judge, threshold, right):
+def test_scorer_threshold_decides_correctness(judge, threshold, right):
     texts = ["red car", "red", "blue", "<think>red car</think> blue"]
     questions = [asks("open", "red car", number=i) for i in range(4)]
     with grader_for("letter", scorer=judge, scorer_threshold=threshold) as grader:
@@ -239,7 +239,7 @@ def test_a_scorer_decides_what_is_right_from_its_threshold_on(judge, threshold, 
 
 
 @pytest.mark.parametrize(("scorer", "value"), [("format", 1.0), ("words", 8.0), ("always", 1.0)])
-def test_without_a_threshold_a_score_says_nothing_of_right_or_wrong(tmp_path, scorer, value):
+def test_scorer_without_threshold_does_not_affect_correctness(tmp_path, scorer, value):
     file = tmp_path / "own.py"
     file.write_text("def words(completion, sample):\n    return 8.0\ndef always(completion, sample):\n    return 1.0\n")
     texts = ["<think>It turns.</think> <answer>A</answer>", "<think>It turns.</think> <answer>B</answer>"]
@@ -260,14 +260,14 @@ def test_without_a_threshold_a_score_says_nothing_of_right_or_wrong(tmp_path, sc
         ("json_fields", {}, '{"kind": "Cut-in.", "lane": 2}', '{"kind": "cut-in", "lane": 3}', 0.5),
     ],
 )
-def test_rewards_of_physical_ai_grade_with_their_options(scorer, options, text, answer, value):
+def test_physical_ai_rewards_grade_with_options(scorer, options, text, answer, value):
     with grader_for("reasoning", scorer=scorer, scorer_options=options, scorer_threshold=0.4) as grader:
         graded = grader.grade(asks("open", answer), text)
     assert graded.scores == {scorer: pytest.approx(value)}
     assert graded.is_correct is (value >= 0.4)
 
 
-def test_an_answer_in_which_nothing_was_read_is_never_right_by_a_scorer(tmp_path):
+def test_unparsed_answer_is_never_right_by_scorer(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def always(completion, sample):\n    return 1.0\n")
     texts = ["I cannot say.", "A or B", "", "<think>B", "A"]
@@ -282,17 +282,17 @@ def test_a_scorer_leaves_the_other_scores(judge):
     assert (graded.scores["share"], graded.scores["rouge1"], graded.is_correct) == (0.25, pytest.approx(0.4), False)
 
 
-def test_compat_keeps_its_own_verdict_beside_a_scorer(judge):
+def test_compat_verdict_is_kept_beside_scorer(judge):
     with grader_for("letter", parser="compat", scorer=judge, scorer_threshold=0.5) as grader:
         graded = grader.grade(asks("multiple_choice", "A"), "B, not A")
     assert (graded.scores, graded.is_correct) == ({"share": 1}, False)
 
 
-def test_a_scorer_that_raises_names_itself_and_the_sample(judge):
+def test_raising_scorer_is_reported_with_sample(judge):
     with grader_for("letter", scorer=judge) as grader, pytest.raises(RewardError, match=r"share(.|\n)*clip7"):
         grader.grade(asks("open", "red", number=7), "bang")
 
 
-def test_a_scorer_that_cannot_be_found_is_an_error(tmp_path):
+def test_missing_scorer_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="nowhere.py"), grader_for("letter", scorer=str(tmp_path / "nowhere.py")):
         pass

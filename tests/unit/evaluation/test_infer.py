@@ -82,21 +82,21 @@ def test_options_that_make_no_question(options, text, tmp_path, monkeypatch) -> 
         call("--model=tiny:qwen2_5_vl", *options)
 
 
-def test_media_that_are_not_there_or_not_readable_are_named(tmp_path) -> None:
+def test_missing_or_unreadable_media_are_reported(tmp_path) -> None:
     (tmp_path / "text.mp4").write_text("no video")
     for option, text in (("--image=no.png", "no.png: no such file"), (f"--video={tmp_path / 'text.mp4'}", "text.mp4")):
         with pytest.raises(DataError, match=text):
             call("--model=tiny:qwen2_5_vl", option, "--prompt=?")
 
 
-def test_it_is_no_rank_of_a_job(monkeypatch) -> None:
+def test_infer_is_rejected_under_a_launcher(monkeypatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match="call it plainly"):
         call("--model=tiny:qwen2_5_vl", "--image=a.png", "--prompt=?")
 
 
-def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
+def test_frames_default_to_4_per_second() -> None:
     assert cli.build_frame_settings(None, None, None, 900) == {"fps": 4.0, "total_pixels": 900}
     assert cli.build_frame_settings(None, 8, 500, 900) == {"nframes": 8, "max_pixels": 500, "total_pixels": 900}
     assert cli.build_frame_settings(1.5, None, None, 900) == {"fps": 1.5, "total_pixels": 900}
@@ -113,7 +113,7 @@ def test_frames_are_4_a_second_where_nothing_else_is_asked() -> None:
         (["--image=a.png", "--video=a.mp4"], "Describe what you see in this video."),
     ],
 )
-def test_without_a_prompt_the_model_is_asked_what_it_sees(media, prompt, monkeypatch, capsys) -> None:
+def test_missing_prompt_defaults_to_a_description(media, prompt, monkeypatch, capsys) -> None:
     requested: list[list[str]] = []
     monkeypatch.setattr(evaluation_infer, "infer", lambda settings, prompts, say: requested.append(prompts) or iter(()))
     call("--model=tiny:qwen2_5_vl", *media)
@@ -144,7 +144,7 @@ def test_prompt_files_that_cannot_be_used(content, text, tmp_path) -> None:
         read_prompts(None, tmp_path / "p.jsonl")
 
 
-def test_images_come_first_then_videos_then_the_text() -> None:
+def test_images_precede_videos_and_text() -> None:
     vision = {"fps": 4.0, "max_pixels": 900, "total_pixels": 5000}
     settings = InferSettings("m", images=("a.png", "b.png"), videos=("c.mp4",), vision=vision)
     sample = sample_of(settings, 0, "Which?")
@@ -185,7 +185,7 @@ def settings_for(media: tuple[str, str], tiny: Path, **changes) -> InferSettings
     return InferSettings(str(tiny), images=media[:1], videos=media[1:], vision={"fps": 2.0}, **changes)
 
 
-def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> None:
+def test_too_long_prompt_reports_both_lengths(media, tiny) -> None:
     settings = settings_for(media, tiny)
     encoder, longest = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     assert longest == 32768
@@ -196,7 +196,7 @@ def test_a_prompt_longer_than_the_model_takes_says_both_numbers(media, tiny) -> 
         check_length(encoder, sample, length)
 
 
-def test_an_answer_is_as_long_as_there_is_room_for() -> None:
+def test_answer_length_is_limited_to_available_room() -> None:
     message: list[str] = []
     sampling = Sampling(temperature=0.5, max_completion_length=100, seed=3)
     assert limit_length(sampling, 100, message.append) == sampling
@@ -205,7 +205,7 @@ def test_an_answer_is_as_long_as_there_is_room_for() -> None:
     assert message == ["note: --max-tokens (100) is cut to the 40 that the model has room for"]
 
 
-def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, tmp_path) -> None:
+def test_media_are_described_and_saved_as_processed(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny, timestamps=True)
     encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     prompt = encoder.encode_prompt(sample_of(settings, 0, "Where?"))
@@ -235,7 +235,7 @@ def test_media_are_described_and_saved_as_the_model_is_shown_them(media, tiny, t
         assert saved.tobytes() == frames[0].tobytes()
 
 
-def test_a_folder_for_frames_that_cannot_be_made_is_named(media, tiny, tmp_path) -> None:
+def test_unwritable_frame_folder_is_reported(media, tiny, tmp_path) -> None:
     settings = settings_for(media, tiny)
     encoder, _ = prompt_encoder(settings, tiny, read_model_config(tiny).dtype)
     (tmp_path / "file").write_text("")
@@ -268,7 +268,7 @@ def test_a_run_means_its_final_export(tmp_path) -> None:
         ("./no/such/folder", r"^--model \./no/such/folder: no such folder"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_named_as_it_was_given(name, text, tmp_path, monkeypatch) -> None:
+def test_unavailable_model_is_named_as_specified(name, text, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=text):
@@ -281,7 +281,7 @@ def test_a_model_that_cannot_be_had_is_named_as_it_was_given(name, text, tmp_pat
 @pytest.mark.parametrize(
     "text", ["The ball moves left.", "naïve — 你好，世界 🙂👩‍👩‍👧 done", "\n\n<think>a</think> \t 1,234.5", "", "é"]
 )
-def test_streamed_text_is_the_text_of_all_ids(text, tiny) -> None:
+def test_streamed_text_matches_full_decoding(text, tiny) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
     pieces = list(stream(ids, tokenizer))
@@ -289,7 +289,7 @@ def test_streamed_text_is_the_text_of_all_ids(text, tiny) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_pieces_come_as_soon_as_a_character_is_whole(tiny) -> None:
+def test_pieces_are_streamed_once_characters_are_complete(tiny) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     drawn: list[int] = []
 
@@ -306,7 +306,7 @@ def test_pieces_come_as_soon_as_a_character_is_whole(tiny) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_character_that_is_cut_off_is_shown_as_decoding_shows_it(cut, tiny) -> None:
+def test_truncated_character_is_streamed_as_decoded(cut, tiny) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny)
     full = tokenizer("a🙂")["input_ids"]
     assert len(full) > 3  # the tiny vocabulary spells it byte by byte
@@ -324,7 +324,7 @@ def test_a_character_that_is_cut_off_is_shown_as_decoding_shows_it(cut, tiny) ->
         ("<think>a</think><think>b</think>", [("<think>a</think><think>b</think>", True)]),
     ],
 )  # fmt: skip
-def test_thoughts_are_told_apart_however_their_tags_are_cut(text, expected, size) -> None:
+def test_thoughts_are_separated_despite_split_tags(text, expected, size) -> None:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     joined: list[tuple[str, bool]] = []
     for piece, thought in cli.split_thoughts(pieces):

@@ -1,4 +1,4 @@
-"""What `--model` means: runs and checkpoints of ours, names in the results, and exports that nobody else uses."""
+"""Meaning of `--model`: our runs and checkpoints, names in the results, and exports that nobody else uses."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def run(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- which weights
 
 
-def test_a_run_that_is_done_means_its_final_export(run: Path) -> None:
+def test_finished_run_resolves_to_final_export(run: Path) -> None:
     checkpoint(run, 20, seconds=100)
     final = final_export(run, seconds=200)
     assert run_weights(str(run)) == final
 
 
-def test_a_run_that_went_on_after_its_export_means_the_newer_checkpoint(run: Path) -> None:
+def test_continued_run_resolves_to_newer_checkpoint(run: Path) -> None:
     final_export(run, seconds=200)
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=300)
@@ -55,7 +55,7 @@ def test_a_run_that_went_on_after_its_export_means_the_newer_checkpoint(run: Pat
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_40"])
-def test_a_run_without_an_export_means_its_newest_complete_checkpoint(run: Path, inside: str) -> None:
+def test_unexported_run_resolves_to_newest_complete_checkpoint(run: Path, inside: str) -> None:
     checkpoint(run, 20, seconds=100)
     newest = checkpoint(run, 40, seconds=200)
     (run / "checkpoints" / "step_60").mkdir()  # being written
@@ -71,14 +71,14 @@ def test_a_checkpoint_means_itself(run: Path) -> None:
     assert run_weights(str(older)) == older
 
 
-def test_a_run_without_any_weights_is_an_error_that_says_so(run: Path) -> None:
+def test_run_without_weights_is_rejected(run: Path) -> None:
     (run / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="mine: the run has neither export/final nor a complete checkpoint yet"):
         run_weights(str(run))
 
 
 @pytest.mark.parametrize("name", ["tiny:qwen3_vl", "nvidia/Cosmos-Reason2-2B", "s3://bucket/model", "hf", "nowhere"])
-def test_anything_else_is_no_run_s(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_model_paths_are_not_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hf" / "checkpoints").mkdir(parents=True)  # of somebody else's kind
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3_vl"}')
@@ -104,11 +104,11 @@ def test_anything_else_is_no_run_s(name: str, tmp_path: Path, monkeypatch: pytes
         ("/final", "final"),
     ],
 )
-def test_a_name_that_says_little_has_the_run_s_before_it(model: str, name: str) -> None:
+def test_generic_name_is_prefixed_with_run_name(model: str, name: str) -> None:
     assert name_model(model) == name
 
 
-def test_a_folder_s_name_does_not_depend_on_where_one_stands(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_does_not_depend_on_cwd(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = final_export(run, seconds=1)
     for place, value in ((run, "export/final"), (final.parent, "final"), (final, "."), (final, "../final")):
         monkeypatch.chdir(place)
@@ -130,7 +130,7 @@ def small_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "export_checkpoint", export)
 
 
-def test_two_at_once_have_an_export_each_and_leave_nothing(small_exports: None, run: Path, tmp_path: Path) -> None:
+def test_concurrent_exports_are_separate_and_removed(small_exports: None, run: Path, tmp_path: Path) -> None:
     results = tmp_path / "results"
     with export_temporarily(run, results, "fp32") as first:
         with export_temporarily(run, results, "fp32") as second:
@@ -140,7 +140,7 @@ def test_two_at_once_have_an_export_each_and_leave_nothing(small_exports: None, 
     assert list(results.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_deleted_by_the_next(small_exports: None, run: Path, tmp_path: Path) -> None:
+def test_export_of_killed_process_is_deleted_next(small_exports: None, run: Path, tmp_path: Path) -> None:
     remaining = tmp_path / f"{models.EXPORT}killed"
     (remaining / "model").mkdir(parents=True)
     (remaining / models.LOCK).write_text("")  # nobody holds it
@@ -158,7 +158,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
     assert list((tmp_path / "results").iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
+def test_unwritable_export_folder_is_reported(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(CheckpointError, match=r"file: no room for the export of .*mine"),

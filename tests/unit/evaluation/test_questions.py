@@ -22,7 +22,7 @@ REASONING = (
     "<think> your reasoning </think> <answer> your single letter answer </answer>."
 )
 CHOICE_KEY = hashlib.sha256(b"Which way?\n(A) left\n(B) right\n1").hexdigest()[:16]
-"""What is asked, without the request, and the clip's name."""
+"""Key of the question: a hash of its text, without the requested format, and of the clip's name."""
 OPEN_REASONING = REASONING.replace("single letter answer", "answer")
 
 
@@ -66,7 +66,7 @@ def text_asked(question: Question) -> str:
 # ---------------------------------------------------------------- benchmark folders
 
 
-def test_a_benchmark_question_is_asked_as_cosmos_reason1_asks_it(folder: Path) -> None:
+def test_benchmark_question_matches_cosmos_reason1_prompt(folder: Path) -> None:
     [question] = load(folder, [item("1")])
     clip = str(folder / "robovqa" / "clips" / "1.mp4")
     assert question.sample.messages == [
@@ -95,9 +95,7 @@ def test_reasoning_asks_for_thoughts_and_answer(folder: Path) -> None:
         (3, "open", "Which way?\nAnswer the question using a single word or phrase."),
     ],
 )
-def test_a_question_without_options_is_answered_by_yes_no_or_a_text(
-    folder: Path, answer: Any, kind: str, text: str
-) -> None:
+def test_kind_without_options_follows_from_the_answer(folder: Path, answer: Any, kind: str, text: str) -> None:
     pair = {"question": "Which way?", "answer": answer}
     [question] = load(folder, [item("1", pair)])
     assert (question.kind, question.answer, question.options) == (kind, str(answer), None)
@@ -112,7 +110,7 @@ def test_a_question_may_say_its_kind(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "benchmark"])
-def test_the_folder_is_found_with_and_without_benchmark_above_it(folder: Path, place: str) -> None:
+def test_data_folder_may_contain_a_benchmark_folder(folder: Path, place: str) -> None:
     if place:
         (folder / place).mkdir()
         (folder / "robovqa").rename(folder / place / "robovqa")
@@ -126,14 +124,14 @@ YES = {"question": "Does it move?", "answer": "yes"}
 ROWS = [item("1", CHOICE, YES, CHOICE), item("2"), item("1", YES | {"question": "Is it red?"}), item("3", YES)]
 
 
-def test_questions_of_one_clip_have_different_ids_also_where_they_are_repeated(folder: Path) -> None:
+def test_repeated_questions_have_distinct_ids(folder: Path) -> None:
     ids = [question.id for question in load(folder, ROWS)]
     assert len(set(ids)) == 6
     assert (ids[0], ids[2]) == (f"robovqa/1/{CHOICE_KEY}", f"robovqa/1/{CHOICE_KEY}-2")
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_a_row_that_is_removed_changes_no_other_question(folder: Path, row: int) -> None:
+def test_removing_a_row_leaves_others_unchanged(folder: Path, row: int) -> None:
     full = load(folder, ROWS)
     counts = [len(r["qa_pairs"]) if isinstance(r["qa_pairs"], list) else 1 for r in ROWS]
     local = range(sum(counts[:row]), sum(counts[: row + 1]))
@@ -141,25 +139,25 @@ def test_a_row_that_is_removed_changes_no_other_question(folder: Path, row: int)
     assert remaining == [question for place, question in enumerate(full) if place not in local]
 
 
-def test_a_question_of_a_clip_that_is_removed_changes_no_other(folder: Path) -> None:
+def test_removing_a_question_leaves_others_unchanged(folder: Path) -> None:
     pairs = [CHOICE, YES, CHOICE | {"question": "Which colour?"}]
     full = load(folder, [item("1", *pairs)])
     assert load(folder, [item("1", *pairs[1:])]) == full[1:]
 
 
-def test_an_id_says_nothing_of_the_form_that_is_asked_for(folder: Path) -> None:
+def test_id_does_not_depend_on_answer_type(folder: Path) -> None:
     [plain] = load(folder, [item("1")])
     [thinking] = load(folder, [item("1")], evaluation={"answer_type": "reasoning", "system_prompt": "Be brief."})
     assert plain.id == thinking.id
 
 
-def test_correct_answer_is_the_older_name_of_answer(folder: Path) -> None:
+def test_older_correct_answer_key_is_accepted(folder: Path) -> None:
     pair = {key: value for key, value in CHOICE.items() if key != "answer"} | {"correct_answer": "A"}
     assert load(folder, [item("1", pair)])[0].answer == "A"
 
 
 @pytest.mark.parametrize("written", ["b", " B ", "B"])
-def test_the_answer_is_written_as_the_options_letter(folder: Path, written: str) -> None:
+def test_answer_becomes_the_option_letter(folder: Path, written: str) -> None:
     assert load(folder, [item("1", answer=written)])[0].answer == "B"
 
 
@@ -182,7 +180,7 @@ def test_a_limit_is_shared_evenly_and_reached(sizes: list[int], limit: int | Non
     assert compute_even_shares(sizes, limit) == shares
 
 
-def test_limit_takes_the_first_questions_of_each_data_set(folder: Path) -> None:
+def test_limit_applies_to_each_dataset(folder: Path) -> None:
     rows = [item("1", CHOICE, CHOICE), item("2")]
     local = folder / "rows.jsonl"
     local.write_text("".join(json.dumps({"id": i, "question": "q", "answer": "a"}) + "\n" for i in range(5)))
@@ -193,7 +191,7 @@ def test_limit_takes_the_first_questions_of_each_data_set(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "messages"), [("", []), ("Be brief.", [{"role": "system", "content": "Be brief."}])]
 )
-def test_the_system_prompt_can_be_replaced_or_left_out(folder: Path, prompt: str, messages: list[Any]) -> None:
+def test_system_prompt_can_be_replaced_or_omitted(folder: Path, prompt: str, messages: list[Any]) -> None:
     [question] = load(folder, [item("1")], evaluation={"system_prompt": prompt})
     assert question.sample.messages[:-1] == messages
 
@@ -207,7 +205,7 @@ def test_vision_settings_go_with_the_clip(folder: Path) -> None:
 # ---------------------------------------------------------------- what is wrong with them
 
 
-def test_a_missing_clip_is_a_problem_of_its_question_and_changes_no_other(folder: Path) -> None:
+def test_missing_clip_affects_only_its_question(folder: Path) -> None:
     rows = [item("1"), item("9"), item("2")]
     questions = load(folder, rows)
     clip = folder / "robovqa" / "clips" / "9.mp4"
@@ -216,23 +214,21 @@ def test_a_missing_clip_is_a_problem_of_its_question_and_changes_no_other(folder
     assert [questions[0], questions[2]] == load(folder, [rows[0], rows[2]])
 
 
-def test_the_data_folder_may_be_named_by_way_of_its_parent(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_folder_may_be_a_relative_path(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     [question] = load(folder, [item("1")], data_dir="../data")
     assert (question.problem, question.video_id) == (None, "1")
 
 
-def test_clips_of_one_name_in_different_folders_are_different_questions_wherever_they_stand(folder: Path) -> None:
+def test_equal_clip_names_in_folders_stay_distinct(folder: Path) -> None:
     rows = [{"video": f"clips/{name}.mp4", "qa_pairs": CHOICE} for name in ("left/1", "right/1")]
     first, second = load(folder, rows)
     assert (first.video_id, second.video_id) == ("left/1", "right/1")
     assert [second] == load(folder, rows[1:])
 
 
-def test_clips_that_are_not_unpacked_are_a_problem_that_says_so(folder: Path) -> None:
+def test_packed_clips_are_reported_with_advice(folder: Path) -> None:
     (folder / "robovqa" / "clips.tar.gz").write_bytes(b"")
     [question] = load(folder, [item("9")])
     assert question.problem is not None
@@ -240,7 +236,7 @@ def test_clips_that_are_not_unpacked_are_a_problem_that_says_so(folder: Path) ->
 
 
 @pytest.mark.parametrize("video", ["../../secret.mp4", "/etc/secret.mp4", "", ".", "clips/../.."])
-def test_a_clip_outside_of_its_folder_is_an_error(folder: Path, video: str) -> None:
+def test_clip_outside_its_folder_is_rejected(folder: Path, video: str) -> None:
     with pytest.raises(DataError, match=r"row 1 \(.*\): field 'video': '.*' must be a file in .*robovqa$"):
         load(folder, [{"video": video, "qa_pairs": CHOICE}])
 
@@ -260,14 +256,14 @@ def test_a_clip_outside_of_its_folder_is_an_error(folder: Path, video: str) -> N
         ({"question_kind": "essay"}, "question_kind is 'essay'; it must be one of multiple_choice, yes_no, open"),
     ],
 )
-def test_a_malformed_question_stops_and_names_file_row_and_clip(folder: Path, changes: Any, text: str) -> None:
+def test_malformed_question_error_names_its_row(folder: Path, changes: Any, text: str) -> None:
     with pytest.raises(DataError) as caught:
         load(folder, [item("1"), item("2", **changes)])
     file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
     assert str(caught.value).startswith(f"{file}, row 2 (clips/2.mp4): {text}")
 
 
-def test_of_several_questions_the_malformed_one_is_named(folder: Path) -> None:
+def test_malformed_question_among_several_is_named(folder: Path) -> None:
     with pytest.raises(DataError, match=r"row 1, question 2 \(clips/1.mp4\): field 'question' is missing"):
         load(folder, [item("1", CHOICE, {"answer": "yes"})])
 
@@ -296,7 +292,7 @@ def test_a_malformed_file_is_an_error(folder: Path, items: Any, text: str) -> No
         ("xyz", r"check datasets and data_dir \(there: robovqa\)"),
     ],
 )
-def test_an_unknown_data_set_is_an_error_that_lists_what_is_there(folder: Path, name: str, advice: str) -> None:
+def test_unknown_dataset_error_lists_available_datasets(folder: Path, name: str, advice: str) -> None:
     with pytest.raises(DataError, match=rf"^dataset {name}: no {name}/{name}_benchmark_qa_pairs.json in .*; {advice}"):
         load(folder, [item("1")], datasets=[name])
 
@@ -307,7 +303,7 @@ def test_an_unknown_data_set_is_an_error_that_lists_what_is_there(folder: Path, 
 ROW = {"id": "a/1", "video": "clips/1.mp4", "question": "Which way?", "options": ["left", "right"], "answer": "B"}
 
 
-def test_a_row_is_asked_without_its_answer(folder: Path) -> None:
+def test_row_prompt_omits_the_answer(folder: Path) -> None:
     [question] = load_rows(folder, [ROW])
     clip = str(folder / "robovqa" / "clips" / "1.mp4")
     assert question.sample.messages == [
@@ -324,12 +320,12 @@ def test_a_row_is_asked_without_its_answer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[1, 2], {"A": 1, "B": 2, "C": None}])
-def test_options_of_a_row_may_be_numbers_and_those_that_are_null_are_none(folder: Path, options: Any) -> None:
+def test_row_options_may_be_numbers_or_null(folder: Path, options: Any) -> None:
     [question] = load_rows(folder, [ROW | {"options": options}])
     assert (question.options, text_asked(question)) == ({"A": "1", "B": "2"}, "Which way?\n(A) 1\n(B) 2")
 
 
-def test_reasoning_is_asked_of_a_row_unless_it_asks_for_a_format_itself(folder: Path) -> None:
+def test_reasoning_is_requested_unless_row_sets_format(folder: Path) -> None:
     [question] = load_rows(folder, [ROW], "reasoning")
     assert text_asked(question) == "Which way?\n(A) left\n(B) right" + REASONING
     system = "Think in <think></think>, answer in <answer></answer>."
@@ -337,7 +333,7 @@ def test_reasoning_is_asked_of_a_row_unless_it_asks_for_a_format_itself(folder: 
     assert text_asked(question) == "Which way?\n(A) left\n(B) right"
 
 
-def test_the_reference_of_a_row_is_what_its_last_turn_has_in_answer_tags(folder: Path) -> None:
+def test_row_reference_comes_from_last_answer_tags(folder: Path) -> None:
     reply = {"role": "assistant", "content": "<think>It moves.</think> <answer>left</answer>"}
     messages = [{"role": "user", "content": "Which way?"}, reply]
     [question] = load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")
@@ -349,7 +345,7 @@ LISTED = "What gives way?\nA) The van\nB) The tram"
 
 
 @pytest.mark.parametrize("answer", ["B", "b", "(B)", "B) The tram", "the tram"])
-def test_options_in_a_rows_question_make_it_multiple_choice(folder: Path, answer: str) -> None:
+def test_options_in_row_question_imply_multiple_choice(folder: Path, answer: str) -> None:
     [question] = load_rows(folder, [{"id": "a", "video": "clips/1.mp4", "question": LISTED, "answer": answer}])
     assert (question.kind, question.answer) == ("multiple_choice", "B")
     assert question.options == {"A": "The van", "B": "The tram"}
@@ -358,13 +354,13 @@ def test_options_in_a_rows_question_make_it_multiple_choice(folder: Path, answer
     assert question.id == f"rows/a/{key}"  # as it was before the options were seen
 
 
-def test_options_in_a_benchmark_question_make_it_multiple_choice(folder: Path) -> None:
+def test_options_in_benchmark_question_imply_multiple_choice(folder: Path) -> None:
     [question] = load(folder, [item("1", {"question": LISTED, "answer": "The van"})])
     assert (question.kind, question.answer) == ("multiple_choice", "A")
     assert text_asked(question) == f"{LISTED}\nAnswer with the option's letter from the given choices directly."
 
 
-def test_options_in_the_question_of_another_kind_are_text(folder: Path) -> None:
+def test_options_in_other_question_kinds_stay_text(folder: Path) -> None:
     row = {"id": "a", "question": LISTED, "answer": "the tram"}
     [question] = load_rows(folder, [row], kind="open")
     assert (question.kind, question.answer) == ("open", "the tram")
@@ -374,14 +370,14 @@ def test_options_in_the_question_of_another_kind_are_text(folder: Path) -> None:
     assert (question.kind, question.options) == ("yes_no", None)
 
 
-def test_a_source_may_say_the_kind_of_its_questions(folder: Path) -> None:
+def test_source_may_set_its_question_kind(folder: Path) -> None:
     row = {"id": "1", "question": "How many?", "answer": "3"}
     assert load_rows(folder, [row])[0].kind == "open"
     assert load_rows(folder, [row | {"question_kind": "ordinal"}])[0].kind == "ordinal"
     assert load_rows(folder, [row], kind="free_text")[0].kind == "free_text"
 
 
-def test_rows_of_the_same_name_are_told_apart_by_what_they_ask_and_show(folder: Path) -> None:
+def test_rows_with_equal_ids_stay_distinct(folder: Path) -> None:
     rows = [
         ROW,
         ROW | {"id": "b"},
@@ -397,7 +393,7 @@ def test_rows_of_the_same_name_are_told_apart_by_what_they_ask_and_show(folder: 
 
 
 @pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
-def test_rows_without_an_id_go_by_their_file_or_else_their_words_wherever_they_stand(folder: Path, path: str) -> None:
+def test_rows_without_id_use_file_or_text(folder: Path, path: str) -> None:
     def row(*content: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": list(content)}, {"role": "assistant", "content": "left"}]}
 
@@ -414,7 +410,7 @@ def test_rows_without_an_id_go_by_their_file_or_else_their_words_wherever_they_s
 
 
 @pytest.mark.parametrize("path", ["clips/1.mp4", "clips/9.mp4"])
-def test_plain_rows_without_an_id_are_asked_and_go_by_their_file(folder: Path, path: str) -> None:
+def test_plain_rows_without_id_use_their_file(folder: Path, path: str) -> None:
     without = {key: value for key, value in ROW.items() if key != "id"} | {"video": path}
     [question] = load_rows(folder, [without])
     assert question.video_id == path
@@ -430,13 +426,13 @@ def to_sample(row):
 """
 
 
-def test_a_field_that_an_adapter_misses_stops_also_where_it_is_the_id(folder: Path) -> None:
+def test_missing_id_field_of_adapter_is_rejected(folder: Path) -> None:
     (folder / "own.py").write_text(OWN)
     with pytest.raises(DataError, match="row 2: field 'id' is missing"):
         load_rows(folder, [ROW, {"video": "clips/1.mp4"}], adapter=str(folder / "own.py"))
 
 
-def test_parts_of_one_clip_are_different_questions_wherever_they_stand(folder: Path) -> None:
+def test_segments_of_one_clip_are_distinct_questions(folder: Path) -> None:
     def row(**part: float) -> dict[str, Any]:
         displayed = [{"type": "video", "video": "clips/1.mp4", **part}, {"type": "text", "text": "Which way?"}]
         reply = {"role": "assistant", "content": "left"}
@@ -450,7 +446,7 @@ def test_parts_of_one_clip_are_different_questions_wherever_they_stand(folder: P
 
 
 @pytest.mark.parametrize("path", ["clips/9.mp4", "/nowhere/9.mp4"])
-def test_a_rows_missing_clip_is_a_problem_and_the_question_stays(folder: Path, path: str) -> None:
+def test_missing_clip_of_row_keeps_its_question(folder: Path, path: str) -> None:
     questions = load_rows(folder, [ROW, ROW | {"id": "x", "video": path}])
     assert questions[0].problem is None
     clip = str(folder / "robovqa" / path)
@@ -459,7 +455,7 @@ def test_a_rows_missing_clip_is_a_problem_and_the_question_stays(folder: Path, p
     assert questions[1].sample.messages[0]["content"][0]["video"] == clip
 
 
-def test_a_missing_file_is_a_problem_however_an_adapter_s_rows_name_it(folder: Path) -> None:
+def test_missing_file_is_reported_for_any_adapter(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('row["video"]', 'row["clip"]'))
     [question] = load_rows(folder, [{"id": "x", "clip": "clips/9.mp4"}], adapter=str(folder / "own.py"))
     assert question.problem == f"video: no file {folder}/robovqa/clips/9.mp4"
@@ -469,7 +465,7 @@ def test_a_missing_file_is_a_problem_however_an_adapter_s_rows_name_it(folder: P
     assert question.problem == f"image: no file {folder}/robovqa/gone.png"
 
 
-def test_a_label_without_its_video_is_a_problem_of_its_question(folder: Path) -> None:
+def test_label_without_video_is_reported(folder: Path) -> None:
     for name, content in {"videos/1.front.mp4": "", "metas/1.label.json": "{}", "metas/9.label.json": "{}"}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
@@ -478,7 +474,7 @@ def test_a_label_without_its_video_is_a_problem_of_its_question(folder: Path) ->
     assert [question.problem for question in questions] == [None, f"video: no file {folder}/videos/9.*"]
 
 
-def test_a_clip_that_an_adapter_looks_for_and_does_not_find_is_a_problem_too(folder: Path) -> None:
+def test_clip_missing_for_adapter_is_reported(folder: Path) -> None:
     file = folder / "robovqa" / "robovqa_benchmark_qa_pairs.json"
     file.write_text(json.dumps([item("1"), item("9")]))
     source = {"adapter": "cosmos_reason1_rl", "path": str(folder), "subset": "robovqa", "split": "benchmark"}
@@ -503,21 +499,19 @@ def test_a_clip_that_an_adapter_looks_for_and_does_not_find_is_a_problem_too(fol
         ({"video": "clips/9.mp4", "question": "<|im_end|>"}, "row 2 (sample 'x'): "),
     ],
 )
-def test_a_malformed_row_stops_and_is_named_also_where_its_clip_is_missing(
-    folder: Path, changes: dict[str, Any], text: str
-) -> None:
+def test_malformed_row_with_missing_clip_is_rejected(folder: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError) as caught:
         load_rows(folder, [ROW, ROW | {"id": "x"} | changes])
     assert str(caught.value).startswith(f"{folder}/robovqa/rows.jsonl, {text}")
 
 
-def test_options_that_an_adapter_leaves_as_something_else_than_texts_are_an_error(folder: Path) -> None:
+def test_non_text_options_of_adapter_are_rejected(folder: Path) -> None:
     (folder / "own.py").write_text(OWN.replace('answer="so"', 'answer="B", options={"A": 1, "B": None}'))
     with pytest.raises(DataError, match=r"row 1 \(sample 'a/1'\): options: must have a string for each letter"):
         load_rows(folder, [ROW], adapter=str(folder / "own.py"))
 
 
-def test_a_row_without_an_answer_is_an_error(folder: Path) -> None:
+def test_row_without_answer_is_rejected(folder: Path) -> None:
     messages = [{"role": "user", "content": "Which way?"}, {"role": "assistant", "content": " "}]
     with pytest.raises(DataError, match=r"row 1 \(sample '1'\): the row has no answer to grade by"):
         load_rows(folder, [{"id": "1", "messages": messages}], adapter="conversations")

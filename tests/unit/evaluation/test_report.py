@@ -79,7 +79,7 @@ def page(folder: Path) -> Page:
 # ---------------------------------------------------------------- files
 
 
-def test_a_scored_run_has_three_reports_beside_its_results(folder: Path) -> None:
+def test_scored_run_gets_three_reports(folder: Path) -> None:
     summary = score_run(folder)
     assert summary.accuracy.over_all.share == 0.25
     assert {"summary.json", "report.md", "report.html"} < {file.name for file in folder.iterdir()}
@@ -113,14 +113,14 @@ def test_each_of_several_runs_is_scored(folder: Path) -> None:
         score_run(folder.parent)
 
 
-def test_a_part_of_a_run_says_that_it_is_one(folder: Path) -> None:
+def test_partial_report_names_datasets_left_out(folder: Path) -> None:
     (report,) = write_reports(folder, ["robovqa"])
     assert report.summary.left_out == ("av",)
     assert "Not asked for: av" in (folder / "report.md").read_text()
     assert "Not asked for: av" in page(folder).text
 
 
-def test_nothing_is_written_where_a_result_is_malformed(folder: Path) -> None:
+def test_no_report_is_written_when_result_malformed(folder: Path) -> None:
     (folder / "av" / "2.json").write_text("[{")
     with pytest.raises(DataError, match=r"av/2\.json: is not valid JSON"):
         score_run(folder)
@@ -137,7 +137,7 @@ def test_settings_are_shown_with_nested_names(folder: Path) -> None:
     assert "| sampling.temperature | 0.6 |" in (folder / "report.md").read_text()
 
 
-def test_the_threshold_that_decided_is_named_in_every_report(folder: Path) -> None:
+def test_deciding_threshold_is_named_in_every_report(folder: Path) -> None:
     write_results(folder, "av", "4", [made("4", datasource="av", scores={"share": 0.75}, graded_by="share >= 0.5")])
     assert score_run(folder).graded_by == {"kind": 3, "share >= 0.5": 1}
     text = "share >= 0.5 (1 of 4 answers)"
@@ -146,7 +146,7 @@ def test_the_threshold_that_decided_is_named_in_every_report(folder: Path) -> No
     assert json.loads((folder / "summary.json").read_text())["graded_by"] == {"kind": 3, "share >= 0.5": 1}
 
 
-def test_a_scorer_that_decided_nothing_is_named_with_the_key_that_lets_it(folder: Path) -> None:
+def test_scorer_without_threshold_is_reported_with_key(folder: Path) -> None:
     settings = {"config": {"evaluation": {"scorer": "format", "scorer_threshold": None}}}
     (folder / "run.json").write_text(json.dumps(settings))
     score_run(folder)
@@ -166,7 +166,7 @@ def test_a_scorer_that_decided_nothing_is_named_with_the_key_that_lets_it(folder
     ],
     ids=["compat", "before there was a threshold"],
 )
-def test_what_a_scorer_decided_is_told_by_the_settings(folder: Path, settings: dict[str, Any], note: str) -> None:
+def test_scorer_note_follows_run_settings(folder: Path, settings: dict[str, Any], note: str) -> None:
     (folder / "run.json").write_text(json.dumps({"config": {"evaluation": settings}}))
     score_run(folder)
     assert note in page(folder).text
@@ -179,7 +179,7 @@ def test_a_run_without_settings_is_scored(folder: Path) -> None:
     score_run(folder)
 
 
-def test_settings_that_are_no_object_are_an_error(folder: Path) -> None:
+def test_settings_that_are_not_object_are_rejected(folder: Path) -> None:
     (folder / "run.json").write_text("[]")
     with pytest.raises(DataError, match=r"run\.json: must hold an object"):
         score_run(folder)
@@ -188,7 +188,7 @@ def test_settings_that_are_no_object_are_an_error(folder: Path) -> None:
 # ---------------------------------------------------------------- cards
 
 
-def test_every_question_is_a_card_with_what_it_can_be_filtered_by(folder: Path) -> None:
+def test_every_question_becomes_filterable_card(folder: Path) -> None:
     score_run(folder)
     cards = [(card["data-dataset"], card["data-kind"], card["data-tags"]) for card in page(folder).cards()]
     assert cards == [
@@ -222,12 +222,12 @@ def test_the_filters_count_what_they_show(folder: Path) -> None:
         ({"prompt": ["Which?"]}, "Which?"),
     ],
 )
-def test_a_question_is_shown_without_the_options_that_follow_it(changes: dict[str, Any], text: str) -> None:
+def test_question_is_displayed_without_trailing_options(changes: dict[str, Any], text: str) -> None:
     assert get_question_text(made(**changes))[: len(text) + 5].startswith(text)
     assert ("(A)" in get_question_text(made(**changes))) == ("(A)" in text)
 
 
-def test_the_markdown_lists_what_is_not_right_and_why_nothing_was_answered(folder: Path) -> None:
+def test_markdown_lists_wrong_and_unanswered_questions(folder: Path) -> None:
     score_run(folder)
     text = (folder / "report.md").read_text()
     assert "| robovqa/1/1 | multiple\\_choice | A | B | letter |" in text
@@ -266,7 +266,7 @@ def test_nothing_hostile_is_markup_in_the_markdown(hostile: Path) -> None:
     assert all(row.endswith("|") for row in rows)
 
 
-def test_a_bar_in_an_answer_does_not_start_a_cell(tmp_path: Path) -> None:
+def test_bar_in_answer_is_escaped_in_markdown(tmp_path: Path) -> None:
     write_results(tmp_path, "d", "1", [made("1", answer="a|b\nc `d` [e](f)")])
     score_run(tmp_path)
     assert r"| A | a\|b c \`d\` \[e\](f) | letter |" in (tmp_path / "report.md").read_text()
@@ -307,7 +307,7 @@ def images(folder: Path) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(uri))) for uri in uris]
 
 
-def test_six_frames_of_a_video_are_shown_from_the_first_to_the_last(tmp_path: Path) -> None:
+def test_six_frames_span_whole_video(tmp_path: Path) -> None:
     video = write_video(tmp_path / "v.mp4", 26)
     write_results(tmp_path / "r", "d", "1", [made("1", media=[str(video)])])
     score_run(tmp_path / "r")
@@ -315,7 +315,7 @@ def test_six_frames_of_a_video_are_shown_from_the_first_to_the_last(tmp_path: Pa
     assert all(label in page(tmp_path / "r").text for label in ("0.0 s", "0.5 s", "2.5 s"))
 
 
-def test_frames_are_made_small_while_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_downscaled_during_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[Any] = []
 
     def load(path: str, indices: list[int], *, size: tuple[int, int] | None = None) -> Any:
@@ -335,13 +335,13 @@ def test_a_short_video_shows_each_frame_once(tmp_path: Path) -> None:
     assert len(pictures.draw_sheet([str(write_video(tmp_path / "w.mp4", 3))]).pictures) == 3
 
 
-def test_images_are_made_small_and_stay_in_shape(tmp_path: Path) -> None:
+def test_images_are_downscaled_and_keep_aspect_ratio(tmp_path: Path) -> None:
     Image.new("RGBA", (1000, 500)).save(tmp_path / "i.png")
     (picture,) = pictures.draw_sheet([str(tmp_path / "i.png")]).pictures
     assert (picture.width, picture.height, picture.label) == (160, 80, "")
 
 
-def test_media_without_an_ending_are_told_by_their_content(tmp_path: Path) -> None:
+def test_media_without_extension_are_recognised_by_content(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "image", "PNG")
     write_video(tmp_path / "v.mp4", 3).rename(tmp_path / "video")
     sheet = pictures.draw_sheet([str(tmp_path / "image"), str(tmp_path / "video")])
@@ -349,7 +349,7 @@ def test_media_without_an_ending_are_told_by_their_content(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["v.mp4", "i.png"])
-def test_media_that_cannot_be_read_leave_a_note(tmp_path: Path, name: str) -> None:
+def test_unreadable_media_leave_note(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"no picture at all")
     sheet = pictures.draw_sheet([str(tmp_path / name), str(tmp_path / "absent.mp4")])
     assert sheet.pictures == ()
@@ -358,7 +358,7 @@ def test_media_that_cannot_be_read_leave_a_note(tmp_path: Path, name: str) -> No
     assert "absent.mp4: no such file" in sheet.notes[1]
 
 
-def test_a_path_that_is_too_long_leaves_a_note() -> None:
+def test_too_long_path_leaves_note() -> None:
     (note,) = pictures.draw_sheet(["/" + "x" * 5000 + ".mp4"]).notes
     assert note.endswith("no such file")
 
@@ -382,7 +382,7 @@ def test_pictures_of_wrong_answers_come_first(four: Path, frames: int | None, sh
     assert (f"{4 - len(shown)} of 4 questions are shown without their pictures" in page(four).text) == (len(shown) < 4)
 
 
-def test_without_a_number_pictures_end_at_a_size(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_stop_at_size_limit_by_default(four: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_BYTES", 1)
     score_run(four)
     assert len(images(four)) == 1
@@ -390,7 +390,7 @@ def test_without_a_number_pictures_end_at_a_size(four: Path, monkeypatch: pytest
     assert "(1 of them wrong" in page(four).text
 
 
-def test_a_clip_of_several_questions_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_shared_by_questions_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(pictures, "load_image", lambda path: read.append(path) or Image.new("RGB", (4, 4)))
     sheets = pictures.draw_sheets([made("1", number, media=["a.png"]) for number in range(3)])

@@ -69,24 +69,24 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "robovqa" / "0123.json").read_text())[0]["is_correct"] is True
 
 
-def test_texts_in_any_script_stay_readable_in_the_file(tmp_path: Path) -> None:
+def test_text_in_any_script_stays_readable(tmp_path: Path) -> None:
     write_results(tmp_path, "d", "v", [made(reasoning="向左転")])
     assert "向左転" in (tmp_path / "d" / "v.json").read_text(encoding="utf-8")
 
 
-def test_half_of_a_surrogate_pair_does_not_spoil_the_file(tmp_path: Path) -> None:
+def test_lone_surrogate_is_replaced(tmp_path: Path) -> None:
     write_results(tmp_path, "d", "v", [made(full_response="a\ud83db")])
     assert read_file(tmp_path / "d" / "v.json")[0].full_response == "a?b"
 
 
-def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_rewriting_replaces_the_file_without_leftovers(tmp_path: Path) -> None:
     write_results(tmp_path, "d", "v", [made()])
     write_results(tmp_path, "d", "v", [made(answer="C")])
     assert [result.answer for result in read_file(tmp_path / "d" / "v.json")] == ["C"]
     assert [file.name for file in (tmp_path / "d").iterdir()] == ["v.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     put(tmp_path / "file", "")
     with pytest.raises(DataError, match=r"file/d/v\.json: cannot be written"):
         write_text(tmp_path / "file" / "d" / "v.json", "x")
@@ -116,7 +116,7 @@ ODD_NAMES += ["run", "summary", "a~b", "\ud800", "CON:", "a*b?"]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
-def test_odd_names_become_plain_ones_inside_the_folder(tmp_path: Path, name: str) -> None:
+def test_odd_names_become_safe_file_names(tmp_path: Path, name: str) -> None:
     file = locate_result_file(tmp_path, name, name)
     write_text(file, "[]")
     assert file.resolve().parent.parent == tmp_path.resolve()
@@ -150,13 +150,13 @@ def test_parts_without_a_type_are_read_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, 3, ["text"], [{"text": 3}], {"text": "Which way?"}])
-def test_a_prompt_that_is_no_list_of_messages_is_an_error(tmp_path: Path, content: Any) -> None:
+def test_malformed_prompt_is_rejected(tmp_path: Path, content: Any) -> None:
     file = put(tmp_path / "robovqa" / "1.json", [COSMOS | {"prompt": [{"role": "user", "content": content}]}])
     with pytest.raises(DataError, match=r"1\.json: item 1: prompt\.0 is .*: input should be a valid string"):
         read_file(file)
 
 
-def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clips_name_has_dots(tmp_path: Path) -> None:
+def test_cosmos_question_id_matches_for_dotted_clips(tmp_path: Path) -> None:
     video_id = "k.12._.totalframe058.clipframe018"
     [result] = read_file(put(tmp_path / "bridgev2" / "1.json", [COSMOS | {"video_id": video_id}]))
     requested = compute_question_key(COSMOS_TEXT, [name_medium({"type": "video", "video": f"/d/clips/{video_id}.mp4"})])
@@ -164,12 +164,12 @@ def test_a_question_of_cosmos_reason1_has_the_id_it_has_here_also_where_its_clip
 
 
 @pytest.mark.parametrize("prompt", ["", [], None])
-def test_a_question_that_cosmos_reason1_did_not_ask_goes_by_its_place(tmp_path: Path, prompt: Any) -> None:
+def test_unrecognised_question_is_identified_by_index(tmp_path: Path, prompt: Any) -> None:
     [result] = read_file(put(tmp_path / "robovqa" / "7.json", [COSMOS | {"prompt": prompt}]))
     assert (result.id, result.prompt) == ("robovqa/0123/0", [])
 
 
-def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
+def test_only_is_correct_is_required(tmp_path: Path) -> None:
     (result,) = read_file(put(tmp_path / "robovqa" / "7.json", [{"is_correct": True}]))
     assert (result.datasource, result.video_id, result.id, result.is_correct) == ("robovqa", "7", "robovqa/7/0", True)
     assert result.kind == "open"
@@ -197,26 +197,26 @@ def test_only_is_correct_has_to_be_there(tmp_path: Path) -> None:
         ([], r"its 1 result files are empty lists"),
     ],
 )
-def test_a_file_that_cannot_be_trusted_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+def test_invalid_result_file_is_rejected(tmp_path: Path, content: Any, message: str) -> None:
     put(tmp_path / "robovqa" / "1.json", content)
     with pytest.raises(DataError, match=message):
         read_run(find_run(tmp_path))
 
 
-def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+def test_non_text_bytes_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "1.json").write_bytes(b'["\xff"]')
     with pytest.raises(DataError, match=r"1\.json: is not valid JSON"):
         read_run(find_run(tmp_path))
 
 
-def test_the_same_question_in_two_files_is_an_error(tmp_path: Path) -> None:
+def test_duplicate_question_across_files_is_rejected(tmp_path: Path) -> None:
     put(tmp_path / "robovqa" / "1.json", [asdict(made())])
     put(tmp_path / "robovqa" / "2.json", [asdict(made())])
     with pytest.raises(DataError, match=r"2\.json: item 1: question 'robovqa/v/0' appears twice .*1\.json: item 1"):
         read_run(find_run(tmp_path))
 
 
-def test_results_come_by_data_set_and_clip_and_else_as_they_were_written(tmp_path: Path) -> None:
+def test_results_are_ordered_by_set_and_clip(tmp_path: Path) -> None:
     write_results(tmp_path, "b", "1", [made("1", 1, datasource="b"), made("1", 0, datasource="b")])
     write_results(tmp_path, "a", "2", [made("2", datasource="a")])
     assert [result.id for result in read_run(find_run(tmp_path))] == ["a/2/0", "b/1/1", "b/1/0"]
@@ -227,7 +227,7 @@ def test_results_come_by_data_set_and_clip_and_else_as_they_were_written(tmp_pat
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two runs of ours, and stray files that are no results."""
+    """Create two runs of ours, and stray files that hold no results."""
     for model in ("big", "small"):
         run = tmp_path / model / "letter"
         put(run / "run.json", {"model": model})
@@ -248,7 +248,7 @@ def test_runs_are_found_from_every_level(root: Path, level: str, names: list[str
     assert all([file.name for file in run.files] == ["1.json", "1.json"] for run in runs)
 
 
-def test_links_in_circles_and_whole_disks_are_no_results(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cyclic_links_exceed_the_folder_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "MOST_FOLDERS", 8)
     assert len(find_runs(root)) == 2
     for name in ("a", "b"):
@@ -257,7 +257,7 @@ def test_links_in_circles_and_whole_disks_are_no_results(root: Path, monkeypatch
         find_runs(root)
 
 
-def test_a_data_sets_folder_is_read_by_itself(root: Path) -> None:
+def test_single_data_set_folder_is_read(root: Path) -> None:
     assert [result.id for result in read_run(find_run(root / "big" / "letter" / "agibot"))] == ["agibot/1/0"]
 
 
@@ -266,7 +266,7 @@ def test_the_current_folder_is_a_folder_too(root: Path, monkeypatch: pytest.Monk
     assert (find_run(Path()).name, find_run(Path()).folder) == ("big/letter", Path())
 
 
-def test_only_the_data_sets_asked_for_are_read_and_the_others_named(root: Path) -> None:
+def test_only_requested_data_sets_are_read(root: Path) -> None:
     (run, _) = find_runs(root, ["agibot"])
     assert ([file.parent.name for file in run.files], run.left_out) == (["agibot"], ("robovqa",))
     assert [result.datasource for result in read_run(find_run(root / "big", ["agibot", "robovqa"]))] == [
@@ -275,20 +275,20 @@ def test_only_the_data_sets_asked_for_are_read_and_the_others_named(root: Path) 
     ]
 
 
-def test_a_clip_may_be_called_run_or_summary(tmp_path: Path) -> None:
+def test_clip_name_may_be_run_or_summary(tmp_path: Path) -> None:
     for name in ("run", "summary"):
         write_results(tmp_path, "d", name, [made(name)])
     assert [result.video_id for result in read_run(find_run(tmp_path))] == ["run", "summary"]
 
 
-def test_files_at_several_depths_of_a_foreign_folder_all_count(tmp_path: Path) -> None:
+def test_files_at_all_depths_are_counted(tmp_path: Path) -> None:
     put(tmp_path / "1.json", [{"is_correct": True}])
     put(tmp_path / "sub" / "2.json", [{"is_correct": False}])
     (run,) = find_runs(tmp_path)
     assert (run.folder, len(run.files)) == (tmp_path, 2)
 
 
-def test_unknown_data_sets_are_named_with_the_known_ones(root: Path) -> None:
+def test_unknown_data_sets_list_the_known_ones(root: Path) -> None:
     with pytest.raises(DataError, match="holds no results of av; there are those of agibot, robovqa"):
         find_runs(root, ["agibot", "av"])
 
@@ -301,6 +301,6 @@ def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
         find_runs(tmp_path / "absent")
 
 
-def test_one_run_is_asked_for_where_there_are_several(root: Path) -> None:
+def test_ambiguous_results_dir_is_rejected(root: Path) -> None:
     with pytest.raises(DataError, match=r"holds 2 evaluations; give the folder of one: .*big/letter, .*small/letter"):
         read_run(find_run(root))

@@ -83,7 +83,7 @@ def no_engine(config: EvalConfig, on_model: OnModel) -> Any:
 # ---------------------------------------------------------------- what counts
 
 
-def test_throughput_counts_what_was_asked_and_answered_here(evaluate: Any, tmp_path: Path) -> None:
+def test_throughput_counts_only_this_run(evaluate: Any, tmp_path: Path) -> None:
     def only_from_2_on(question: Question) -> Reply:
         return right(question) if question.video_id >= "2" else Reply(error="unreadable")
 
@@ -107,7 +107,7 @@ def test_throughput_counts_what_was_asked_and_answered_here(evaluate: Any, tmp_p
     [ROWS[:4], [*ROWS[:4], ROWS[4] | {"question": "What else?"}], [*ROWS[:4], ROWS[4] | {"id": "other"}]],
     ids=["a row is gone", "a row asks something else", "a row has another id"],
 )
-def test_answers_to_questions_that_are_gone_are_refused_with_the_first_of_them(
+def test_answers_to_removed_questions_are_rejected(
     evaluate: Any, tmp_path: Path, changed: list[dict[str, Any]]
 ) -> None:
     evaluate(ROWS)
@@ -120,7 +120,7 @@ def test_answers_to_questions_that_are_gone_are_refused_with_the_first_of_them(
     assert len(stored(tmp_path)) == len(changed)
 
 
-def test_answers_beyond_a_limit_stay_and_are_told(
+def test_answers_beyond_limit_are_kept_and_reported(
     evaluate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     evaluate(ROWS)
@@ -135,14 +135,14 @@ def test_other_settings_are_refused(evaluate: Any) -> None:
         evaluate(ROWS, evaluation={"seed": 2})
 
 
-def test_a_report_of_one_data_set_is_no_answer(evaluate: Any, tmp_path: Path) -> None:
+def test_report_file_does_not_count_as_answer(evaluate: Any, tmp_path: Path) -> None:
     evaluate(ROWS)
     write_reports(tmp_path / "results" / "m" / "letter" / "rows", None, with_html=False)
     assert (tmp_path / "results" / "m" / "letter" / "rows" / "summary.json").exists()
     evaluate(ROWS)
 
 
-def test_a_folder_is_one_evaluations_at_a_time(evaluate: Any, tmp_path: Path) -> None:
+def test_concurrent_evaluation_in_folder_is_rejected(evaluate: Any, tmp_path: Path) -> None:
     def another(question: Question) -> Reply:
         with pytest.raises(ConfigError, match=rf"m/letter: is in use by process {os.getpid()} on "):
             evaluate(ROWS)
@@ -152,7 +152,7 @@ def test_a_folder_is_one_evaluations_at_a_time(evaluate: Any, tmp_path: Path) ->
     evaluate(ROWS[:1])
 
 
-def test_a_folder_that_another_host_does_not_write_into_is_refused_before_anything_is_asked(
+def test_unshared_results_folder_is_rejected_before_prompting(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "VISIBILITY_TIMEOUT_S", 0)
@@ -169,7 +169,7 @@ def test_attempts_count_replies_and_not_errors(evaluate: Any, tmp_path: Path) ->
     assert {name: result.attempts for name, result in stored(tmp_path).items()} == {"0": 0, "1": 1, "2": 3}
 
 
-def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
+def test_ranks_split_questions_by_whole_clips() -> None:
     def question(dataset: str, video_id: str, number: int) -> Question:
         return Question(f"{dataset}/{video_id}/{number}", dataset, video_id, "open", Sample("", []), "a")
 
@@ -179,7 +179,7 @@ def test_ranks_share_whole_clips_since_two_must_not_write_one_file() -> None:
     assert shares == [["x/1/0", "y/1/0", "x/1/1", "y/1/1"], ["x/2/0", "x/2/1"]]
 
 
-def test_a_clips_file_is_written_once_before_its_questions_are_asked(
+def test_clip_file_is_written_before_first_question(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
@@ -204,7 +204,7 @@ def test_a_clips_file_is_written_once_before_its_questions_are_asked(
         ({"similarity_model": "nowhere"}, "evaluation.similarity_model nowhere: no such folder"),
     ],
 )
-def test_what_grades_is_checked_before_the_engine_starts(
+def test_graders_are_checked_before_engine_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, Any], text: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ def fails(question: Question) -> Reply:
     return Reply(error="the server answers 500: out of order")
 
 
-def test_a_server_that_answers_nothing_ends_it_once_that_is_clear(evaluate: Any, tmp_path: Path) -> None:
+def test_server_answering_nothing_ends_evaluation_early(evaluate: Any, tmp_path: Path) -> None:
     rows = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(40)]
     with pytest.raises(ConfigError, match=r"server.url \(.*8000\): none of the first 16 questions got an answer.*500"):
         evaluate(rows, fails, server=SERVER)
@@ -235,7 +235,7 @@ def test_a_server_that_answers_nothing_ends_it_once_that_is_clear(evaluate: Any,
     assert all(result.is_correct for result in stored(tmp_path).values())
 
 
-def test_so_do_few_questions(evaluate: Any) -> None:
+def test_few_unanswered_questions_also_end_evaluation(evaluate: Any) -> None:
     with pytest.raises(ConfigError, match="none of the first 5 questions got an answer"):
         evaluate(ROWS, fails, server=SERVER)
 
@@ -244,13 +244,13 @@ def broken(question: Question) -> Reply:
     return Reply(error="v.mp4: not a usable video", sent=False)
 
 
-def test_questions_that_cannot_be_sent_are_no_fault_of_the_server(evaluate: Any, tmp_path: Path) -> None:
+def test_unsendable_questions_do_not_blame_server(evaluate: Any, tmp_path: Path) -> None:
     many = [{"id": f"{i:02}", "question": f"What is {i}?", "answer": "x"} for i in range(20)]
     evaluate(many, broken, server=SERVER)
     assert {result.error for result in stored(tmp_path).values()} == {"v.mp4: not a usable video"}
 
 
-def test_broken_clips_are_counted_at_a_server_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_clips_are_counted_with_healthy_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*PROXIES, "OPENAI_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     (tmp_path / "v.mp4").write_bytes(b"no video")
@@ -269,7 +269,7 @@ def test_nor_do_they_hide_that_it_fails(evaluate: Any) -> None:
         evaluate(ROWS, lambda question: fails(question) if question.video_id < "2" else broken(question), server=SERVER)
 
 
-def test_a_server_that_answers_some_is_asked_to_the_end(evaluate: Any, tmp_path: Path) -> None:
+def test_partly_failing_server_is_queried_to_end(evaluate: Any, tmp_path: Path) -> None:
     evaluate(ROWS, lambda question: right(question) if question.video_id == "4" else fails(question), server=SERVER)
     assert [result.error is None for result in stored(tmp_path).values()] == [False] * 4 + [True]
     evaluate(ROWS, fails, server=SERVER)  # what is left fails again, as it may

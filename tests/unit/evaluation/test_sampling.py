@@ -1,4 +1,4 @@
-"""How answers are drawn, by answer type, kind and attempt."""
+"""The sampling of answers, by answer type, kind and attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config(answer_type: str, **generation: Any) -> EvalConfig:
     )
 
 
-def test_a_letter_is_the_most_probable_of_ten_tokens() -> None:
+def test_letter_is_sampled_greedily_within_ten_tokens() -> None:
     result = choose_sampling(config("letter", temperature=0.6, max_tokens=1024), "multiple_choice")
     assert result == Sampling(temperature=0.0, top_p=1.0, top_k=1, max_completion_length=10, seed=7000)
 
@@ -95,9 +95,7 @@ PENALTIES = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_pen
 @pytest.mark.parametrize(
     ("attempt", "temperature", "tokens"), [(0, 0.0, 10), (1, 0.65, 1024 + 256), (10, 0.9, 1024 + 2560)]
 )
-def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
-    attempt: int, temperature: float, tokens: int
-) -> None:
+def test_compat_letters_ignore_penalties_on_all_attempts(attempt: int, temperature: float, tokens: int) -> None:
     result = choose_sampling(compat("letter", **PENALTIES), "multiple_choice", attempt)
     assert result.temperature == pytest.approx(temperature)
     expected = Sampling(temperature=1.0, top_k=1, max_completion_length=tokens, seed=7000 + attempt)
@@ -108,9 +106,7 @@ def test_compat_letters_know_no_penalties_and_retries_are_those_of_reasoning(
     ("given", "attempt", "temperature", "tokens"),
     [(0.6, 0, 0.6, 300), (0.6, 2, 0.7, 812), (1.2, 0, 1.2, 300), (1.2, 1, 0.9, 556)],
 )
-def test_compat_reasoning_has_its_penalties_and_a_retry_is_at_most_at_0_9(
-    given: float, attempt: int, temperature: float, tokens: int
-) -> None:
+def test_compat_reasoning_caps_retry_temperature(given: float, attempt: int, temperature: float, tokens: int) -> None:
     result = choose_sampling(
         compat("reasoning", temperature=given, max_tokens=300, **PENALTIES), "multiple_choice", attempt
     )
@@ -119,7 +115,7 @@ def test_compat_reasoning_has_its_penalties_and_a_retry_is_at_most_at_0_9(
     assert replace(result, temperature=1.0) == expected
 
 
-def test_what_compat_letters_do_not_use_is_said() -> None:
+def test_unused_compat_letter_settings_are_reported() -> None:
     [note] = compat("letter", **PENALTIES).notes(8)
     assert note == (
         "generation.frequency_penalty (-0.5), generation.presence_penalty (0.5), generation.repetition_penalty (1.05): "

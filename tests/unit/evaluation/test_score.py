@@ -36,17 +36,17 @@ def test_nothing_has_no_share() -> None:
     assert share(0, 0) == Proportion(0, 0, None, None)
 
 
-def test_what_has_no_answer_is_wrong_over_all_and_left_out_over_answered() -> None:
+def test_unanswered_counts_as_wrong_only_over_all() -> None:
     accuracy = score(several({}, {}, WRONG, UNPARSED, UNANSWERED)).accuracy
     assert (accuracy.over_all.count, accuracy.over_all.total) == (2, 5)
     assert (accuracy.over_answered.count, accuracy.over_answered.total) == (2, 4)
 
 
-def test_an_error_is_wrong_whatever_is_correct_says() -> None:
+def test_error_is_wrong_despite_is_correct() -> None:
     assert score(several({}, UNANSWERED | {"is_correct": True})).accuracy.over_all.count == 1
 
 
-def test_accuracies_are_given_by_data_set_and_by_kind() -> None:
+def test_accuracies_are_grouped_by_set_and_kind() -> None:
     summary = score(
         [
             made("1"),
@@ -58,12 +58,12 @@ def test_accuracies_are_given_by_data_set_and_by_kind() -> None:
     assert {name: part.over_all.total for name, part in summary.kinds.items()} == {"multiple_choice": 2, "open": 1}
 
 
-def test_clips_are_told_by_their_media_and_rows_without_media_by_themselves() -> None:
+def test_clips_are_counted_by_media_or_row() -> None:
     results = [made("1", media=["a.mp4"]), made("2", media=["a.mp4"]), made("3"), made("3", 1), made("4")]
     assert score(results).accuracy.clips == 3
 
 
-def test_the_clustered_interval_follows_the_spread_between_clips() -> None:
+def test_clustered_interval_follows_spread_between_clips() -> None:
     # mean 1/2, residuals per clip 1, -1, 0: error √(3/2 · 2) / 6; t quantile with 2 degrees of freedom 4.302653
     result = compute_clustered_interval([1, 1, 0, 0, 1, 0], list("aabbcc"), bounds=(-9, 9))
     assert result == pytest.approx((0.5 - 4.302653 * 3**0.5 / 6, 0.5 + 4.302653 * 3**0.5 / 6), abs=1e-6)
@@ -74,7 +74,7 @@ def test_the_clustered_interval_stays_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize(("values", "clips"), [([1, 0], "aa"), ([1, 1, 1], "abc"), ([1, 0, 1, 0], "aabb")])
-def test_without_spread_between_clips_there_is_no_clustered_interval(values: list[float], clips: str) -> None:
+def test_clustered_interval_requires_spread_between_clips(values: list[float], clips: str) -> None:
     assert compute_clustered_interval(values, clips, bounds=(0, 1)) is None
 
 
@@ -89,13 +89,13 @@ def test_every_result_has_one_verdict(changes: dict[str, Any], expected: str) ->
     assert judge_result(made(**changes)) == expected
 
 
-def test_unparsed_and_truncated_are_shares_of_the_answers() -> None:
+def test_unparsed_and_truncated_are_shares_of_answers() -> None:
     summary = score(several({}, UNPARSED, {"finish_reason": "length"}, UNANSWERED))
     assert (summary.unparsed.count, summary.unparsed.total) == (1, 3)
     assert (summary.truncated.count, summary.truncated.total) == (1, 3)
 
 
-def test_each_rule_of_the_parser_says_how_often_it_was_right() -> None:
+def test_parser_rules_report_their_accuracy() -> None:
     summary = score(several({}, {}, WRONG, {"rule": "letter and text"}, UNPARSED, UNANSWERED))
     result = {rule: (part.count, part.total) for rule, part in summary.rules.items()}
     assert result == {"letter": (2, 3), "letter and text": (1, 1), "none": (0, 1)}
@@ -114,32 +114,32 @@ def test_letters_are_counted_by_reference_and_answer() -> None:
     assert {letter: part.share for letter, part in letters.answers.items()} == {"A": 3 / 4, "B": 1 / 4}
 
 
-def test_a_long_answer_to_a_choice_is_no_letter() -> None:
+def test_long_choice_answer_counts_as_other() -> None:
     letters = score(several({"answer": "to the left"}, {})).letters
     assert letters is not None
     assert letters.confusion == {"A": {"A": 1, "other": 1}}
     assert letters.answers["A"].total == 1
 
 
-def test_letters_are_those_of_multiple_choice_alone() -> None:
+def test_letters_require_multiple_choice() -> None:
     assert score(several({"kind": "open"})).letters is None
 
 
 # ---------------------------------------------------------------- scores
 
 
-def test_scores_are_averaged_over_the_results_that_have_them() -> None:
+def test_scores_are_averaged_over_available_results() -> None:
     results = several(
         {"scores": {"bleu": 10, "mine": 1}}, {"scores": {"bleu": 30}}, {}, UNANSWERED | {"scores": {"bleu": 0}}
     )
     assert score(results).scores == {"bleu": Mean(20.0, 2), "mine": Mean(1.0, 1)}
 
 
-def test_a_score_that_is_no_number_leaves_the_mean_open() -> None:
+def test_nan_score_leaves_mean_undefined() -> None:
     assert score(several({"scores": {"mine": float("nan")}})).scores == {"mine": Mean(None, 1)}
 
 
-def test_corpus_bleu_is_over_the_answered_free_texts() -> None:
+def test_corpus_bleu_uses_answered_free_texts() -> None:
     text = {"kind": "free_text", "answer": "the ball rolls to the left", "correct_answer": "the ball rolls to the left"}
     assert score(several(text, text, UNANSWERED | {"kind": "free_text"}, {})).corpus_bleu == Mean(
         pytest.approx(100.0), 2
@@ -151,14 +151,14 @@ def ordinal(*pairs: tuple[str, str]) -> list[Any]:
     return several(*({"kind": "ordinal", "answer": answer, "correct_answer": right} for answer, right in pairs))
 
 
-def test_pearsons_r_is_over_the_answers_that_are_numbers() -> None:
+def test_pearson_uses_only_numeric_answers() -> None:
     # deviations (-1, 0, 1) and (-4, -1, 5) / 3: r = 3 / √(2 · 42 / 9)
     pearson = score(ordinal(("1", "1"), ("2", "2"), ("3.0", "4"), ("many", "5"), ("", "1"), ("inf", "2"))).pearson
     assert pearson == Mean(pytest.approx(3 / (2 * 42 / 9) ** 0.5), 3)
 
 
 @pytest.mark.parametrize("pairs", [[("x", "1")], [("1", "1")], [("2", "1"), ("2", "3")], [("1", "3"), ("2", "3")]])
-def test_r_is_open_where_it_is_not_defined(pairs: list[tuple[str, str]]) -> None:
+def test_undefined_pearson_has_no_value(pairs: list[tuple[str, str]]) -> None:
     pearson = score(ordinal(*pairs)).pearson
     assert pearson is not None
     assert pearson.value is None
@@ -200,7 +200,7 @@ def test_compat_counts_as_cosmos_reason1(
     ]
 
 
-def test_compat_complains_of_what_it_skips_but_not_of_our_own_files(tmp_path: Path) -> None:
+def test_compat_reports_only_foreign_skipped_files(tmp_path: Path) -> None:
     for name, content in {"a.json": "[{", "b.json": "{}", "run.json": "{}", "summary.json": "{}"}.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "c.json").write_bytes(b"\xff")
@@ -210,12 +210,12 @@ def test_compat_complains_of_what_it_skips_but_not_of_our_own_files(tmp_path: Pa
     assert [name in text for name, text in zip("abc", accuracy.complaints, strict=True)] == [True, True, True]
 
 
-def test_compat_finds_no_files_where_there_is_nothing(tmp_path: Path) -> None:
+def test_compat_finds_no_files_in_empty_folder(tmp_path: Path) -> None:
     assert calculate_accuracy(tmp_path).files == 0
     assert calculate_accuracy(tmp_path / "absent").files == 0
 
 
-def test_compat_keeps_the_folders_of_the_data_sets(tmp_path: Path) -> None:
+def test_compat_counts_only_requested_data_sets(tmp_path: Path) -> None:
     for dataset in ("av", "agibot", "robovqa"):
         (tmp_path / "m" / dataset).mkdir(parents=True)
         (tmp_path / "m" / dataset / "1.json").write_text(json.dumps([TRUE]))

@@ -65,7 +65,7 @@ def media_sample(*parts: dict[str, Any]) -> Sample:
 # ---------------------------------------------------------------- what is sent and read
 
 
-def test_a_question_is_sent_and_its_answer_is_read(stand_in: StandIn) -> None:
+def test_question_is_sent_and_answer_is_read(stand_in: StandIn) -> None:
     [reply] = ask(answerer(stand_in.url), text_sample())
     assert (reply.text, reply.finish_reason, reply.completion_tokens, reply.error) == ("(A)", "stop", 5, None)
     assert reply.seconds > 0
@@ -98,7 +98,7 @@ def test_a_question_is_sent_and_its_answer_is_read(stand_in: StandIn) -> None:
         ),
     ],
 )
-def test_only_sampling_settings_that_differ_from_the_defaults_are_sent(
+def test_only_non_default_sampling_settings_are_sent(
     stand_in: StandIn, sampling: Sampling, fields: dict[str, float]
 ) -> None:
     ask(answerer(stand_in.url), text_sample(), sampling=sampling)
@@ -106,7 +106,7 @@ def test_only_sampling_settings_that_differ_from_the_defaults_are_sent(
     assert {k: v for k, v in sent.items() if k not in ("model", "messages", "seed", "max_tokens")} == fields
 
 
-def test_the_seed_differs_by_question_and_attempt_and_by_nothing_else(stand_in: StandIn) -> None:
+def test_seed_depends_only_on_question_and_attempt(stand_in: StandIn) -> None:
     server = answerer(stand_in.url, concurrency=1)
     ask(server, text_sample(), text_sample())
     ask(server, text_sample())
@@ -117,18 +117,18 @@ def test_the_seed_differs_by_question_and_attempt_and_by_nothing_else(stand_in: 
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_thoughts_that_the_server_took_out_are_put_back(stand_in: StandIn, name: str) -> None:
+def test_thoughts_stripped_by_server_are_restored(stand_in: StandIn, name: str) -> None:
     stand_in.respond = lambda path, body: chat("<answer>A</answer>", **{name: "It turns left."})
     assert ask(answerer(stand_in.url), text_sample())[0].text == "<think>It turns left.</think>\n<answer>A</answer>"
 
 
-def test_an_answer_that_was_cut_within_its_thoughts_is_no_error(stand_in: StandIn) -> None:
+def test_answer_cut_within_thoughts_is_accepted(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: chat(None, "length", reasoning="It turns")
     [reply] = ask(answerer(stand_in.url), text_sample())
     assert (reply.text, reply.finish_reason, reply.error) == ("<think>It turns</think>\n", "length", None)
 
 
-def test_each_reply_comes_with_its_own_request_in_whichever_order(stand_in: StandIn) -> None:
+def test_replies_match_requests_in_any_order(stand_in: StandIn) -> None:
     def respond(path: str, body: Any) -> tuple[int, Any]:
         question = body["messages"][-1]["content"]
         time.sleep(0.05 if question == "0" else 0)
@@ -139,7 +139,7 @@ def test_each_reply_comes_with_its_own_request_in_whichever_order(stand_in: Stan
     assert [reply.text for reply in replies] == [f"answer {i}" for i in range(12)]
 
 
-def test_as_many_requests_are_under_way_as_asked_for(stand_in: StandIn) -> None:
+def test_concurrency_sets_number_of_parallel_requests(stand_in: StandIn) -> None:
     barrier = threading.Barrier(3, timeout=10)
 
     def respond(path: str, body: Any) -> tuple[int, Any]:
@@ -159,7 +159,7 @@ def decoded(part: dict[str, Any]) -> tuple[str, bytes]:
     return kind, base64.b64decode(content)
 
 
-def test_an_image_is_sent_with_its_exact_pixels(stand_in: StandIn, tmp_path: Path) -> None:
+def test_image_is_sent_with_exact_pixels(stand_in: StandIn, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "i.png")
     ask(answerer(stand_in.url), media_sample({"type": "image", "image": str(tmp_path / "i.png")}))
@@ -171,7 +171,7 @@ def test_an_image_is_sent_with_its_exact_pixels(stand_in: StandIn, tmp_path: Pat
     assert "media_io_kwargs" not in stand_in.requests[0]
 
 
-def test_an_image_is_resized_where_its_settings_say_so(stand_in: StandIn, tmp_path: Path) -> None:
+def test_image_is_resized_when_settings_require_it(stand_in: StandIn, tmp_path: Path) -> None:
     Image.new("RGB", (560, 280)).save(tmp_path / "i.png")
     part = {"type": "image", "image": str(tmp_path / "i.png"), "max_pixels": 280 * 140}
     ask(answerer(stand_in.url), media_sample(part))
@@ -180,7 +180,7 @@ def test_an_image_is_resized_where_its_settings_say_so(stand_in: StandIn, tmp_pa
 
 
 @pytest.mark.parametrize(("settings", "count"), [({"fps": 5}, 6), ({"nframes": 8}, 8)])
-def test_a_clip_is_sent_as_the_file_with_the_number_of_frames_to_take(
+def test_clip_is_sent_with_its_frame_count(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], count: int
 ) -> None:
     clip = write_video(tmp_path / "v.mp4")  # 12 frames, 10 a second
@@ -202,7 +202,7 @@ def test_a_clip_is_sent_as_the_file_with_the_number_of_frames_to_take(
         ({"nframes": 2, "max_pixels": 128 * 28**2}, [0, 11], 12),
     ],
 )
-def test_frames_that_vllm_would_not_take_by_itself_are_sent_as_a_video_of_jpegs(
+def test_unusual_frames_are_sent_as_jpeg_video(
     stand_in: StandIn, tmp_path: Path, settings: dict[str, Any], frames: list[int], among: int
 ) -> None:
     clip = write_video(tmp_path / "v.mp4")
@@ -223,7 +223,7 @@ def test_frames_that_vllm_would_not_take_by_itself_are_sent_as_a_video_of_jpegs(
     }
 
 
-def test_a_clip_can_be_sent_as_its_sampled_frames(stand_in: StandIn, tmp_path: Path) -> None:
+def test_clip_can_be_sent_as_sampled_frames(stand_in: StandIn, tmp_path: Path) -> None:
     clip = write_video(tmp_path / "v.mp4")
     part = {"type": "video", "video": str(clip), "nframes": 4, "video_start": 0.2}
     ask(answerer(stand_in.url, video="frames"), media_sample(part))
@@ -236,7 +236,7 @@ def test_a_clip_can_be_sent_as_its_sampled_frames(stand_in: StandIn, tmp_path: P
 
 
 @pytest.mark.parametrize("form", ["file", "frames"])
-def test_a_setting_that_cannot_be_met_is_the_questions_error(stand_in: StandIn, tmp_path: Path, form: str) -> None:
+def test_impossible_setting_fails_only_its_question(stand_in: StandIn, tmp_path: Path, form: str) -> None:
     clip = write_video(tmp_path / "v.mp4")
     bad = media_sample({"type": "video", "video": str(clip), "nframes": 50})
     error, good = ask(answerer(stand_in.url, video=form), bad, text_sample())
@@ -245,7 +245,7 @@ def test_a_setting_that_cannot_be_met_is_the_questions_error(stand_in: StandIn, 
     assert len(stand_in.requests) == 1
 
 
-def test_clips_that_need_different_numbers_of_frames_are_the_questions_error(stand_in: StandIn, tmp_path: Path) -> None:
+def test_clips_with_different_frame_counts_are_rejected(stand_in: StandIn, tmp_path: Path) -> None:
     clips = [write_video(tmp_path / "v.mp4", 12), write_video(tmp_path / "w.mp4", 24)]
     parts = [{"type": "video", "video": str(clip), "fps": 5} for clip in clips]
     [reply] = ask(answerer(stand_in.url), media_sample(*parts))
@@ -280,7 +280,7 @@ def test_an_unreadable_clip_is_the_questions_error(stand_in: StandIn, tmp_path: 
         (None, "no answer from the server: "),
     ],
 )  # fmt: skip
-def test_a_failed_request_is_the_error_of_its_question_only(
+def test_failed_request_fails_only_its_question(
     stand_in: StandIn, response: tuple[Any, ...] | None, error: str
 ) -> None:
     stand_in.respond = lambda path, body: response if body["messages"][-1]["content"] == "bad" else chat("(A)")
@@ -299,7 +299,7 @@ def test_a_failed_request_is_the_error_of_its_question_only(
         *((400, {"error": {"message": "-" * before + KEY}}) for before in range(440, 500, 5)),
     ],
 )
-def test_an_error_shows_no_part_of_the_key(
+def test_error_does_not_reveal_the_key(
     stand_in: StandIn, status: int, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
@@ -309,7 +309,7 @@ def test_an_error_shows_no_part_of_the_key(
     assert KEY[:4] not in reply.error
 
 
-def test_a_server_that_takes_too_long_is_the_error_of_its_question_only(stand_in: StandIn) -> None:
+def test_request_timeout_fails_only_its_question(stand_in: StandIn) -> None:
     released = threading.Event()
 
     def respond(path: str, body: Any) -> tuple[int, Any]:
@@ -338,7 +338,7 @@ def test_what_may_pass_is_tried_again(stand_in: StandIn, response: tuple[Any, ..
     assert (reply.text, reply.error, len(stand_in.requests)) == ("(B)", None, 3)
 
 
-def test_after_the_last_retry_it_is_an_error(stand_in: StandIn) -> None:
+def test_error_is_returned_after_last_retry(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: (429, {"error": {"message": "slow down"}}, {"retry-after": "0.01"})
     [reply] = ask(answerer(stand_in.url, max_retries=2), text_sample())
     assert str(reply.error).startswith("the server answers 429: ")
@@ -350,7 +350,7 @@ def test_after_the_last_retry_it_is_an_error(stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_key_that_is_refused_is_told_once_and_never_shown(
+def test_rejected_key_is_reported_once_without_value(
     stand_in: StandIn, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
@@ -370,21 +370,19 @@ def test_a_key_that_is_refused_is_told_once_and_never_shown(
     assert KEY not in str(caught.value)
 
 
-def test_a_server_that_wants_a_key_says_where_it_comes_from(stand_in: StandIn) -> None:
+def test_missing_key_error_names_the_variable(stand_in: StandIn) -> None:
     stand_in.models_status, stand_in.models = 401, {"error": {"message": "no key"}}
     with pytest.raises(ConfigError, match="requires a key, and none is in the environment variable OPENAI_API_KEY"):
         answerer(stand_in.url)
 
 
-def test_a_key_with_a_line_break_is_refused_before_it_is_sent(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_with_line_break_is_never_sent(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nx")
     with pytest.raises(ConfigError, match="^the key in OPENAI_API_KEY has characters that an HTTP header cannot hold"):
         answerer(stand_in.url)
 
 
-def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(stand_in: StandIn) -> None:
+def test_unknown_model_error_lists_available_models(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: (404, {"error": {"message": "unknown model"}})
     with pytest.raises(ConfigError) as caught:
         ask(answerer(stand_in.url, model="stand-im"), text_sample())
@@ -392,7 +390,7 @@ def test_a_model_that_the_server_does_not_have_is_told_with_those_it_has(stand_i
     assert "It has stand-in; did you mean stand-in?" in str(caught.value)
 
 
-def test_a_model_that_the_server_lists_is_not_told_as_missing(stand_in: StandIn) -> None:
+def test_listed_model_is_not_reported_as_missing(stand_in: StandIn) -> None:
     stand_in.respond = lambda path, body: (404, "Not Found")
     with pytest.raises(
         ConfigError, match=r"the server has no chat at this address \(404: Not Found\); correct server.url$"
@@ -400,9 +398,7 @@ def test_a_model_that_the_server_lists_is_not_told_as_missing(stand_in: StandIn)
         ask(answerer(stand_in.url), text_sample())
 
 
-def test_a_server_that_does_not_say_which_models_it_has_is_told_with_the_limit_of_that(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_model_list_is_reported_with_limit(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.models_seconds = 1.0
     monkeypatch.setattr(server, "CHECK_SECONDS", 0.2)
     monkeypatch.setattr(server, "FIRST_PAUSE", 0.0)
@@ -418,16 +414,14 @@ def test_a_server_that_does_not_say_which_models_it_has_is_told_with_the_limit_o
         ("a page", "it does not say which models it has$"),
     ],
 )
-def test_a_model_must_be_named_where_the_server_does_not_have_just_one(
-    stand_in: StandIn, models: Any, text: str
-) -> None:
+def test_model_is_required_unless_server_has_one(stand_in: StandIn, models: Any, text: str) -> None:
     stand_in.models = models
     with pytest.raises(ConfigError, match=text):
         answerer(stand_in.url)
     assert answerer(stand_in.url, model="b").model == "b"
 
 
-def test_a_server_that_will_not_be_told_how_to_read_clips_is_told_once(stand_in: StandIn, tmp_path: Path) -> None:
+def test_server_refusing_media_settings_ends_the_evaluation(stand_in: StandIn, tmp_path: Path) -> None:
     text = "Per-request media_io_kwargs are disabled by default"
     stand_in.respond = lambda path, body: (400, {"error": {"message": text}})
     clip = {"type": "video", "video": str(write_video(tmp_path / "v.mp4")), "nframes": 4}
@@ -439,20 +433,20 @@ def test_a_server_that_will_not_be_told_how_to_read_clips_is_told_once(stand_in:
     assert str(reply.error).startswith("the server answers 400: ")
 
 
-def test_a_server_that_is_not_there_is_told_with_its_address(stand_in: StandIn) -> None:
+def test_unreachable_server_is_reported_with_url(stand_in: StandIn) -> None:
     with pytest.raises(ConfigError) as caught:
         answerer("http://127.0.0.1:9")
     assert str(caught.value).startswith("server.url (http://127.0.0.1:9/v1): no server answers there (")
     assert "refused" in str(caught.value)
 
 
-def test_a_server_that_fails_at_the_start_is_told_with_its_status(stand_in: StandIn) -> None:
+def test_server_failing_at_startup_is_reported(stand_in: StandIn) -> None:
     stand_in.models_status, stand_in.models = 400, {"error": {"message": "not here"}}
     with pytest.raises(ConfigError, match=r"the server answers 400: .*not here"):
         answerer(stand_in.url)
 
 
-def test_a_server_that_goes_away_ends_the_evaluation(stand_in: StandIn) -> None:
+def test_server_going_away_ends_the_evaluation(stand_in: StandIn) -> None:
     server = answerer(stand_in.url)
 
     def respond(path: str, body: Any) -> None:
@@ -463,7 +457,7 @@ def test_a_server_that_goes_away_ends_the_evaluation(stand_in: StandIn) -> None:
         ask(server, *[text_sample()] * 5)
 
 
-def test_replies_that_nobody_waits_for_are_not_asked(stand_in: StandIn) -> None:
+def test_closed_replies_stop_further_requests(stand_in: StandIn) -> None:
     server = answerer(stand_in.url, concurrency=1)
     replies = server.ask(requests_of([text_sample()] * 50))
     next(replies)
@@ -481,5 +475,5 @@ def test_replies_that_nobody_waits_for_are_not_asked(stand_in: StandIn) -> None:
         ("https://h/api/v3/", "https://h/api/v3"),
     ],
 )
-def test_v1_is_meant_where_the_address_has_no_path(given: str, used: str) -> None:
+def test_v1_is_added_to_url_without_path(given: str, used: str) -> None:
     assert complete_url(given) == used

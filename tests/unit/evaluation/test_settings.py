@@ -1,4 +1,4 @@
-"""Which evaluation a folder holds, and how the model was trained."""
+"""The settings of the evaluation in a folder, and how the model was trained."""
 
 import json
 from dataclasses import asdict
@@ -28,7 +28,7 @@ def with_results(folder: Path) -> Path:
     return folder
 
 
-def test_where_nothing_was_answered_other_settings_are_taken(tmp_path: Path) -> None:
+def test_settings_may_change_before_any_answer(tmp_path: Path) -> None:
     open_run_folder(tmp_path, config(), MODEL)
     write_text(tmp_path / "robovqa" / "1.json", json.dumps([asdict(made(error="the server answers 500"))]))
     open_run_folder(tmp_path, config(evaluation={"seed": 2}), MODEL)
@@ -59,7 +59,7 @@ def test_more_questions_and_other_batches_continue(tmp_path: Path, changes: dict
     open_run_folder(with_results(tmp_path), config(**changes), MODEL)
 
 
-def test_a_source_s_own_vision_is_compared_where_both_evaluations_have_it(tmp_path: Path) -> None:
+def test_vision_of_shared_sources_is_compared(tmp_path: Path) -> None:
     def rows(name: str, fps: float) -> dict[str, Any]:
         return {"datasets": [], "sources": [{"path": f"{name}.jsonl", "vision": {"fps": fps}}]}
 
@@ -70,14 +70,14 @@ def test_a_source_s_own_vision_is_compared_where_both_evaluations_have_it(tmp_pa
         open_run_folder(tmp_path, config(**rows("a", 3.0)), MODEL)
 
 
-def test_overwriting_deletes_the_answers_of_these_data_sets_alone(tmp_path: Path) -> None:
+def test_overwriting_deletes_only_the_selected_datasets(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
     write_text(folder / "av" / "1.json", ANSWERED)
     open_run_folder(folder, config(evaluation={"overwrite": True}), MODEL)
     assert not (folder / "robovqa").exists() and (folder / "av").exists()
 
 
-def test_overwriting_some_with_other_settings_than_the_rest_deletes_nothing(tmp_path: Path) -> None:
+def test_partial_overwrite_with_new_settings_is_rejected(tmp_path: Path) -> None:
     folder = with_results(tmp_path)
     write_text(folder / "av" / "1.json", ANSWERED)
     with pytest.raises(ConfigError, match="evaluation.seed was 1 and is 2"):
@@ -109,7 +109,7 @@ def test_an_edited_scorer_is_another_one(tmp_path: Path) -> None:
         open_run_folder(folder, local, MODEL)
 
 
-def test_a_scorers_threshold_is_compared_and_was_a_half_before_there_was_a_key(tmp_path: Path) -> None:
+def test_scorer_threshold_is_compared_with_old_default(tmp_path: Path) -> None:
     local = {"scorer": "exact_match"}
     open_run_folder(tmp_path, config(evaluation=local), MODEL)
     write_text(tmp_path / "robovqa" / "1.json", ANSWERED)
@@ -145,7 +145,7 @@ def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "export/final", "checkpoints/step_2"])
-def test_a_model_of_a_run_tells_what_it_was_trained_with(tmp_path: Path, inside: str) -> None:
+def test_trained_vision_is_read_from_the_run(tmp_path: Path, inside: str) -> None:
     record = {"config": {"data": {"vision": {"nframes": 2, "fps": None}}}, "deepspeed": {}}
     (tmp_path / "config.json").write_text(json.dumps(record))
     model = tmp_path / inside

@@ -23,7 +23,7 @@ def grey_frames(count: int, height: int = 56, width: int = 168) -> np.ndarray:
     return np.random.default_rng(0).integers(60, 200, (count, height, width, 3)).astype(np.uint8)
 
 
-def test_the_frame_is_unchanged_and_the_border_is_black_but_for_the_text() -> None:
+def test_frame_is_unchanged_and_border_is_black() -> None:
     frames = grey_frames(2)
     stamped = stamp(frames, [0.0, 12.5], border=28)
     assert stamped.shape == (2, 84, 168, 3)
@@ -34,14 +34,14 @@ def test_the_frame_is_unchanged_and_the_border_is_black_but_for_the_text() -> No
     assert (border[..., 0] == border[..., 1]).all() and (border[..., 1] == border[..., 2]).all()
 
 
-def test_frames_that_the_model_takes_together_have_their_texts_side_by_side() -> None:
+def test_merged_frames_have_labels_side_by_side() -> None:
     stamped = stamp(grey_frames(4), [0.0, 0.5, 1.0, 1.5], border=28, sections=2)
     left, right = stamped[:, 56:, :84], stamped[:, 56:, 84:]
     assert [part.any() for part in left] == [True, False, True, False]
     assert [part.any() for part in right] == [False, True, False, True]
 
 
-def test_the_text_is_the_time_with_two_digits() -> None:
+def test_label_shows_time_with_two_decimals() -> None:
     frames = grey_frames(1)
     same = stamp(frames, [1.004], sections=1)
     assert np.array_equal(same, stamp(frames, [1.0], sections=1))
@@ -49,7 +49,7 @@ def test_the_text_is_the_time_with_two_digits() -> None:
 
 
 @pytest.mark.parametrize("width", [28, 56, 112])
-def test_a_text_that_is_too_wide_is_drawn_smaller(width: int) -> None:
+def test_too_wide_label_is_drawn_smaller(width: int) -> None:
     border = stamp(grey_frames(1, width=width), [1234.56])[0, 56:]
     columns = np.flatnonzero(border.any(axis=(0, 2)))
     section = width // 2
@@ -57,7 +57,7 @@ def test_a_text_that_is_too_wide_is_drawn_smaller(width: int) -> None:
     assert section * 0.7 < columns.max() - columns.min() + 1  # as large as it fits: nothing was cut off
 
 
-def test_times_count_from_the_beginning_of_the_file() -> None:
+def test_times_count_from_start_of_file() -> None:
     assert compute_frame_times({"frames_indices": [0, 10, 25], "fps": 10.0, "total_num_frames": 16}) == [0.0, 1.0, 2.5]
 
 
@@ -74,7 +74,7 @@ def question(*parts: dict) -> Sample:
     return Sample("q", [{"role": "user", "content": [*parts, {"type": "text", "text": "When?"}]}])
 
 
-def test_an_encoded_video_is_one_row_of_tokens_higher(encoders, tmp_path) -> None:
+def test_stamped_video_is_one_token_row_higher(encoders, tmp_path) -> None:
     bare, stamping = encoders
     factor = bare._get_pixel_limits("video").factor
     sample = question({"type": "video", "video": str(write_video(tmp_path / "a.mp4", 40)), "fps": 2})
@@ -90,7 +90,7 @@ def test_an_encoded_video_is_one_row_of_tokens_higher(encoders, tmp_path) -> Non
     assert len(rows) == np.prod(higher)
 
 
-def test_a_trimmed_video_shows_the_times_of_the_file(encoders, tmp_path) -> None:
+def test_trimmed_video_shows_times_of_file(encoders, tmp_path) -> None:
     path = write_video(tmp_path / "a.mp4", 60)  # 10 frames a second, each shows its number
     part = {"type": "video", "video": str(path), "nframes": 2, "video_start": 2.0, "video_end": 4.5}
     frames, _ = encoders[1].encode_prompt(question(part)).media[0]

@@ -30,7 +30,7 @@ from tests.unit.media.videos import write_video
 
 
 class ToyConfig(Qwen3VLConfig):
-    """As a release of transformers would bring it."""
+    """A configuration as a release of transformers would bring it."""
 
     model_type = "toy_vl"
 
@@ -116,7 +116,7 @@ def sample(tmp_path: Path) -> Sample:
     return Sample("7", [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}])
 
 
-def test_it_is_found_by_its_model_type_and_named_among_the_supported(toy: Family) -> None:
+def test_family_is_found_by_model_type(toy: Family) -> None:
     assert get_family("toy_vl") is toy
     with pytest.raises(CheckpointError, match=r"Toy-VL \(toy_vl\)"):
         get_family("other_vl")
@@ -127,14 +127,14 @@ def test_without_the_line_it_is_refused(tmp_path: Path) -> None:
         resolve_model(ModelConfig(path="tiny:toy_vl"), tmp_path)
 
 
-def test_its_tokens_are_refused_in_the_texts_of_rows(toy: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_family_tokens_are_rejected_in_row_texts(toy: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="</turn>"):
         check_text("red</turn>")
     monkeypatch.delitem(FAMILIES, "toy_vl")
     check_text("red</turn>")
 
 
-def test_a_conversation_is_rendered_in_its_tokens_and_seen_as_it_sees(encoder: Encoder, sample: Sample) -> None:
+def test_conversation_uses_family_tokens_and_vision(encoder: Encoder, sample: Sample) -> None:
     encoded = encoder.encode(sample)
     text = encoder.processor.tokenizer.decode(encoded.input_ids)
     assert text.startswith("<turn>system\nBe a toy.</turn>\n<turn>user\n<see><pic>")
@@ -146,14 +146,14 @@ def test_a_conversation_is_rendered_in_its_tokens_and_seen_as_it_sees(encoder: E
     assert encoded.mm_kwargs["pixel_values"].shape[1] == 3 * 2 * 8 * 8
 
 
-def test_a_message_that_holds_its_tokens_is_refused(encoder: Encoder, sample: Sample) -> None:
+def test_message_with_family_tokens_is_rejected(encoder: Encoder, sample: Sample) -> None:
     question = [{"role": "user", "content": "<turn>system"}, *sample.messages[1:]]
     with pytest.raises(DataError, match="special token '<turn>'"):
         encoder.encode(replace(sample, messages=question))
 
 
 @pytest.mark.parametrize(("kind", "placeholder"), [("image", "<pic>"), ("video", "<clip>")])
-def test_dummies_of_idle_ranks_stand_between_its_marks(encoder: Encoder, kind: Any, placeholder: str) -> None:
+def test_dummies_are_enclosed_in_family_marks(encoder: Encoder, kind: Any, placeholder: str) -> None:
     text = encoder.processor.tokenizer.decode(encoder.build_dummy(kind).input_ids)
     assert text.startswith("<see>") and text.endswith("</see>") and placeholder in text
 
@@ -164,7 +164,7 @@ def test_its_media_tokens_are_never_sampled(encoder: Encoder, toy: Family) -> No
     assert set(banned) == {"<pic>", "<clip>", "<see>", "</see>"}
 
 
-def test_its_model_trains_and_its_flops_are_counted(folder: Path, encoder: Encoder, sample: Sample) -> None:
+def test_family_model_trains_and_counts_flops(folder: Path, encoder: Encoder, sample: Sample) -> None:
     model = load_model(folder, dtype=torch.float32)
     batch = collate([encoder.encode(sample)], pad_id=encoder.pad_id)
     logprobs = Policy(model)(batch)

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("cosmos3_omni", tmp_path_factory.mktemp("models") / "cosmos3")
 
 
-def test_names_lead_there_and_back() -> None:
+def test_renaming_tensors_round_trips() -> None:
     for published, in_memory in NAMES.items():
         assert FAMILY.rename(published) == in_memory
         assert FAMILY.to_exported_name(in_memory) == published
@@ -71,7 +71,7 @@ def test_names_lead_there_and_back() -> None:
         "action_modality_embed",
     ],
 )
-def test_the_generator_s_tensors_are_left_where_they_are(name: str) -> None:
+def test_generator_tensors_are_not_loaded(name: str) -> None:
     assert FAMILY.rename(name) is None
 
 
@@ -83,7 +83,7 @@ def test_nothing_else_may_be_in_the_files(folder: Path, tmp_path: Path) -> None:
         load_model(tmp_path / "more", dtype=torch.float32)
 
 
-def test_weights_may_be_in_the_folders_of_the_published_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_weights_load_from_published_folder_layout(folder: Path, tmp_path: Path) -> None:
     published = tmp_path / "published"
     shutil.copytree(folder, published, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = load_file(folder / "model.safetensors")
@@ -98,7 +98,7 @@ def test_weights_may_be_in_the_folders_of_the_published_checkpoint(folder: Path,
     assert all(result[name].equal(expected[name]) for name in expected)
 
 
-def test_rows_of_all_media_get_the_log_probabilities_that_transformers_gives(folder: Path, tmp_path: Path) -> None:
+def test_mixed_media_logprobs_match_transformers(folder: Path, tmp_path: Path) -> None:
     """Its own positions, one sample at a time; ours packed, padded, and with an answer that shares its prompt."""
     rows = write_mixed_rows(tmp_path, 4)
     config = SFTConfig.model_validate({"data": {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}})

@@ -30,7 +30,7 @@ def test_family_is_found_by_model_type(model_type: str) -> None:
         ("model.language_model.norm.weight", "model.language_model.norm.weight"),
     ],
 )
-def test_qwen2_5_names_of_either_kind_become_those_in_memory(published: str, in_memory: str) -> None:
+def test_qwen2_5_names_map_to_memory_names(published: str, in_memory: str) -> None:
     assert FAMILIES["qwen2_5_vl"].rename(published) == in_memory
 
 

@@ -1,4 +1,4 @@
-"""Models that read text alone go through the same door: rows, rows of segments, positions, drawing."""
+"""Text-only models use the same interface: rows, rows of segments, positions, sampling."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_row_with_an_image_is_refused(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
-def test_a_packed_row_gives_what_padded_rows_give(folder: Path, encoder: Encoder, attention: str) -> None:
+def test_packed_row_matches_padded_rows(folder: Path, encoder: Encoder, attention: str) -> None:
     samples = [encoder.encode(sample("What colour? " * n, "red " * n + "!")) for n in range(1, 6)]
     expected = Policy(load_model(folder, dtype=torch.float32, attention="sdpa"))(collate(samples, pad_id=0))
     policy = Policy(load_model(folder, dtype=torch.float32, attention=attention))(pack(samples))
@@ -63,7 +63,7 @@ def test_ranks_without_rows_need_no_media(encoder: Encoder) -> None:
     assert batch.mm_kwargs == {} and len(batch.targets) == 0
 
 
-def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, encoder: Encoder) -> None:
+def test_sampled_probabilities_match_training_probabilities(folder: Path, encoder: Encoder) -> None:
     from dsreason.train.grpo.rollouts import Rollout, build_training_sample
 
     tokenizer = load_processor(folder).tokenizer
@@ -80,14 +80,14 @@ def test_what_is_drawn_has_the_probability_that_training_gives_it(folder: Path, 
     assert logprobs.tolist() == pytest.approx(drawn, abs=1e-5)
 
 
-def test_adapters_go_into_its_layers_and_not_into_a_tower_it_has_not(folder: Path) -> None:
+def test_adapters_cover_layers_and_vision_is_rejected(folder: Path) -> None:
     model = load_model(folder, dtype=torch.float32)
     assert len(find_adapted_layers(model, LoRAConfig(rank=4))) == 2 * 7
     with pytest.raises(ConfigError, match=r"lora\.vision is true, but Qwen.* has no vision tower"):
         find_adapted_layers(model, LoRAConfig(rank=4, vision=True))
 
 
-def test_a_folder_without_a_chat_template_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_without_chat_template_is_rejected(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -25,7 +25,7 @@ from dsreason.secrets import hide_in_json, hide_secrets, mask_credentials
         ("hub:user/name/runs/7@try/two", HubAddress("user/name", "runs/7", "try/two")),
     ],
 )
-def test_a_target_is_taken_apart_and_put_together(text: str, expected: UploadAddress) -> None:
+def test_target_round_trips_through_text(text: str, expected: UploadAddress) -> None:
     assert parse_target(text) == expected
     assert str(expected) == text.rstrip("/")
 
@@ -51,7 +51,7 @@ def test_names_are_joined_below_an_address() -> None:
         ("gs://bucket/a", "write s3://bucket/prefix or hub:user/name"),
     ],
 )
-def test_what_is_no_target_says_what_to_write(text: str, message: str) -> None:
+def test_invalid_target_error_explains_expected_form(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is looked at)
         parse_target(text)
     assert message in str(caught.value)
@@ -68,14 +68,14 @@ def test_what_is_no_target_says_what_to_write(text: str, message: str) -> None:
         "hub:hf_sentinel@user/name",
     ],
 )
-def test_keys_in_a_target_are_refused_and_not_shown(text: str) -> None:
+def test_keys_in_target_are_rejected_and_hidden(text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         parse_target(text)
     assert "sentinel" not in str(caught.value)
     assert "senti/nel" not in str(caught.value)
 
 
-def test_keys_in_an_address_to_read_are_refused_and_not_shown() -> None:
+def test_keys_in_s3_uri_rejected_and_hidden() -> None:
     with pytest.raises(ValueError, match="an address must not contain keys") as caught:
         parse_s3("s3://AKIAKEY:sentinel@bucket/a")
     assert "sentinel" not in str(caught.value)
@@ -89,12 +89,12 @@ def test_secrets_of_the_environment_are_hidden(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["REMOTE_REWARD_TOKEN", "WFM_REWARD_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"])
-def test_every_token_is_hidden_in_lists_and_tables_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_tokens_are_hidden_in_lists_and_tables(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "sentinel")
     assert hide_in_json({"a": ["--set", "b=sentinel"], "n": 1}) == {"a": ["--set", f"b=<{name}>"], "n": 1}
 
 
-def test_a_value_that_would_be_found_everywhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_value_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     assert hide_secrets("/data/tests") == "/data/tests"
 
@@ -122,11 +122,11 @@ def test_secrets_of_a_known_form_are_hidden(text: str, shown: str) -> None:
         ("s3://bucket/a@b", "s3://bucket/a@b"),
     ],
 )
-def test_credentials_in_addresses_are_hidden_and_nothing_else(text: str, shown: str) -> None:
+def test_only_credentials_are_hidden_in_urls(text: str, shown: str) -> None:
     assert mask_credentials(text) == shown
 
 
-def test_the_configuration_checks_where_to_upload() -> None:
+def test_config_checks_upload_targets() -> None:
     assert CheckpointConfig(upload="s3://bucket/run/").upload == "s3://bucket/run"
     with pytest.raises(ValueError, match="is not an upload target"):
         CheckpointConfig(upload="bucket/run/x")
@@ -164,7 +164,7 @@ def targets_of(upload: object, **settings: object) -> list[tuple[str, str, tuple
         ),
     ],
 )
-def test_each_target_has_its_own_settings_else_the_common_ones_else_those_of_its_kind(
+def test_target_settings_override_common_ones_and_defaults(
     upload: object, settings: dict[str, object], expected: list[tuple[str, str, tuple[str, ...]]]
 ) -> None:
     assert targets_of(upload, **settings) == expected
@@ -180,11 +180,11 @@ def test_each_target_has_its_own_settings_else_the_common_ones_else_those_of_its
         ({"every": 0, "last": False, "keep_best": False}, False),
     ],
 )
-def test_a_run_without_checkpoints_is_one_that_saves_none_of_them(settings: dict[str, object], saves: bool) -> None:
+def test_config_saves_unless_every_checkpoint_is_disabled(settings: dict[str, object], saves: bool) -> None:
     assert CheckpointConfig.model_validate(settings).saves is saves
 
 
-def test_checkpoints_that_are_never_written_are_nothing_to_upload() -> None:
+def test_upload_of_unwritten_checkpoints_is_rejected() -> None:
     none = {"every": 0, "last": False, "keep_best": False, "upload_include": ["checkpoint"]}
     with pytest.raises(ValueError, match="leaves nothing to upload"):
         targets_of("s3://bucket", **none)
@@ -204,7 +204,7 @@ def test_checkpoints_that_are_never_written_are_nothing_to_upload() -> None:
         ("export_keep=0", "checkpoint.export_keep: 0 would delete each one as soon as it is written"),
     ],
 )
-def test_a_wrong_target_is_named_by_its_place(option: str, message: str) -> None:
+def test_wrong_target_error_names_its_key(option: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(SFTConfig, None, [f"checkpoint.{option}"], default_recipe="builtin_sft.toml")
     assert message in str(caught.value)
@@ -218,7 +218,7 @@ def test_a_refused_set_option_shows_no_key(where: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["path", "media_path"])
-def test_a_data_address_that_is_not_in_s3_is_refused_for_every_adapter(key: str) -> None:
+def test_data_url_outside_s3_is_rejected(key: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.{key}: https://…@host/x is an address") as caught:
         open_source(SourceConfig(adapter="local_labels", **{key: "https://me:sentinel@host/x"}))
     assert "sentinel" not in str(caught.value)

@@ -24,7 +24,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, content: str | bytes, exp
     assert names(tmp_path) == ["a.json"]
 
 
-def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_block_leaves_only_old_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("old")
     with pytest.raises(ZeroDivisionError), open_draft(tmp_path / "a.json") as draft:
         draft.write_text("half")
@@ -33,14 +33,14 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert names(tmp_path) == ["a.json"]
 
 
-def test_two_drafts_of_one_file_are_apart_and_the_last_stays(tmp_path: Path) -> None:
+def test_concurrent_drafts_are_separate_and_last_wins(tmp_path: Path) -> None:
     with open_draft(tmp_path / "a") as first, open_draft(tmp_path / "a") as second:
         first.write_text("first")
         second.write_text("second")
     assert (tmp_path / "a").read_text() == "first"
 
 
-def test_of_many_one_builds_and_all_get_the_folder(tmp_path: Path) -> None:
+def test_one_thread_builds_and_all_get_folder(tmp_path: Path) -> None:
     built = []
 
     def build(partial: Path) -> None:
@@ -55,14 +55,12 @@ def test_of_many_one_builds_and_all_get_the_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "cache") == ["folder"]
 
 
-def test_what_another_process_has_built_meanwhile_is_not_built_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_built_meanwhile_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic.fcntl, "flock", lambda lock, how: (tmp_path / "folder").mkdir())
     assert build_once(tmp_path / "folder", lambda partial: pytest.fail("built")) == tmp_path / "folder"
 
 
-def test_a_build_that_fails_leaves_no_folder_and_goes_on_with_what_it_has(tmp_path: Path) -> None:
+def test_failed_build_leaves_no_folder_and_resumes(tmp_path: Path) -> None:
     def build(partial: Path) -> None:
         if partial.exists():
             return

@@ -1,4 +1,4 @@
-"""Where caches lie."""
+"""Locations of the caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = ("DSREASON_CACHE", "COSMOS_CACHE", "XDG_CACHE_HOME")
         ({"DSREASON_CACHE": "/own"}, "/own", "/own"),
     ],
 )
-def test_cosmos_cache_names_the_folder_of_all_caches_and_dsreason_cache_another_for_all_but_media(
+def test_cache_variables_choose_cache_and_media_folders(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], caches: str, media: str
 ) -> None:
     for name in VARIABLES:

@@ -54,7 +54,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_folder_is_free_again_after_the_block(tmp_path: Path) -> None:
+def test_folder_is_released_after_the_block(tmp_path: Path) -> None:
     for _ in range(2):
         with FolderLock(pytest.fail) as folder_lock:
             folder_lock.take(tmp_path)
@@ -62,7 +62,7 @@ def test_a_folder_is_free_again_after_the_block(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lock_of_a_running_process_names_it_and_stays(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+def test_running_holder_is_named_and_keeps_lock(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
     file = write_lock(tmp_path, holder_of(other.pid))
     expected = f"{tmp_path}: is in use by process {other.pid} on {socket.gethostname()} (since "
     assert refused(tmp_path).startswith(expected)
@@ -73,7 +73,7 @@ def test_the_lock_of_a_running_process_names_it_and_stays(tmp_path: Path, other:
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "its exit code is left"])
-def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.Popen[bytes], reaped: bool) -> None:
+def test_lock_of_killed_process_is_void(tmp_path: Path, other: subprocess.Popen[bytes], reaped: bool) -> None:
     write_lock(tmp_path, holder_of(other.pid))
     os.kill(other.pid, signal.SIGKILL)
     if reaped:
@@ -86,7 +86,7 @@ def test_the_lock_of_a_killed_process_is_void(tmp_path: Path, other: subprocess.
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_another_process_of_the_same_number_does_not_hold_a_lock(tmp_path: Path) -> None:
+def test_reused_process_id_holds_no_lock(tmp_path: Path) -> None:
     write_lock(tmp_path, replace(describe_process(), started="1"))
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.take(tmp_path)
@@ -103,7 +103,7 @@ LOCKS: dict[str, str | dict[str, object]] = {
 
 
 @pytest.mark.parametrize("kind", LOCKS)
-def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: str) -> None:
+def test_untouched_lock_expires(tmp_path: Path, kind: str) -> None:
     file, content = tmp_path / ".lock", LOCKS[kind]
     file.write_text(content if isinstance(content, str) else json.dumps(asdict(describe_process()) | content))
     with FolderLock(pytest.fail) as folder_lock:
@@ -113,7 +113,7 @@ def test_a_lock_that_nobody_touches_is_void_after_a_while(tmp_path: Path, kind: 
         }
 
 
-def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_job_does_not_wait_for_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STALE_AFTER_S", 60)
     write_lock(tmp_path, replace(describe_process(), machine="another"))
     stopped = pytest.raises(
@@ -123,7 +123,7 @@ def test_a_job_that_is_asked_to_stop_does_not_wait_for_another(tmp_path: Path, m
         folder_lock.take(tmp_path)
 
 
-def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) -> None:
+def test_fresh_remote_lock_is_respected(tmp_path: Path) -> None:
     file = write_lock(tmp_path, replace(describe_process(), host="node-7", machine="another", pid=99))
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.content = file.read_text()
@@ -131,7 +131,7 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path) 
         assert "is in use by process 99 on node-7" in refused(tmp_path)
 
 
-def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path: Path) -> None:
+def test_ending_remote_job_frees_the_folder(tmp_path: Path) -> None:
     file = write_lock(tmp_path, replace(describe_process(), machine="another"))
     threading.Timer(0.2, file.unlink).start()
     with FolderLock(pytest.fail) as folder_lock:
@@ -139,7 +139,7 @@ def test_a_job_on_another_machine_that_ends_meanwhile_leaves_the_folder(tmp_path
 
 
 @pytest.mark.parametrize("left", ["nothing", "of a killed job"])
-def test_of_many_at_once_one_gets_the_folder(tmp_path: Path, left: str) -> None:
+def test_only_one_concurrent_job_gets_folder(tmp_path: Path, left: str) -> None:
     if left != "nothing":
         write_lock(tmp_path, replace(describe_process(), started="1"))
     locks = [FolderLock(pytest.fail) for _ in range(8)]
@@ -157,7 +157,7 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path: Path, left: str) -> None:
         custom.__exit__()
 
 
-def test_a_job_that_another_one_took_for_gone_is_told_and_leaves_the_lock(tmp_path: Path) -> None:
+def test_displaced_job_is_warned_and_leaves_lock(tmp_path: Path) -> None:
     lost: list[str] = []
     with FolderLock(lambda error: lost.append(str(error))) as folder_lock:
         folder_lock.take(tmp_path)

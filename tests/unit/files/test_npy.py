@@ -1,4 +1,4 @@
-"""Arrays from others: what is no array of plain numbers is a ValueError, whatever its header says."""
+"""Arrays from others: anything but an array of plain numbers is a ValueError, whatever its header contains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def described(shape: str) -> str:
 
 
 @pytest.mark.parametrize("fortran", [False, True])
-def test_an_array_is_read_as_numpy_wrote_it(fortran: bool) -> None:
+def test_array_is_read_as_numpy_wrote_it(fortran: bool) -> None:
     array = np.arange(24, dtype=">i2").reshape(2, 3, 4)
     file = io.BytesIO()
     np.save(file, np.asfortranarray(array) if fortran else array)
@@ -45,6 +45,6 @@ def test_an_array_is_read_as_numpy_wrote_it(fortran: bool) -> None:
         b"\x93NUMPY\x03\x00",
     ],
 )
-def test_whatever_else_is_sent_is_a_value_error(content: bytes) -> None:
+def test_malformed_array_is_rejected(content: bytes) -> None:
     with pytest.raises(ValueError, match="array"):
         read_npy(content)

@@ -61,7 +61,7 @@ class Hostile:
 @pytest.mark.parametrize(
     "function", [os.system, subprocess.check_output, eval, __import__, getattr, np.load, torch.load, open, type]
 )
-def test_a_hostile_pickle_runs_nothing_and_is_named(tmp_path: Path, function: Any, protocol: int) -> None:
+def test_hostile_pickle_is_rejected_without_execution(tmp_path: Path, function: Any, protocol: int) -> None:
     mark = tmp_path / "ran"
     file = write(tmp_path, pickle.dumps([EMBEDDING, Hostile(function, f"touch {mark}")], protocol=protocol))
     with pytest.raises(
@@ -117,7 +117,7 @@ def objects_passed_off_as_numbers() -> bytes:
         pickle.dumps(torch.zeros(2)),
     ],
 )
-def test_anything_else_is_a_data_error_and_leaves_nothing(tmp_path: Path, content: bytes) -> None:
+def test_unsupported_pickle_is_rejected_without_leftovers(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match="x.pickle: "):
         convert_pickle(write(tmp_path, content), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["x.pickle"]
@@ -135,7 +135,7 @@ def memo(opcode: bytes, index: int) -> bytes:
         hand_made(b"\x96", (2**28).to_bytes(8, "little"), b"x"),  # BYTEARRAY8
     ],
 )
-def test_a_small_file_takes_no_memory_while_it_is_read(
+def test_memory_bomb_is_rejected_before_loading(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PlainUnpickler, "load", lambda self: pytest.fail("loaded"))
@@ -150,7 +150,7 @@ def doubled(value: object, times: int) -> object:
 
 
 @pytest.mark.parametrize("value", [doubled([], 40), doubled("x" * 5000, 12), doubled(np.zeros(5000, np.uint8), 12)])
-def test_a_small_file_does_not_become_a_large_one(tmp_path: Path, value: object) -> None:
+def test_small_pickle_that_expands_is_rejected(tmp_path: Path, value: object) -> None:
     """A pickle holds a list, text or array once, however often it is used."""
     content = pickle.dumps(value)
     assert len(content) < 10_000

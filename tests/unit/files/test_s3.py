@@ -57,7 +57,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     return made
 
 
-def test_a_folder_has_the_objects_of_every_page_without_its_marks(client: Client) -> None:
+def test_listing_spans_pages_and_omits_folder_markers(client: Client) -> None:
     objects = s3.list_objects(S3Address("bucket", "clips"))
     assert {name: source.address.key for name, source in objects.items()} == {
         "a.mp4": "clips/a.mp4",
@@ -65,26 +65,26 @@ def test_a_folder_has_the_objects_of_every_page_without_its_marks(client: Client
     }
 
 
-def test_a_page_that_is_refused_is_asked_for_again_without_those_before_it(client: Client) -> None:
+def test_only_rejected_page_is_requested_again(client: Client) -> None:
     s3.list_objects(S3Address("bucket", "clips"))
     assert client.listed == ["0", "1", "1", "2"]
 
 
-def test_a_fetch_that_was_cut_goes_on_where_it_was(client: Client, tmp_path: Path) -> None:
+def test_interrupted_fetch_resumes_at_last_byte(client: Client, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(CONTENT[:3])
     s3.read_into(s3.find_object(S3Address("bucket", "a")), tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == CONTENT
     assert client.ranges == ["bytes=3-6", "bytes=7-9"]
 
 
-def test_what_came_short_is_asked_for_again(client: Client, tmp_path: Path) -> None:
+def test_short_part_is_requested_again(client: Client, tmp_path: Path) -> None:
     client.given = [4, 2, 4, 4]
     s3.read_into(s3.find_object(S3Address("bucket", "a")), tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == CONTENT
     assert client.ranges == ["bytes=0-3", "bytes=4-7", "bytes=4-7", "bytes=8-9"]
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_an_error(client: Client, tmp_path: Path) -> None:
+def test_object_replaced_during_read_is_rejected(client: Client, tmp_path: Path) -> None:
     source = s3.find_object(S3Address("bucket", "a"))
     client.etag = '"b"'
     with pytest.raises(StorageError, match="it was changed while it was being read"):

@@ -1,4 +1,4 @@
-"""Which keys, endpoint and region boto3 gets: AWS's variables, or those of cosmos-rl's recipes."""
+"""Keys, endpoint and region that boto3 gets: from AWS's variables, or from those of cosmos-rl's recipes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EMPTY = {name: "" for name in NAMES if name != "AWS_PROFILE"}  # boto3 itself lo
         ({**COSMOS, "PROD_S3_CHECKPOINT_REGION_NAME": ""}, "https://store", None, ("key", "secret")),
     ],
 )
-def test_cosmos_variables_are_read_where_aws_names_no_keys(
+def test_cosmos_variables_apply_without_aws_keys(
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     endpoint: str,
@@ -74,9 +74,7 @@ def test_half_of_the_keys_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_password_in_an_address_is_refused_by_the_name_of_its_variable(
-    monkeypatch: pytest.MonkeyPatch, variable: str, keys: str
-) -> None:
+def test_password_in_endpoint_url_is_rejected(monkeypatch: pytest.MonkeyPatch, variable: str, keys: str) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "https://user:hush@store")

@@ -1,6 +1,6 @@
-"""Every test here runs in a folder `here`, beside a folder `outside` that it must leave alone.
+"""Fixtures that run every test here in a folder `here`, beside a folder `outside` that it must not touch.
 
-| what is attacked | where it is tested |
+| what is attacked | tests |
 |---|---|
 | 1 code in the current folder | test_surroundings, test_rows, test_weights, integration/test_current_folder |
 | 2 local data that lead elsewhere | test_own_files, test_rows, test_archives |
@@ -8,9 +8,9 @@
 | 4 media that cost more than they are worth | test_media_time, test_images, test_videos |
 | 5 limits of the machine | test_machine_limits, test_small_files, unit/data/test_loader |
 | 6 signals | test_surroundings, unit/job, integration/test_stopping |
-| 7 locks, markers and states that are no files | test_small_files |
+| 7 locks, markers and states that are not regular files | test_small_files |
 | 8 the terminal and the logs | test_terminal, test_machine_limits, test_surroundings |
-| 9 mistakes of people | test_configurations, test_model_folders, test_surroundings, test_small_files |
+| 9 user mistakes | test_configurations, test_model_folders, test_surroundings, test_small_files |
 | 10 files of a run | test_checkpoints, test_links, test_clock |
 | 10 processes | unit/rewards/test_scoring, unit/job, integration/test_kills |
 | 10 regular expressions | test_long_texts, test_regular_expressions |

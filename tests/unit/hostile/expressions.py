@@ -33,7 +33,7 @@ LOCAL = {
     "thousands": ",",
     "marks": r"(?<!\w)[(\[](A|B)[)\]]|\b(?:option|choice)\s+(A|B)\b",
 }
-"""What variables may hold where an expression is made of them."""
+"""Values that variables may hold in expressions made of them."""
 SAMPLES = "a1 A\n-.,([{\"'\\/_*:<é"
 """Characters to choose from where an expression takes one of a set."""
 LENGTH, CPU_SECONDS = 20_000, 0.2
@@ -45,7 +45,7 @@ OF_MARKED_TEXT = ("mentions.py: MARKED", "mentions.py: is_denied")
 """Read texts in which each « is one of ours."""
 VARIANTS, LONGEST_PIECE, MOST_HEADS, MOST_TEXTS = 2, 4, 3, 45
 METHODS = {name: {"fullmatch"} for name in ("AGIBOT", "HOLOASSIST", "BRIDGE")}
-"""Of expressions that are kept under several names."""
+"""Methods of expressions that are kept under several names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Use:
     pattern: re.Pattern[Any]
 
     def read(self, text: str) -> None:
-        """As the source does, to the end."""
+        """Read the text as the source does, to the end."""
         value = text.encode("latin-1", "replace") if isinstance(self.pattern.pattern, bytes) else text
         if self.method in ("match", "fullmatch", "search"):
             getattr(self.pattern, self.method)(value)
@@ -65,7 +65,7 @@ class Use:
 
 
 def slow_text(use: Use) -> str:
-    """One that it takes too long for; "" if there is none."""
+    """Return a text that takes the expression too long; "" if none does."""
     for text in texts(use.pattern, SHORT.get(use.place.split()[-1], LENGTH)):
         if use.place.endswith(OF_PLAIN_TEXT):
             text = re.sub(r"(\s)\s+", r"\1", text)
@@ -79,7 +79,10 @@ def slow_text(use: Use) -> str:
 
 
 def uses() -> list[Use]:
-    """Every expression with each method that it is used with; `finditer`, which does most, where that is not seen."""
+    """Return every expression with each method that it is used with.
+
+    The method is `finditer`, which does most, if the code does not show it.
+    """
     files = [*ROOT.glob("dsreason/**/*.py"), *ROOT.glob("data_adapters/*.py")]
     trees = {file: ast.parse(file.read_text()) for file in sorted(files) if file.name != "__main__.py"}
     modules = {file: imported(file) for file, tree in trees.items() if imports_re(tree)}
@@ -90,7 +93,7 @@ def uses() -> list[Use]:
 
 
 def kept(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iterator[Use]:
-    """What `re.compile` made, wherever it was put."""
+    """Yield the uses of everything that `re.compile` made, in any place."""
     local = {file: methods_by_name([tree]) for file, tree in trees.items()}
     anywhere = methods_by_name(trees.values())
     values = [(file, name, value) for file, module in modules.items() for name, value in vars(module).items()]
@@ -103,7 +106,7 @@ def kept(modules: dict[Path, ModuleType], trees: dict[Path, ast.Module]) -> Iter
 
 
 def of_families() -> Iterator[Use]:
-    """Which rename the tensors of checkpoints."""
+    """Yield the uses of expressions that rename the tensors of checkpoints."""
     for family in FAMILIES.values():
         rules = [rule for rule, _ in (*family.renames, *family.published)]
         for pattern in (*family.others, *rules):
@@ -174,7 +177,10 @@ def value_of(node: ast.expr, module: ModuleType) -> Any:
 
 
 def texts(pattern: re.Pattern[Any], length: int) -> Iterator[str]:
-    """What any piece of the expression takes, again and again, perhaps behind its beginning, and then something else."""
+    """Yield texts that repeat what a piece of the expression matches, and then go on with something else.
+
+    The beginning of the expression may come first.
+    """
     flags = pattern.flags & ~re.UNICODE if isinstance(pattern.pattern, bytes) else pattern.flags
     tree = parser.parse(pattern.pattern, flags)
     heads = sorted({sample(tree[:i], 1) for i in range(len(tree) + 1)}, key=len)[:MOST_HEADS]

@@ -36,9 +36,10 @@ def refused(function: Callable[[], object], error: type[DsReasonError], *words: 
 
 
 def guarded(function: Callable[[], T]) -> T:
-    """What `function` returns or raises in a forked child with limits on processor time and memory.
+    """Run `function` in a forked child with limits on processor time and memory; return or raise what it does.
 
-    AssertionError if it hits a limit, dies by a signal or raises anything but a `DsReasonError`.
+    Raises:
+    AssertionError: It hits a limit, dies by a signal or raises anything but a `DsReasonError`.
     """
     reader, writer = os.pipe()
     child = os.fork()

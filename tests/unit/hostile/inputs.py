@@ -16,7 +16,7 @@ from typing import Any
 
 
 def damaged(content: bytes, chance: random.Random, most: int = 20) -> bytes:
-    """With up to `most` bytes changed."""
+    """Return the content with up to `most` bytes changed."""
     changed = bytearray(content)
     for _ in range(chance.randint(1, most)):
         changed[chance.randrange(len(changed))] = chance.randrange(256)
@@ -114,7 +114,7 @@ SAMPLE_TABLE = (b"moov", b"trak", b"mdia", b"minf", b"stbl")
 
 
 def box_start(mp4: bytes, path: Sequence[bytes]) -> int:
-    """Where the box at `path` begins: its size, then its name."""
+    """Return the offset of the box at `path`; the box begins with its size and then its name."""
     position = 0
     for name in path:
         while mp4[position + 4 : position + 8] != name:
@@ -124,7 +124,7 @@ def box_start(mp4: bytes, path: Sequence[bytes]) -> int:
 
 
 def edited(mp4: bytes, path: Sequence[bytes], offset: int, layout: str, *values: int) -> bytes:
-    """With numbers written over the box at `path`, `offset` bytes from its beginning."""
+    """Return the file with numbers written over the box at `path`, `offset` bytes from its beginning."""
     changed = bytearray(mp4)
     struct.pack_into(layout, changed, box_start(mp4, path) + offset, *values)
     return bytes(changed)

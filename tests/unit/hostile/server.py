@@ -1,4 +1,4 @@
-"""A server that misbehaves: what it does with a connection once the request is there."""
+"""A server that misbehaves on a connection once the request has arrived."""
 
 from __future__ import annotations
 

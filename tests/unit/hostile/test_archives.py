@@ -149,7 +149,7 @@ def test_strange_names_stay_inside(here: Path, content: bytes, names: list[str])
     assert sorted(listing(here / "folder")) == names
 
 
-def test_a_refused_archive_is_not_taken_from_the_cache(here: Path) -> None:
+def test_rejected_archive_is_never_cached(here: Path) -> None:
     (here / "a.tar").write_bytes(tar_of(member("a", b"x"), member("../outside/new", b"x")))
     for _ in range(2):
         with pytest.raises(DataError, match="outside the destination"):
@@ -175,7 +175,7 @@ def test_random_damage_is_an_error_or_harmless(here: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["." + "x" * 5000, ".a\0b", "./../x", ". png"])
-def test_the_ending_of_embedded_media_may_be_anything(here: Path, suffix: str) -> None:
+def test_embedded_media_accept_any_suffix(here: Path, suffix: str) -> None:
     file = guarded(lambda: write_embedded(b"content", suffix))
     assert file.parent.parent == here / "cache" / "media" and file.suffix == ""
     assert file.read_bytes() == b"content"
@@ -186,7 +186,7 @@ def test_embedded_media_must_be_bytes() -> None:
 
 
 @pytest.mark.parametrize(("trouble", "reason"), [("full", "No space left"), ("read-only", "Read-only file system")])
-def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
+def test_embedded_media_are_removed_after_disk_error(
     here: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, reason: str
 ) -> None:
     with small_disk(here / "disk") as disk:
@@ -202,9 +202,7 @@ def test_embedded_media_on_a_bad_disk_are_told_and_leave_nothing(
 
 
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_bad_disk_is_not_the_archive_s_fault_and_keeps_nothing_of_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_unpacking_cleans_up_after_disk_error(here: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     (here / "clips.tar").write_bytes(tar_of(member("1.mp4", bytes(2_000_000))))
     with small_disk(here / "disk") as disk:
         monkeypatch.setenv("COSMOS_CACHE", str(disk))
@@ -215,6 +213,6 @@ def test_a_bad_disk_is_not_the_archive_s_fault_and_keeps_nothing_of_it(
         assert not list(disk.rglob("*.mp4"))
 
 
-def test_a_folder_is_no_archive(here: Path) -> None:
+def test_folder_is_rejected_as_archive(here: Path) -> None:
     (here / "folder.tar").mkdir()
     refused(lambda: extract(here / "folder.tar", here / "new"), DataError, "folder.tar", "Is a directory")

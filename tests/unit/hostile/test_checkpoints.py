@@ -107,7 +107,7 @@ class Evaluated:
 @pytest.mark.parametrize("planted", [Planted, Called, Evaluated])
 @pytest.mark.parametrize("file", [OPTIMIZER, MODEL])
 @pytest.mark.parametrize("old", [False, True], ids=["zip", "the older format"])
-def test_planted_code_is_not_run(checkpoint: Path, executed: Path, file: str, planted: type, old: bool) -> None:
+def test_planted_code_is_not_executed(checkpoint: Path, executed: Path, file: str, planted: type, old: bool) -> None:
     path = checkpoint / file.format(1)
     torch.save({"optimizer_state_dict": planted()}, path, _use_new_zipfile_serialization=not old)
     refused(lambda: tensors(checkpoint), CheckpointError, str(path), "cannot be read")
@@ -156,7 +156,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_does_not_fit_is_named(checkpoint: Path, name: str) -> None:
+def test_file_that_does_not_fit_is_named(checkpoint: Path, name: str) -> None:
     spoil, words = FILES[name]
     spoil(checkpoint)
     refused(lambda: tensors(checkpoint), CheckpointError, *words)
@@ -263,14 +263,14 @@ def test_a_state_of_another_kind_is_named(checkpoint: Path, saved: dict[str, Any
         ({"state": {"step": "x"}}, ["state.step is 'x'"]),
     ],
 )
-def test_a_wrong_value_in_a_state_is_named(
+def test_wrong_value_in_state_is_named(
     checkpoint: Path, saved: dict[str, Any], change: dict[str, Any], words: list[str]
 ) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(saved | change))
     refused(lambda: read_state(checkpoint), CheckpointError, str(checkpoint / "trainer_state.json"), *words)
 
 
-def test_a_state_with_all_that_a_run_writes_is_read(checkpoint: Path, saved: dict[str, Any]) -> None:
+def test_complete_state_is_read(checkpoint: Path, saved: dict[str, Any]) -> None:
     scores = {"best_metric": float("nan"), "best_name": "loss", "best_step": 3, "extra": {"a": [1]}}
     for state in (asdict(TrainerState()), {"step": 4, "epoch": 1, "consumed_samples": 8, **scores}):
         (checkpoint / "trainer_state.json").write_text(json.dumps(saved | {"ranks": [1], "state": state}))
@@ -278,13 +278,13 @@ def test_a_state_with_all_that_a_run_writes_is_read(checkpoint: Path, saved: dic
 
 
 @pytest.mark.parametrize("name", [".saving_step_2", ".saving_step_x", ".saving_step_01"])
-def test_what_was_being_saved_under_the_name_of_another_step_is_thrown_away(checkpoint: Path, name: str) -> None:
+def test_partial_checkpoint_of_other_step_is_deleted(checkpoint: Path, name: str) -> None:
     partial = checkpoint.rename(checkpoint.with_name(name))
     assert guarded(lambda: finish_interrupted(partial.parent)) == []
     assert not partial.exists()
 
 
-def test_a_state_without_parameters_is_not_exported(checkpoint: Path, saved: dict[str, Any], here: Path) -> None:
+def test_state_without_parameters_is_not_exported(checkpoint: Path, saved: dict[str, Any], here: Path) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(saved | {"parameters": {}}))
     write_marker(checkpoint)
     refused(lambda: export_checkpoint(checkpoint, here / "exported"), CheckpointError, "names no parameters")
@@ -292,7 +292,7 @@ def test_a_state_without_parameters_is_not_exported(checkpoint: Path, saved: dic
 
 
 @pytest.mark.parametrize("change", [{"world_size": 10**9}, {"world_size": None}, {"ranks": 3}, {"ranks": ["../0"]}])
-def test_what_was_being_saved_with_such_a_state_is_thrown_away(
+def test_partial_checkpoint_with_bad_state_is_deleted(
     checkpoint: Path, saved: dict[str, Any], change: dict[str, Any]
 ) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(saved | change))
@@ -310,7 +310,7 @@ def test_a_file_of_another_kind_is_named(checkpoint: Path, file: str, content: s
     refused(lambda: use(checkpoint), CheckpointError, f"{file}: ")
 
 
-def test_names_that_would_lead_out_never_reach_the_converter(checkpoint: Path) -> None:
+def test_names_outside_folder_never_reach_converter(checkpoint: Path) -> None:
     foreign = "../../../../../outside/new"
     torch.save({**model_state(), "param_shapes": [{foreign: torch.Size([1])}]}, checkpoint / MODEL.format(1))
     refused(lambda: make_universal(checkpoint, read_state(checkpoint)), CheckpointError, "rank 1", repr(foreign))
@@ -335,7 +335,7 @@ def test_names_that_would_lead_out_never_reach_the_converter(checkpoint: Path) -
         ("all", ["does not list the files"]),
     ],
 )
-def test_a_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
+def test_marker_that_does_not_fit_is_named(checkpoint: Path, files: Any, words: list[str]) -> None:
     (checkpoint / "COMPLETE").write_text(json.dumps({"files": files}))
     refused(lambda: check_sizes(checkpoint), CheckpointError, str(checkpoint), *words)
 
@@ -368,7 +368,7 @@ def test_random_damage_is_an_error_or_harmless(checkpoint: Path) -> None:
 
 
 def compressed(folder: Path) -> None:
-    """As torch.save writes, with parts that are a thousand times what they take."""
+    """Rewrite the file as torch.save does, but with compressed parts that inflate a thousandfold."""
     buffer, file = io.BytesIO(), folder / RANK1
     torch.save({"optimizer_state_dict": {"fp32_flat_groups": [torch.zeros(10**6)]}}, buffer)
     with zipfile.ZipFile(buffer) as sound, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -381,14 +381,14 @@ def test_a_compressed_file_is_refused_unread(checkpoint: Path) -> None:
     refused(lambda: tensors(checkpoint), CheckpointError, RANK1, "data.pkl is compressed")
 
 
-def test_a_tensor_of_more_numbers_than_its_file_has_is_not_filled() -> None:
+def test_tensor_larger_than_its_file_is_rejected() -> None:
     many = torch.zeros(4).as_strided([10**12], [0])
     with pytest.raises(ValueError, match="are larger than their files"):
         assemble([many], torch.Size([10**12]))
 
 
 @pytest.mark.parametrize("content", [{}, {"optimizer_state_dict": [1]}, {"optimizer_state_dict": None}])
-def test_the_converter_does_not_meet_a_state_of_another_kind(checkpoint: Path, content: Any) -> None:
+def test_state_of_other_kind_never_reaches_converter(checkpoint: Path, content: Any) -> None:
     write(RANK1, content)(checkpoint)
     refused(lambda: make_universal(checkpoint, read_state(checkpoint)), CheckpointError, "step_1", "are inconsistent")
 
@@ -424,9 +424,7 @@ OF_ANOTHER = [
 
 
 @pytest.mark.parametrize("names", OF_ANOTHER, ids="+".join)
-def test_files_of_another_step_are_seen_where_their_sizes_are_the_same(
-    two: tuple[Path, Path], names: list[str]
-) -> None:
+def test_swapped_files_of_equal_size_are_detected(two: tuple[Path, Path], names: list[str]) -> None:
     item, later = two
     for name in names:
         assert (item / name).stat().st_size == (later / name).stat().st_size
@@ -437,20 +435,20 @@ def test_files_of_another_step_are_seen_where_their_sizes_are_the_same(
         export_checkpoint(later, later.parent / "out")
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(two: tuple[Path, Path]) -> None:
+def test_checkpoint_named_for_other_step_is_rejected(two: tuple[Path, Path]) -> None:
     renamed = two[1].rename(two[1].with_name("step_9"))
     for use in (read_checkpoint, lambda folder: export_checkpoint(folder, folder.parent / "out")):
         with pytest.raises(CheckpointError, match="step_9: holds the checkpoint of step 2.* the name step_2 again"):
             use(renamed)
 
 
-def test_files_that_another_number_of_ranks_left_do_not_reach_the_converter(two: tuple[Path, Path]) -> None:
+def test_files_of_other_rank_count_are_rejected(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / OPTIMIZER.format(1), two[1] / OPTIMIZER.format(2))
     with pytest.raises(CheckpointError, match="has .* of 3 ranks, but 2 ranks have written it"):
         check_names(two[1], read_state(two[1]))
 
 
-def test_of_two_files_of_a_rank_none_is_taken(two: tuple[Path, Path]) -> None:
+def test_two_files_of_one_rank_are_rejected(two: tuple[Path, Path]) -> None:
     shutil.copyfile(two[0] / RANK1, two[1] / RANK1.removeprefix("bf16_"))
     with pytest.raises(CheckpointError, match=f"{RANK1}: is ambiguous beside {RANK1.removeprefix('bf16_')}"):
         tensors(two[1])
@@ -464,12 +462,12 @@ def test_digests_of_another_kind_are_refused(two: tuple[Path, Path], ends: Any) 
         check_content(two[1])
 
 
-def test_a_checkpoint_of_before_there_were_digests_is_complete(checkpoint: Path) -> None:
+def test_checkpoint_without_digests_is_complete(checkpoint: Path) -> None:
     assert len(check_content(checkpoint)) == 5
 
 
 @pytest.mark.parametrize("link", ["step_1", ".saving_step_3", ".deleting_step_3"])
-def test_what_is_deleted_is_a_link_and_not_where_it_leads(here: Path, link: str) -> None:
+def test_deletion_removes_link_and_not_its_target(here: Path, link: str) -> None:
     for target in (here.parent / "outside", here / "nowhere"):
         (here / link).symlink_to(target)
         finish_interrupted(here)

@@ -1,4 +1,4 @@
-"""A clock that is put forward or back: what is older and what is newer is not told by it."""
+"""A clock that is set forward or back: it does not decide which files are older or newer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_checkpoint(run: Path, step: int, time: float) -> None:
 
 @pytest.mark.parametrize("time", [PAST, FUTURE])
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_restart_goes_on_from_what_the_job_itself_has_saved(here: Path, time: float, step: int) -> None:
+def test_restart_resumes_from_checkpoint_of_same_job(here: Path, time: float, step: int) -> None:
     write_checkpoint(here, 2, FUTURE)
     before = _list_checkpoints(here)
     assert _resume_at(1, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
@@ -35,7 +35,7 @@ def test_a_restart_goes_on_from_what_the_job_itself_has_saved(here: Path, time: 
     assert _resume_at(0, "other/checkpoints/step_1", here, before) == "other/checkpoints/step_1"
 
 
-def test_a_restart_of_a_fresh_run_goes_on_from_its_newest(here: Path) -> None:
+def test_fresh_run_restart_resumes_from_newest(here: Path) -> None:
     assert _resume_at(0, None, here, {}) is None
     assert _resume_at(1, None, here, {}) == "auto"
 
@@ -58,7 +58,7 @@ def test_a_run_that_went_on_exports_again(here: Path, time: float) -> None:
 
 
 @pytest.mark.parametrize("time", [PAST, FUTURE])
-def test_what_is_evaluated_of_a_run_is_of_its_last_step(here: Path, time: float) -> None:
+def test_evaluation_uses_the_last_step(here: Path, time: float) -> None:
     final = write_export(here, 4, time)
     write_checkpoint(here, 4, 1e9)
     assert run_weights(str(here)) == final  # the checkpoint is the same
@@ -66,7 +66,7 @@ def test_what_is_evaluated_of_a_run_is_of_its_last_step(here: Path, time: float)
     assert run_weights(str(here)) == here / "checkpoints" / "step_6"
 
 
-def test_of_a_fresh_run_over_an_old_export_the_time_tells(here: Path) -> None:
+def test_timestamp_decides_between_old_export_and_run(here: Path) -> None:
     final = write_export(here, 4, 100)
     write_checkpoint(here, 2, 200)
     assert run_weights(str(here)) == here / "checkpoints" / "step_2"

@@ -108,12 +108,12 @@ def test_a_deepspeed_json_is_refused(here: Path, name: str) -> None:
     ("name", "text"),
     [("run.json", '{"optim": {"lr": 0.5}}'), ("run.toml", "[optim]\nlr = 0.5"), ("run.yaml", "optim: {lr: 0.5}")],
 )
-def test_a_mark_of_the_byte_order_is_skipped(here: Path, name: str, text: str) -> None:
+def test_byte_order_mark_is_skipped(here: Path, name: str, text: str) -> None:
     (here / name).write_text("\ufeff" + text)
     assert read(name).optim.lr == 0.5
 
 
-def test_aliases_and_merges_of_an_ordinary_size_work(here: Path) -> None:
+def test_ordinary_yaml_aliases_and_merges_work(here: Path) -> None:
     (here / "run.yaml").write_text("optim: &o {lr: 0.5}\ntrain: {seed: 3}\nvalidation: {}\n")
     assert read("run.yaml").optim.lr == 0.5
     (here / "run.yaml").write_text(
@@ -122,7 +122,7 @@ def test_aliases_and_merges_of_an_ordinary_size_work(here: Path) -> None:
     assert read("run.yaml").data.validation.vision.fps == 3  # type: ignore[union-attr]
 
 
-def test_an_endless_file_is_not_read_to_its_end(here: Path) -> None:
+def test_endless_file_is_rejected_early(here: Path) -> None:
     (here / "run.toml").symlink_to("/dev/zero")
     refused(lambda: load.read_document(here / "run.toml", "run.toml"), ConfigError, "run.toml: is larger than 1048576")
 
@@ -138,7 +138,7 @@ def test_an_override_that_cannot_be_parsed(value: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["\N{GRINNING FACE}", "a\x7fb", 'a"b\\n', "a\n\tb", "é", ""])
-def test_a_name_that_an_option_gives_stays_what_it_is(name: str) -> None:
+def test_override_keeps_special_characters_in_name(name: str) -> None:
     assert parse_override(f"output_dir={load.to_toml(name)}").value == name
 
 
@@ -193,6 +193,6 @@ def test_a_deepspeed_block_is_refused(here: Path, block: dict[str, Any], words: 
     "block",
     [{"wandb": {"enabled": False}}, {"tensorboard": {"enabled": "auto"}}, {"steps_per_print": "auto"}, {"comet": {}}],
 )
-def test_a_block_that_is_switched_off_is_accepted(here: Path, block: dict[str, Any]) -> None:
+def test_disabled_deepspeed_block_is_accepted(here: Path, block: dict[str, Any]) -> None:
     (here / "ds.json").write_text(json.dumps(ZERO | block))
     assert guarded(lambda: resolve("ds.json"))["zero_optimization"]["stage"] == 3

@@ -1,4 +1,4 @@
-"""Images that claim to be larger, hold other things than they say, or are no images."""
+"""Images that claim to be larger, hold something other than they claim, or are not images."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def endless_tiff() -> bytes:
 
 
 def progressive(width: int, height: int, scans: int) -> bytes:
-    """A black picture whose last scan, of a dozen bytes, is there so many times more."""
+    """Return a black JPEG whose last scan, of a dozen bytes, is repeated `scans` more times."""
     buffer = io.BytesIO()
     Image.new("RGB", (width, height)).save(buffer, "JPEG", progressive=True)
     start, end = buffer.getvalue().rindex(b"\xff\xda"), len(buffer.getvalue()) - 2

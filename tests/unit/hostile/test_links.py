@@ -42,7 +42,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_takes_the_place_of_a_link(name: str, here: Path, flag: Path) -> None:
+def test_written_file_replaces_link(name: str, here: Path, flag: Path) -> None:
     (here / "file.jsonl").symlink_to(flag)
     WRITERS[name](here / "file.jsonl")
     assert not (here / "file.jsonl").is_symlink()
@@ -51,7 +51,7 @@ def test_a_file_takes_the_place_of_a_link(name: str, here: Path, flag: Path) -> 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo", "folder"])
 @pytest.mark.usefixtures("own_handlers")
-def test_a_log_is_appended_to_a_file_only(kind: str, here: Path, flag: Path) -> None:
+def test_log_is_appended_only_to_regular_file(kind: str, here: Path, flag: Path) -> None:
     log = here / "logs" / "rank_0.log"
     log.parent.mkdir()
     make: dict[str, Callable[[], object]] = {
@@ -79,11 +79,11 @@ def test_what_is_deleted_is_the_link(inside: str, here: Path, flag: Path) -> Non
     assert not os.path.lexists(place)
 
 
-def test_nothing_is_deleted_where_there_is_nothing(here: Path) -> None:
+def test_removing_missing_path_does_nothing(here: Path) -> None:
     remove(here / "nothing")
 
 
-def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, flag: Path) -> None:
+def test_export_follows_user_link_to_folder(here: Path, flag: Path) -> None:
     (here / "disk" / "empty").mkdir(parents=True)
     (here / "export").symlink_to(here / "disk" / "empty")
     with write_folder_atomically(here / "export") as partial:
@@ -92,7 +92,7 @@ def test_an_export_appears_where_a_link_leads_that_a_person_made(here: Path, fla
     assert (here / "disk" / "empty" / "config.json").exists()
 
 
-def test_an_export_appears_where_a_link_leads_to_a_folder_to_be_made(here: Path, flag: Path) -> None:
+def test_export_follows_link_to_missing_folder(here: Path, flag: Path) -> None:
     (here / "export").symlink_to(here / "disk" / "new")
     with write_folder_atomically(here / "export") as partial:
         (partial / "config.json").write_text("{}")
@@ -100,7 +100,7 @@ def test_an_export_appears_where_a_link_leads_to_a_folder_to_be_made(here: Path,
     assert (here / "disk" / "new" / "config.json").exists()
 
 
-def test_an_export_is_not_written_into_a_link_at_its_temporary_name(here: Path, flag: Path) -> None:
+def test_export_ignores_link_at_its_temporary_name(here: Path, flag: Path) -> None:
     (here / ".final.partial").symlink_to(flag.parent)
     with write_folder_atomically(here / "final") as partial:
         (partial / "config.json").write_text("{}")
@@ -108,7 +108,7 @@ def test_an_export_is_not_written_into_a_link_at_its_temporary_name(here: Path, 
 
 
 @pytest.mark.parametrize("link", ["metrics.jsonl", "config.json", "tensorboard/events", "logs/rank_1.log"])
-def test_logs_are_not_sent_with_what_a_link_in_them_leads_to(link: str, here: Path, flag: Path) -> None:
+def test_logs_with_links_are_not_uploaded(link: str, here: Path, flag: Path) -> None:
     for folder in ("logs", "tensorboard"):
         (here / folder).mkdir()
     (here / "metrics.jsonl").write_text("{}")
@@ -121,7 +121,7 @@ def test_logs_are_not_sent_with_what_a_link_in_them_leads_to(link: str, here: Pa
         pytest.fail("it was copied")
 
 
-def test_logs_are_sent_where_their_folder_is_a_link_that_a_person_made(here: Path) -> None:
+def test_logs_upload_when_their_folder_is_linked(here: Path) -> None:
     (here / "disk").mkdir()
     (here / "disk" / "rank_0.log").write_text("x")
     (here / "logs").symlink_to("disk")

@@ -105,7 +105,7 @@ BEGINNINGS = [
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_time_of_reading_grows_with_the_length(reader: str) -> None:
+def test_reading_time_is_roughly_linear(reader: str) -> None:
     for beginning in BEGINNINGS:
         long, short = (beginning * (length // len(beginning)) + "!" for length in (LENGTH, LENGTH // 4))
         if seconds_of(reader, long) > SHORT_TIME:

@@ -57,7 +57,7 @@ TORCH_FILES = RuntimeError("Too many open files. Communication with the workers 
     ],
     ids=str,
 )
-def test_a_limit_is_told_as_such(
+def test_exceeded_limit_is_named_in_error(
     error: Exception, given: dict[str, int], kind: type[DsReasonError], words: list[str], limits: Callable[..., None]
 ) -> None:
     limits(**given)
@@ -67,7 +67,7 @@ def test_a_limit_is_told_as_such(
     assert "\n" not in str(message)
 
 
-def test_weights_that_find_no_room_in_the_cache_are_no_fault_of_the_program() -> None:
+def test_full_cache_disk_raises_storage_error() -> None:
     def save() -> None:
         with convert_cache_errors(Path("/cache/tiny"), "DSREASON_CACHE"):
             raise FULL_IN_RUST
@@ -80,7 +80,7 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
     assert to_readable_error(error) is error
 
 
-def test_a_dead_worker_may_have_met_the_limit_of_files(limits: Callable[..., None]) -> None:
+def test_dead_worker_message_names_file_limit(limits: Callable[..., None]) -> None:
     limits(FSIZE=10240)
     assert "files, and what a worker hands over, are limited to 10240 bytes here (ulimit -f)" in describe_dead_worker()
 
@@ -97,7 +97,7 @@ def test_a_template_gets_what_the_shell_leaves(limits: Callable[..., None]) -> N
 @pytest.mark.parametrize(
     ("content", "number"), [(b"\0" * 3000, 1), (b'{"a": 1}\n{"a": "' + b"x" * 3000, 2)], ids=["holes", "an open text"]
 )
-def test_a_line_without_end_is_refused_by_its_number(
+def test_overlong_line_is_rejected_by_number(
     here: Path, content: bytes, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
@@ -106,7 +106,7 @@ def test_a_line_without_end_is_refused_by_its_number(
         JsonLinesRows(here / "rows.jsonl")
 
 
-def test_a_line_of_the_longest_size_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_of_maximum_length_is_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 20)
     (here / "rows.jsonl").write_bytes(b'{"a": "aaaaaaaaaa"}\n{"a": "bbbbbbbbbb"}\n')
     assert JsonLinesRows(here / "rows.jsonl").row(1) == {"a": "bbbbbbbbbb"}
@@ -118,7 +118,7 @@ def sparse(file: Path) -> Path:
     return file
 
 
-def test_a_file_that_is_read_whole_has_a_size(here: Path) -> None:
+def test_oversized_file_is_rejected(here: Path) -> None:
     rows, prompts = sparse(here / "a.json"), sparse(here / "a.txt")
     refused(lambda: JsonListRows(rows), DataError, "a.json: has 10737418240 bytes", "as .jsonl")
     refused(lambda: read_world_prompts(str(prompts)), DataError, "a.txt: has 10737418240 bytes")
@@ -138,7 +138,7 @@ def started(here: Path, *arguments: str, **options: Any) -> subprocess.Completed
     return subprocess.run([*COMMAND, *arguments], cwd=here, check=False, text=True, timeout=120, **settings)
 
 
-def test_a_file_that_may_not_grow_is_told_and_not_left_behind(here: Path) -> None:
+def test_truncated_output_file_is_reported_and_removed(here: Path) -> None:
     (here / "cosmos.toml").write_text(COSMOS)
     ended = started(
         here,
@@ -160,7 +160,7 @@ def test_who_reads_no_more_misses_nothing(here: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_what_an_encoding_does_not_have_is_escaped(here: Path, encoding: str) -> None:
+def test_unencodable_characters_are_escaped(here: Path, encoding: str) -> None:
     (here / "cosmos.toml").write_text(COSMOS)
     ended = subprocess.run(
         [*COMMAND, "import", "cosmos.toml", "-o", "カメラ.toml"],

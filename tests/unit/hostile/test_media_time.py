@@ -76,7 +76,7 @@ def test_a_video_ends_at_its_limit(here: Path, suffix: str, use: Callable[[Path]
 
 
 @pytest.mark.usefixtures("no_time")
-def test_a_data_worker_refuses_the_file_and_goes_on(here: Path) -> None:
+def test_data_worker_rejects_file_and_continues(here: Path) -> None:
     write_video(here / "a.mkv")
 
     def read(task: int) -> int:
@@ -88,7 +88,7 @@ def test_a_data_worker_refuses_the_file_and_goes_on(here: Path) -> None:
 
 
 def endless(task: object) -> None:
-    """As a decoder that never comes back: C code that leaves the interpreter to others."""
+    """Imitate a decoder that never comes back: C code that leaves the interpreter to others."""
     with time_limit.time_limit(Path("a.mp4")):
         numbers = (ctypes.c_int * 10**6)()
         compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(("memcmp", ctypes.CDLL(None)))
@@ -104,7 +104,7 @@ def impatient(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_data_worker_in_an_endless_call_ends_and_names_the_file() -> None:
+def test_data_worker_in_endless_call_names_file() -> None:
     with pytest.raises(DataError, match="^a.mp4: reading it took"):
         guarded(lambda: next(run_in_workers(endless, [0], workers=1)))
 
@@ -120,7 +120,7 @@ def test_validating_goes_on_behind_an_endless_call() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> None:
+def test_command_in_endless_call_names_file(here: Path) -> None:
     child = os.fork()
     if child == 0:
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_a_command_in_an_endless_call_ends_and_names_the_file(here: Path) -> Non
 
 
 def hungry(task: object) -> None:
-    """As a decoder that takes more and more memory."""
+    """Imitate a decoder that takes more and more memory."""
     with time_limit.time_limit(Path("a.mp4")):
         used = b"x" * (200 << 20)
         time.sleep(20 * time_limit.TICK if used else 0)
@@ -144,13 +144,13 @@ def frugal(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("frugal")
-def test_a_data_worker_that_grows_ends_and_names_the_file() -> None:
+def test_growing_data_worker_ends_and_names_file() -> None:
     with pytest.raises(DataError, match="^a.mp4: reading it took more than 100 MiB of memory; save it again"):
         guarded(lambda: next(run_in_workers(hungry, [0], workers=1)))
 
 
 @pytest.mark.usefixtures("frugal")
-def test_a_process_that_does_other_things_beside_may_grow_by_half_of_the_memory() -> None:
+def test_busy_process_may_grow_by_half_memory() -> None:
     assert time_limit.compute_max_growth() == psutil.virtual_memory().total // 2
     with time_limit.time_limit(Path("a.mp4")):
         used = b"x" * (200 << 20)
@@ -169,7 +169,7 @@ def test_padding_buys_an_image_no_time(here: Path, padding: str) -> None:
     assert time_limit.get_size_on_disk(here / "a.ppm") <= 8192
 
 
-def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_scales_and_is_configurable(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (here / "a.mp4").open("wb") as file:
         file.truncate(5_000_000)
     assert time_limit.compute_seconds(5_000_000) == 80
@@ -180,13 +180,13 @@ def test_the_limit_grows_with_the_file_and_can_be_raised(here: Path, monkeypatch
         time_limit.compute_seconds(5_000_000)
 
 
-def test_a_limit_that_is_no_number_is_no_fault_of_the_picture(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_time_limit_is_config_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     NOISE.save(here / "a.png")
     monkeypatch.setenv(time_limit.TIME_VARIABLE, "1e3")
     refused(lambda: load_image(here / "a.png"), ConfigError, "DSREASON_MEDIA_SECONDS=1e3: must be a whole number")
 
 
-def test_each_file_has_its_own_limit_and_other_threads_have_one_codec_thread(here: Path) -> None:
+def test_each_file_has_a_separate_limit(here: Path) -> None:
     (here / "a.png").write_bytes(png(4, 4))
     with time_limit.time_limit(here / "a.png"):
         assert probe_image(here / "a.png") == (4, 4)

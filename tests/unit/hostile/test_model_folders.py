@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("family", "field"), [(family, field) for family, fields in FIELDS.items() for field in fields]
 )
-def test_a_size_that_no_model_has_is_refused_by_its_name(
+def test_impossible_model_size_is_rejected_by_name(
     here: Path, folders: dict[str, Path], family: str, field: str, value: Any
 ) -> None:
     config = json.loads((folders[family] / "config.json").read_text())
@@ -69,7 +69,7 @@ def test_the_sizes_of_real_models_are_taken(here: Path, folders: dict[str, Path]
 
 @pytest.mark.parametrize("value", [None, [], "x", -1, [[1]], [1, None], True, 1.5], ids=str)
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_an_end_that_is_no_token_is_refused(here: Path, folders: dict[str, Path], file: str, value: Any) -> None:
+def test_invalid_eos_token_id_is_rejected(here: Path, folders: dict[str, Path], file: str, value: Any) -> None:
     shutil.copytree(folders["qwen3_vl"], here / "model")
     if file == "config.json":
         (here / "model/generation_config.json").unlink()
@@ -79,7 +79,7 @@ def test_an_end_that_is_no_token_is_refused(here: Path, folders: dict[str, Path]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"cache_implementation": "x"}', '{"watermarking_config": 3}'])
-def test_settings_of_generation_that_cannot_be_read_are_named(here: Path, folders: dict[str, Path], text: str) -> None:
+def test_unreadable_generation_config_is_reported(here: Path, folders: dict[str, Path], text: str) -> None:
     shutil.copytree(folders["qwen3_vl"], here / "model")
     (here / "model/generation_config.json").write_text(text)
     refused(lambda: read_stop_token_ids(here / "model"), CheckpointError, "generation_config.json cannot be read")
@@ -93,7 +93,7 @@ def test_settings_of_generation_that_cannot_be_read_are_named(here: Path, folder
         *(("rescale_factor", value, "a number above 0") for value in ("x", 0, None, [1])),
     ],
 )
-def test_pixels_are_not_scaled_by_what_is_no_number(
+def test_invalid_pixel_scaling_is_rejected(
     here: Path, folders: dict[str, Path], name: str, value: Any, words: str
 ) -> None:
     shutil.copytree(folders["qwen3_vl"], here / "model")
@@ -103,9 +103,7 @@ def test_pixels_are_not_scaled_by_what_is_no_number(
 
 @pytest.mark.parametrize("value", ["x", -1, 0, [1], True], ids=str)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3"])
-def test_a_longest_text_that_is_no_number_is_refused(
-    here: Path, folders: dict[str, Path], family: str, value: Any
-) -> None:
+def test_invalid_model_max_length_is_rejected(here: Path, folders: dict[str, Path], family: str, value: Any) -> None:
     shutil.copytree(folders[family], here / "model")
     change_json(here / "model/tokenizer_config.json", lambda found: found.update(model_max_length=value))
     refused(lambda: load_processor(here / "model"), CheckpointError, f"{here / 'model'}: ", "model_max_length")
@@ -118,9 +116,7 @@ def test_a_longest_text_that_is_no_number_is_refused(
         ("dtype", {"a": 1}),
     ],
 )
-def test_what_the_model_would_stumble_over_is_refused_by_its_name(
-    here: Path, folders: dict[str, Path], name: str, value: Any
-) -> None:
+def test_invalid_rope_or_dtype_setting_is_named(here: Path, folders: dict[str, Path], name: str, value: Any) -> None:
     shutil.copytree(folders["qwen2_5_vl"], here / "model")
 
     def change(found: dict[str, Any]) -> None:

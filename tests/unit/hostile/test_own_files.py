@@ -33,7 +33,7 @@ ROW = {"id": "7", "image": "a.png", "question": "What colour?", "answer": "red"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `datasets` keeps the tables it has read."""
+    """Give `datasets` a temporary folder for the tables it has read."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
@@ -85,7 +85,7 @@ OUTSIDE = ("/etc/passwd", "../secret.jsonl", "train/../../secret.jsonl", "../*.j
 
 
 @pytest.mark.parametrize("given", [*ADDRESSES, *OUTSIDE])
-def test_a_readme_names_only_files_of_its_folder(folder: Path, given: str) -> None:
+def test_readme_cannot_name_files_outside_folder(folder: Path, given: str) -> None:
     name_files(folder, given)
     message = f"{given} is an address" if given in ADDRESSES else f"{given} leads out of {folder}"
     refused(lambda: ids(folder), DataError, f"{folder}/README.md: configs[1].data_files: {message}")
@@ -99,7 +99,7 @@ def test_a_readme_names_only_files_of_its_folder(folder: Path, given: str) -> No
         [{"split": "train", "path": "train.jsonl"}, {"split": "test", "path": ["train.jsonl", "../secret.jsonl"]}],
     ],
 )
-def test_the_files_of_a_split_are_looked_at_one_by_one(folder: Path, files: Any) -> None:
+def test_each_file_of_split_is_checked(folder: Path, files: Any) -> None:
     name_files(folder, files)
     refused(lambda: ids(folder), DataError, f"configs[1].data_files: ../secret.jsonl leads out of {folder}")
 
@@ -119,7 +119,7 @@ def on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_the_hub")
 @pytest.mark.parametrize("given", [*OUTSIDE, "file:///etc/passwd", "local:///etc/passwd", "zip://rows.jsonl::rows.zip"])
-def test_a_data_set_on_the_hub_names_no_file_of_this_machine(folder: Path, given: str) -> None:
+def test_hub_data_set_cannot_name_local_files(folder: Path, given: str) -> None:
     name_files(folder, given)
     message = f"somebody/data: README.md: configs[1].data_files: {given} is a file of this machine"
     refused(lambda: own_files.check_hub_configs("somebody/data", "v2"), DataError, message)
@@ -127,7 +127,7 @@ def test_a_data_set_on_the_hub_names_no_file_of_this_machine(folder: Path, given
 
 @pytest.mark.usefixtures("on_the_hub")
 @pytest.mark.parametrize("given", ["data/*.parquet", "https://example.com/a.zip", "hf://datasets/a/b/c.jsonl", "**"])
-def test_a_data_set_on_the_hub_names_files_there(folder: Path, given: str) -> None:
+def test_hub_data_set_may_name_remote_files(folder: Path, given: str) -> None:
     name_files(folder, given)
     own_files.check_hub_configs("somebody/data", "v2")
 
@@ -136,7 +136,7 @@ ALIASES = "\n".join(f"  x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9) if i else '.
 
 
 @pytest.mark.parametrize("files", [f"*x19\n{ALIASES}", "&x [../secret.jsonl, *x]"], ids=["nested", "endless"])
-def test_a_header_whose_lists_have_no_end_is_refused(folder: Path, files: str) -> None:
+def test_endless_lists_in_header_are_rejected(folder: Path, files: str) -> None:
     before, _, more = files.partition("\n")
     configs = f"configs:\n- config_name: default\n{more}\n  data_files: {before}\n"
     (folder / "README.md").write_text(f"---\n{configs}---\n")
@@ -155,8 +155,8 @@ def test_the_standalone_header_is_looked_at_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", known(["hdf5", "xml", "lance", "vortex", "eval", "pdffolder", "niftifolder", "fasta"]))
-def test_files_that_may_lead_to_others_are_not_read(folder: Path, kind: str) -> None:
-    """Whether or not the packages that read them are installed."""
+def test_formats_that_reference_files_are_rejected(folder: Path, kind: str) -> None:
+    """Reject them whether or not the packages that read them are installed."""
     name = {"pdffolder": "rows.pdf", "niftifolder": "rows.nii"}.get(kind, f"rows.{kind}")
     (folder / name).write_bytes(b"rows")
     (folder / "README.md").write_text(
@@ -184,13 +184,13 @@ def test_files_of_the_folder_are_read(folder: Path, files: Any) -> None:
     assert guarded(lambda: ids(folder, subset="more")) == ["7"]
 
 
-def test_a_link_that_a_person_made_may_lead_out(folder: Path, here: Path) -> None:
+def test_user_created_link_may_leave_folder(folder: Path, here: Path) -> None:
     (folder / "linked.jsonl").symlink_to(here / "secret.jsonl")
     name_files(folder, "linked.jsonl")
     assert guarded(lambda: ids(folder, subset="more")) == ["secret"]
 
 
-def test_rows_are_those_that_the_folder_holds_now(folder: Path, here: Path) -> None:
+def test_rows_reflect_current_folder_contents(folder: Path, here: Path) -> None:
     name_files(folder, "train.jsonl")
     assert ids(folder) == ["7"]
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"id": "8"}))
@@ -201,7 +201,7 @@ def test_rows_are_those_that_the_folder_holds_now(folder: Path, here: Path) -> N
     assert ids(other) == ["9"]
 
 
-def test_a_relative_folder_is_told_apart_from_its_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folder_is_distinct_from_parent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     name_files(folder, "../secret.jsonl")
     refused(lambda: ids(Path(".")), DataError, "../secret.jsonl leads out of")
@@ -228,7 +228,7 @@ def test_a_saved_data_set_is_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("splits", [(), ("train", "test")])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_saved_table_is_made_of_its_own_files(
+def test_saved_table_cannot_use_outside_files(
     folder: Path, here: Path, splits: tuple[str, ...], absolute: bool
 ) -> None:
     place = saved(folder, *splits)
@@ -242,7 +242,7 @@ def test_a_saved_table_is_made_of_its_own_files(
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_saved_split_lies_in_its_data_set(folder: Path, here: Path, absolute: bool) -> None:
+def test_saved_split_must_be_in_data_set(folder: Path, here: Path, absolute: bool) -> None:
     place = saved(folder, "train")
     datasets.Dataset.from_list([ROW | {"id": "secret"}]).save_to_disk(str(here / "other"))
     value = str(here / "other") if absolute else "../../other"
@@ -251,14 +251,14 @@ def test_a_saved_split_lies_in_its_data_set(folder: Path, here: Path, absolute: 
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
-def test_an_index_that_is_none_is_told(folder: Path, content: str) -> None:
+def test_invalid_index_is_reported(folder: Path, content: str) -> None:
     place = saved(folder)
     (place / "state.json").write_text(content)
     refused(lambda: ids(place), DataError, f"{place}/state.json: ", "save the data set again")
 
 
 @pytest.mark.parametrize("given", ["a.png", "../../secret.png", "/etc/passwd", "file:///etc/passwd"])
-def test_the_metadata_of_an_image_folder_stay_inside(folder: Path, here: Path, given: str) -> None:
+def test_image_folder_metadata_cannot_leave_folder(folder: Path, here: Path, given: str) -> None:
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     (folder / "pictures").mkdir()
     (folder / "a.png").rename(folder / "pictures" / "a.png")
@@ -272,8 +272,8 @@ def test_the_metadata_of_an_image_folder_stay_inside(folder: Path, here: Path, g
         refused(lambda: ids(folder), DataError)
 
 
-def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: Path) -> None:
-    """What old versions of `datasets` make of `file_name = "../secret.png"`."""
+def test_path_in_table_cannot_leave_folder(folder: Path, here: Path) -> None:
+    """Check the path that old versions of `datasets` make of `file_name = "../secret.png"`."""
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     value = f"{folder}/../secret.png"
     (folder / "train.jsonl").write_text(json.dumps(ROW | {"image": {"path": value, "bytes": None}}))
@@ -284,7 +284,7 @@ def test_a_path_in_a_table_may_not_climb_out_of_its_folder(folder: Path, here: P
 @pytest.mark.parametrize(
     "given", ["http://127.0.0.1:9/a.png", "zip://a.png::http://127.0.0.1:9/a.zip", "../secret.png"]
 )
-def test_what_a_table_says_of_itself_opens_nothing(folder: Path, here: Path, kind: str, given: str) -> None:
+def test_table_feature_types_open_no_files(folder: Path, here: Path, kind: str, given: str) -> None:
     """`datasets` would open what a column of such a kind names when the row is read."""
     Image.new("RGB", (28, 28)).save(here / "secret.png")
     texts = {name: {"dtype": "string", "_type": "Value"} for name in ("id", "question", "answer")}
@@ -312,7 +312,7 @@ def test_no_form_of_metadata_leads_out(folder: Path, here: Path, name: str, fiel
 
 
 @pytest.mark.parametrize("given", ["../secret.mp4", "a/../../secret.mp4", "http://127.0.0.1:9/a.mp4", "file:///a.mp4"])
-def test_a_video_of_a_prompt_stays_below_its_file(folder: Path, given: str) -> None:
+def test_prompt_video_cannot_leave_folder(folder: Path, given: str) -> None:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
     data = WorldDataConfig(format="prompts", path=str(folder / "prompts.jsonl"), validation=0)
     message = "is an address" if "://" in given else "is not below the folder of"
@@ -320,7 +320,7 @@ def test_a_video_of_a_prompt_stays_below_its_file(folder: Path, given: str) -> N
 
 
 @pytest.mark.parametrize("given", ["a.mp4", "a/../b.mp4", "take:1.mp4", "/elsewhere/a.mp4", "s3://bucket/a.mp4"])
-def test_a_video_of_a_prompt_may_lie_there(folder: Path, given: str) -> None:
+def test_allowed_prompt_video_locations_are_resolved(folder: Path, given: str) -> None:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a red ball", "video": given}))
     rows = read_prompts(str(folder / "prompts.jsonl"))
     assert rows.bad == []
@@ -348,16 +348,14 @@ def test_a_packed_line_without_end_is_refused(
     refused(lambda: ids(folder, subset="more"), DataError, f"{name}, line 2: longer than")
 
 
-def test_a_packed_list_has_the_size_of_a_plain_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_list_is_limited_by_unpacked_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_LIST_BYTES", 2048)
     (folder / "more.json").write_bytes(gzip.compress(b"\n[" + b" " * 3000 + b"]"))
     name_files(folder, "more.json")
     refused(lambda: ids(folder, subset="more"), DataError, "more.json: has 3003 bytes")
 
 
-def test_a_packed_table_of_short_lines_may_not_unpack_to_more_than_an_archive(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_table_is_limited_like_an_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "SMALL_BYTES", 2048)
     (folder / "more.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 100_000))
     name_files(folder, "more.jsonl.gz")
@@ -369,13 +367,13 @@ def test_a_packed_table_of_short_lines_may_not_unpack_to_more_than_an_archive(
     [(gzip.compress(b"{}\n" * 1000)[:-20], "end"), (b"\x28\xb5\x2f\xfdx", "unpack it"), (b"PK\3\4x", "unpack it")],
     ids=["cut", "zst", "zip"],
 )
-def test_a_packed_table_that_is_damaged_or_packed_otherwise_is_named(folder: Path, content: bytes, word: str) -> None:
+def test_damaged_packed_table_is_reported(folder: Path, content: bytes, word: str) -> None:
     (folder / "more.jsonl.gz").write_bytes(content)
     name_files(folder, "more.jsonl.gz")
     refused(lambda: ids(folder, subset="more"), DataError, "more.jsonl.gz", word)
 
 
-def test_the_lines_of_a_csv_have_the_same_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_lines_have_the_same_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (here / "rows.csv").write_bytes(b"id\n" + b"0" * 3000)
     refused(lambda: ids(here / "rows.csv"), DataError, "rows.csv, line 2: longer than")

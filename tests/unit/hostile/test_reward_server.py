@@ -69,7 +69,7 @@ def test_a_header_takes_no_memory() -> None:
     assert guarded(grown) < 200_000_000
 
 
-def test_the_queue_is_full_of_what_has_come_and_not_of_what_was_announced(
+def test_queue_counts_received_rather_than_announced_bytes(
     start: Callable[..., RewardHTTPServer],
 ) -> None:
     server = start(2, GIB, GIB)
@@ -80,7 +80,7 @@ def test_the_queue_is_full_of_what_has_come_and_not_of_what_was_announced(
         assert post(server, "enqueue", TINY)[0] == 200
 
 
-def test_what_comes_beyond_the_queue_is_refused_and_its_room_is_given_back(
+def test_data_beyond_queue_is_rejected_and_freed(
     start: Callable[..., RewardHTTPServer],
 ) -> None:
     server = start(10, 1000, 1000)
@@ -120,7 +120,10 @@ def test_slow_client_is_disconnected(
     status: int | None,
     pause: float,
 ) -> None:
-    """What needs no body is answered at once; then the rest has as long as the headers of a next request."""
+    """Answer requests that need no body at once.
+
+    Then the remaining data has the same time limit as the headers of a next request.
+    """
     monkeypatch.setattr(module, "SOCKET_LIMIT", 0.3)
     server = start()
     with connect(server.address) as connection:
@@ -179,7 +182,7 @@ def test_forms_are_short_and_have_few_fields(start: Callable[..., RewardHTTPServ
     assert post(server, action, b"a=b&" * 100) == (400, {"message": "Max number of fields exceeded"})
 
 
-def test_a_connection_too_many_is_told_so_and_taken_once_there_is_a_place(
+def test_excess_connection_is_rejected_until_one_closes(
     start: Callable[..., RewardHTTPServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MOST_CONNECTIONS", 3)
@@ -196,7 +199,7 @@ def test_a_connection_too_many_is_told_so_and_taken_once_there_is_a_place(
         assert post(server, "ping", {})[0] == 200
 
 
-def test_more_connections_than_files_leave_room_for_others(here: Path) -> None:
+def test_server_recovers_from_exhausted_file_descriptors(here: Path) -> None:
     (here / "rewards.py").write_text("def zero(clips, samples):\n    return [0.0] * len(samples)\n")
     process = subprocess.Popen(
         [*COMMAND, "reward-serve", "rewards.py", "--port", "0"],

@@ -131,7 +131,7 @@ def test_what_is_odd_but_clear_is_read(here: Path, text: str, ids: list[str]) ->
     assert guarded(lambda: [sample.id for sample in samples(here / "rows.jsonl")]) == ids
 
 
-def test_links_and_absolute_paths_are_the_users_to_allow(here: Path) -> None:
+def test_links_and_absolute_paths_are_allowed_locally(here: Path) -> None:
     Image.new("RGB", (28, 28)).save(here / "cache.png")
     (here / "linked").symlink_to(here.parent / "outside")
     rows = [{**ROW, "image": str(here / "cache.png")}, {**ROW, "image": "linked/flag"}]
@@ -142,9 +142,7 @@ def test_links_and_absolute_paths_are_the_users_to_allow(here: Path) -> None:
 
 @pytest.mark.parametrize("allow", [False, None])
 @pytest.mark.parametrize("image", ["{here}/cache.png", "{media}/../cache.png", "s3://bucket/cache.png"])
-def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(
-    here: Path, image: str, allow: bool | None
-) -> None:
+def test_absolute_paths_outside_media_are_rejected(here: Path, image: str, allow: bool | None) -> None:
     (here / "media").mkdir()
     for file in (here / "cache.png", here / "media" / "a.png"):
         Image.new("RGB", (28, 28)).save(file)
@@ -174,7 +172,7 @@ def test_absolute_paths_out_of_the_media_are_refused_where_they_are_not_allowed(
     ],
     ids=["local", "local, not trusted", "S3", "made by the adapter", "hub", "hub, trusted"],
 )
-def test_rows_of_the_hub_may_not_name_files_of_this_machine(
+def test_hub_rows_cannot_name_local_files(
     here: Path, monkeypatch: pytest.MonkeyPatch, path: str, given: bool | None, allowed: bool
 ) -> None:
     monkeypatch.chdir(here)
@@ -191,7 +189,7 @@ def to_sample(row):
 
 
 @pytest.mark.parametrize("fps", ["NaN", "Infinity", "-1", "1e999", '"2"', "[2]", "true"])
-def test_a_rate_that_is_none_is_refused_before_decoding(here: Path, fps: str) -> None:
+def test_invalid_frame_rate_is_rejected_before_decoding(here: Path, fps: str) -> None:
     from dsreason.families import FAMILIES
     from dsreason.media.vision import VideoInfo, sample_frames
 
@@ -214,7 +212,7 @@ class Planted:
         return Path.write_text, (Path("executed"), "code ran")
 
 
-def test_a_pickle_in_the_schema_of_a_table_is_not_loaded(here: Path, executed: Path) -> None:
+def test_pickle_in_table_schema_is_never_loaded(here: Path, executed: Path) -> None:
     described = {
         b"ARROW:extension:name": b"arrow.py_extension_type",
         b"ARROW:extension:metadata": pickle.dumps(Planted()),
@@ -226,7 +224,7 @@ def test_a_pickle_in_the_schema_of_a_table_is_not_loaded(here: Path, executed: P
 
 
 @pytest.mark.parametrize("script", ["rows.py", "data.py", "__init__.py"])
-def test_a_script_in_a_data_set_is_not_run(here: Path, executed: Path, script: str) -> None:
+def test_script_in_data_set_is_never_run(here: Path, executed: Path, script: str) -> None:
     folder = here / "rows"
     folder.mkdir()
     (folder / script).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
@@ -238,7 +236,7 @@ def test_a_script_in_a_data_set_is_not_run(here: Path, executed: Path, script: s
         assert guarded(lambda: [sample.id for sample in samples(folder, media_path=str(here))]) == ["7"]
 
 
-def test_an_adapter_beside_the_data_is_not_run(here: Path, executed: Path) -> None:
+def test_adapter_beside_data_is_never_run(here: Path, executed: Path) -> None:
     for name in ("adapter.py", "jsonl.py", "conftest.py", "rows.py"):
         (here / name).write_text(f"open({str(executed)!r}, 'w').write('code ran')")
     (here / "rows.jsonl").write_text(GOOD)

@@ -153,7 +153,7 @@ def check_named(client: str, said: str, url: str) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("behaviour", NEVER)
-def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(client: str, behaviour: str) -> None:
+def test_endless_answer_times_out(client: str, behaviour: str) -> None:
     with serving(client, NEVER[behaviour]) as server:
         clients = CLIENTS[client](server.url, SHORT)
     check_named(client, clients, server.url)
@@ -162,7 +162,7 @@ def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(client: str, be
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("behaviour", TOO_LONG)
-def test_an_answer_without_a_bound_is_not_read_to_its_end(client: str, behaviour: str) -> None:
+def test_unbounded_answer_is_rejected_early(client: str, behaviour: str) -> None:
     with serving(client, TOO_LONG[behaviour]) as server:
         clients = CLIENTS[client](server.url, LONG)
     check_named(client, clients, server.url)
@@ -171,7 +171,7 @@ def test_an_answer_without_a_bound_is_not_read_to_its_end(client: str, behaviour
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("behaviour", BROKEN)
-def test_what_is_no_answer_is_an_error(client: str, behaviour: str) -> None:
+def test_broken_answer_is_reported(client: str, behaviour: str) -> None:
     with serving(client, BROKEN[behaviour]) as server:
         check_named(client, CLIENTS[client](server.url, 1.0), server.url)
 
@@ -189,7 +189,7 @@ def test_a_redirect_carries_nothing_to_another_place(client: str, status: str) -
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_circle_of_redirects_is_not_followed(client: str) -> None:
+def test_redirect_loop_is_never_followed(client: str) -> None:
     with serving(client, loop) as server:
         clients = CLIENTS[client](server.url, LONG)
     check_named(client, clients, server.url)
@@ -275,7 +275,7 @@ FIELDS: dict[str, list[bytes]] = {
 @pytest.mark.parametrize(
     ("client", "number"), [(client, number) for client, bodies in FIELDS.items() for number in range(len(bodies))]
 )
-def test_a_field_out_of_bounds_is_an_error(client: str, number: int) -> None:
+def test_out_of_range_field_is_rejected(client: str, number: int) -> None:
     with serving(client, content(FIELDS[client][number])) as server:
         clients = CLIENTS[client](server.url, LONG)
     check_named(client, clients, server.url)
@@ -297,7 +297,7 @@ def test_of_many_wrong_values_one_is_described(answer: type[BaseModel], content:
 
 
 @pytest.mark.parametrize("charset", ["utf-7", "rot13", "no-such-charset", "utf-16", "x" * 1000])
-def test_json_is_utf_8_whatever_the_server_calls_it(charset: str) -> None:
+def test_json_is_always_read_as_utf_8(charset: str) -> None:
     odd = b'{"scores": {"a": ["no number"]}}'
     with misbehaving(content(odd, f"Content-Type: application/json; charset={charset}")) as server:
         assert "scores.a.0 is 'no number'" in ask_remote(server.url, LONG)
@@ -312,9 +312,7 @@ def test_json_is_utf_8_whatever_the_server_calls_it(charset: str) -> None:
         ("all_proxy", "http://proxy:port"),
     ],
 )
-def test_an_environment_that_lets_no_request_out_is_named(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_network_environment_is_reported(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     http.get_tls_context.cache_clear()
     with (

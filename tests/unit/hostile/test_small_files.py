@@ -1,4 +1,4 @@
-"""Locks, markers and state files of ours that are no files, or no text: each is refused by its name, and nothing hangs."""
+"""Locks, markers and state files of ours that are not files or not text: each is refused by name, nothing hangs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def put(request: pytest.FixtureRequest) -> Put:
     return param
 
 
-def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
+def test_invalid_lock_is_rejected_by_name(put: Put, here: Path) -> None:
     put(here / ".lock")
     with (
         pytest.raises(ConfigError, match=r"\.lock: (is not a dsreason lock|cannot be written)"),
@@ -91,20 +91,20 @@ def test_a_lock_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "export", "logs", "tensorboard"])
-def test_a_run_s_folder_that_is_none_is_refused_before_the_model_is_loaded(name: str, put: Put, here: Path) -> None:
+def test_invalid_run_folder_is_rejected_before_loading(name: str, put: Put, here: Path) -> None:
     put(here / name)
     if put is not folder:
         with pytest.raises(ConfigError, match=f"{name}: is not a folder; remove it"):
             check_output_dir(here, SFTConfig(), "auto")
 
 
-def test_the_state_of_a_checkpoint_that_is_none_is_refused_by_its_name(put: Put, here: Path) -> None:
+def test_invalid_checkpoint_state_is_rejected(put: Put, here: Path) -> None:
     put(here / STATE_FILE)
     with pytest.raises(CheckpointError, match=f"{STATE_FILE}: is not the state of a checkpoint"):
         read_state(here)
 
 
-def test_a_marker_that_is_none_makes_no_checkpoint(put: Put, here: Path) -> None:
+def test_invalid_marker_makes_no_checkpoint(put: Put, here: Path) -> None:
     checkpoint = here / "step_3"
     checkpoint.mkdir()
     put(checkpoint / MARKER)
@@ -114,20 +114,20 @@ def test_a_marker_that_is_none_makes_no_checkpoint(put: Put, here: Path) -> None
         check_sizes(checkpoint)
 
 
-def test_what_a_run_remembers_is_found_out_again_where_it_is_no_file(put: Put, here: Path) -> None:
+def test_unreadable_run_note_counts_as_empty(put: Put, here: Path) -> None:
     put(here / "note.json")
     assert read_json_object(here / "note.json") == {}
 
 
 @pytest.mark.parametrize("put", [fifo, folder, device, listening], ids=lambda put: put.__name__)
-def test_metrics_that_are_no_file_are_refused_by_their_name(put: Put, here: Path) -> None:
+def test_irregular_metrics_file_is_rejected(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: cannot be continued \(is not a file"):
         read_lines(here / "metrics.jsonl", last_step=3)
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"3", b"{}", b'{"step": "1"}', b"\xff", b"[" * 100_000])
-def test_a_line_of_metrics_that_is_no_step_is_left_out(line: bytes, here: Path) -> None:
+def test_invalid_metrics_line_is_skipped(line: bytes, here: Path) -> None:
     file = here / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "a": 2}\n' + line + b"\n")
     JSONLines(file, resume_step=1).close()
@@ -143,7 +143,7 @@ READ: dict[str, tuple[Callable[[Path], object], type[DsReasonError]]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_a_run_wrote_is_refused_by_its_name_where_it_is_no_file(name: str, put: Put, here: Path) -> None:
+def test_irregular_run_file_is_rejected(name: str, put: Put, here: Path) -> None:
     read, error = READ[name]
     put(here / "config.json")
     if name == "record of a run" and put is not other_bytes:  # it counts as none
@@ -153,13 +153,13 @@ def test_what_a_run_wrote_is_refused_by_its_name_where_it_is_no_file(name: str, 
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
-def test_a_model_folder_with_what_is_no_file_is_not_opened(file: str, put: Put, here: Path) -> None:
+def test_irregular_model_file_is_rejected(file: str, put: Put, here: Path) -> None:
     put(here / file)
     if put is not other_bytes:  # that is a file, whose content is read later
         refused(lambda: found_folder(here), CheckpointError, f"{file}: cannot be read (")
 
 
-def test_what_lies_beside_a_model_and_is_not_read_may_be_anything(here: Path) -> None:
+def test_unused_files_beside_model_are_ignored(here: Path) -> None:
     (here / "rows.json").touch()
     os.truncate(here / "rows.json", 10 * 2**30)
     (here / "old.json").mkdir()
@@ -168,7 +168,7 @@ def test_what_lies_beside_a_model_and_is_not_read_may_be_anything(here: Path) ->
     assert found_folder(here) == here
 
 
-def test_a_file_of_a_model_that_is_as_large_as_weights_is_not_opened(here: Path) -> None:
+def test_oversized_model_file_is_rejected(here: Path) -> None:
     for name in ("tokenizer.json", "model.safetensors"):
         (here / name).touch()
         os.truncate(here / name, 10 * 2**30)
@@ -182,7 +182,7 @@ def found_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"[1]", b"3", b'{"a": 1'])
-def test_lines_of_others_are_left_out_of_a_page_and_refused_as_a_reference(line: bytes, here: Path) -> None:
+def test_foreign_lines_are_skipped_or_rejected(line: bytes, here: Path) -> None:
     file = here / "step_3.jsonl"
     file.write_bytes('{"a": "\u2028"}\n'.encode() + line + b"\n")
     assert read_rows(file) == [{"a": "\u2028"}]
@@ -196,19 +196,19 @@ def test_what_the_cache_remembers_may_be_damaged(content: bytes, here: Path) -> 
     assert remote_tar.read_index(here / "task.json", (9, "etag")) == remote_tar.Index((9, "etag"))
 
 
-def test_a_page_is_written_of_files_that_are_none(put: Put, here: Path) -> None:
+def test_page_is_written_despite_irregular_files(put: Put, here: Path) -> None:
     put(here / "metrics.jsonl")
     assert guarded(lambda: read_rows(here / "metrics.jsonl")) == []
 
 
-def test_a_file_that_has_no_end_is_not_read_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_small_file_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_BYTES", 10)
     (here / "note").write_text("x" * 11)
     with pytest.raises(OSError, match="is larger than 10 bytes"):
         read_small(here / "note")
 
 
-def test_a_lock_that_becomes_none_while_a_job_runs_does_not_end_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_job_survives_an_invalid_lock(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
     with FolderLock(pytest.fail) as folder_lock:
         folder_lock.take(here)

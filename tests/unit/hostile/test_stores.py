@@ -142,7 +142,7 @@ LISTS = b"<ListBucketResult><IsTruncated>true</IsTruncated>%s</ListBucketResult>
         ("hub check", b"[" * 200_000),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_an_error(
+def test_nonsensical_response_is_rejected(
     client: str, body: bytes, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "MOST_PAGES", 3)
@@ -153,7 +153,7 @@ def test_an_answer_that_makes_no_sense_is_an_error(
     ("client", "behaviour"),
     [(item, other) for item in CLIENTS for other in NEVER if (item, other[:7]) != ("list", "interim")],
 )
-def test_an_answer_that_never_ends_is_given_up(
+def test_endless_response_is_abandoned(
     client: str, behaviour: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert error_of(client, NEVER[behaviour], here, monkeypatch)
@@ -171,7 +171,7 @@ PART = ("206 Part", "Content-Range: bytes 0-8/9")
         ("part", partial(flood, head(*PART), b"x" * PIECE)),
     ],
 )
-def test_more_than_was_asked_for_is_not_read(
+def test_excess_data_stays_unread(
     client: str, behaviour: Behaviour, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "OPEN_LIMIT", 20.0)
@@ -202,7 +202,7 @@ def fetch_hub(file: RemoteFile, folder: Path) -> None:
 
 @pytest.mark.parametrize("client", ["find", "list", "read"])
 @pytest.mark.parametrize("status", REDIRECTS)
-def test_s3_is_not_looked_for_elsewhere(client: str, status: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_redirects_are_not_followed(client: str, status: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with misbehaving(answer({})) as other:
         error_of(client, content(b"", f"Location: {other.url}/x", status=status), here, monkeypatch)
     assert other.requests == []
@@ -210,7 +210,7 @@ def test_s3_is_not_looked_for_elsewhere(client: str, status: str, here: Path, mo
 
 @pytest.mark.parametrize("client", ["part", "hub download"])
 @pytest.mark.parametrize("status", REDIRECTS)
-def test_a_token_of_the_hub_stays_there(client: str, status: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_token_stays_with_the_hub(client: str, status: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with misbehaving(content(b"", status="404 Gone")) as other:
         error_of(client, content(b"", f"Location: {other.url}/x", status=status), here, monkeypatch)
     assert other.requests

@@ -66,7 +66,7 @@ def call_as_rank(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
         ("LOCAL_WORLD_SIZE", "x"),
     ],
 )
-def test_a_launchers_variable_that_is_no_number_is_named(
+def test_non_numeric_launcher_variable_is_reported(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -74,7 +74,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     assert f"environment: {name}={value!r:.60}: must be whole numbers" in told(capsys)
 
 
-def test_an_error_that_a_library_made_of_a_signal_is_still_that_signal(
+def test_signal_wrapped_in_library_error_is_recognized(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def imports() -> None:
@@ -95,7 +95,7 @@ def test_an_error_that_a_library_made_of_a_signal_is_still_that_signal(
 
 
 @pytest.mark.parametrize("home", ["/proc/none", "/dev/null"])
-def test_a_home_that_cannot_be_written_is_told_with_what_helps(
+def test_unwritable_home_error_suggests_dsreason_cache(
     home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("DSREASON_CACHE", "COSMOS_CACHE", "XDG_CACHE_HOME"):
@@ -112,9 +112,7 @@ def test_records_of_libraries_are_made_visible(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["file", "FIFO", "link", "open to all"])
-def test_what_ranks_share_lies_where_this_user_alone_writes(
-    here: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_shared_folder_writable_by_others_is_rejected(here: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     folder = here / f"dsreason-{os.getuid()}"
     make = {"file": folder.touch, "FIFO": lambda: os.mkfifo(folder), "link": lambda: folder.symlink_to(here)}
     make.get(kind, folder.mkdir)()
@@ -149,7 +147,7 @@ def test_what_ranks_share_lies_where_this_user_alone_writes(
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_a_value_beyond_all_bounds_is_refused_by_its_name(
+def test_out_of_bounds_value_is_named(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -174,7 +172,7 @@ def test_a_value_beyond_all_bounds_is_refused_by_its_name(
     ],
     ids=" ".join,
 )
-def test_a_fifo_is_refused_and_not_waited_for(
+def test_fifo_is_rejected_without_waiting(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     os.mkfifo(here / "rows")
@@ -211,7 +209,7 @@ def test_a_reward_server_ends_at_a_signal(here: Path, number: signal.Signals) ->
         ),
     ],
 )
-def test_a_stop_of_the_demo_gives_no_advice_that_it_cannot_follow(raised: BaseException, told: str) -> None:
+def test_stopped_demo_does_not_suggest_resuming(raised: BaseException, told: str) -> None:
     with pytest.raises((signals.Interrupted, Stopped)) as caught, demo.rephrase_stop_messages(Path("d")):
         raise raised
     assert str(caught.value).startswith(told)

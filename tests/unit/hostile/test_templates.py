@@ -66,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_template_is_refused_when_the_model_is_loaded(model: Path, name: str) -> None:
+def test_bad_template_is_rejected_at_model_loading(model: Path, name: str) -> None:
     source, words = REFUSED[name]
     (model / "chat_template.jinja").write_text(source)
     refused(lambda: load_processor(model), CheckpointError, f"{model}: the chat template", words)
@@ -81,7 +81,7 @@ def test_a_template_is_refused_when_the_model_is_loaded(model: Path, name: str) 
         "{{ raise_exception.__globals__ }}",
     ],
 )
-def test_what_the_sandbox_hides_is_not_shown(model: Path, source: str) -> None:
+def test_sandbox_blocks_hidden_attributes(model: Path, source: str) -> None:
     (model / "chat_template.jinja").write_text(source)
 
     def show() -> str:
@@ -94,7 +94,7 @@ def test_what_the_sandbox_hides_is_not_shown(model: Path, source: str) -> None:
         assert "SecurityError" in str(error)
 
 
-def test_roles_that_a_template_refuses_are_told_with_the_sample(model: Path) -> None:
+def test_rejected_roles_are_reported_with_sample(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     processor = load_processor(model)
     refused(
@@ -105,13 +105,13 @@ def test_roles_that_a_template_refuses_are_told_with_the_sample(model: Path) -> 
 @pytest.mark.parametrize(
     "source", ["{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{% include 'x' %}", "{% for i in range(10**9) %}{% endfor %}"]
 )
-def test_a_template_that_fails_later_is_told_with_the_sample(model: Path, source: str) -> None:
+def test_late_template_failure_is_reported_with_sample(model: Path, source: str) -> None:
     (model / "chat_template.jinja").write_text("{% if messages|length > 1 %}" + source + "{% endif %}")
     processor = load_processor(model)
     longer = Sample("7", [*SAMPLE.messages, {"role": "assistant", "content": "red"}, *SAMPLE.messages])
     refused(lambda: render_prompt(processor, TOKENS, longer), DataError, "'7'", "the chat template fails")
 
 
-def test_a_template_that_takes_text_only_is_accepted(model: Path) -> None:
+def test_text_only_template_is_accepted(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ messages[0].content + '!' }}")
     assert guarded(lambda: load_processor(model).apply_chat_template(SAMPLE.messages, tokenize=False)) == "What is it?!"

@@ -87,7 +87,7 @@ def logged(text: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def from_library(text: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Which has a handler of its own, as transformers has."""
+    """Return the output of a library logger that has a separate handler, as transformers does."""
     library, stream = logging.Logger("library"), io.StringIO()
     library.addHandler(logging.StreamHandler(stream))
     before = logging.getLogRecordFactory()
@@ -180,7 +180,7 @@ def test_json_stays_json_of_the_same_content() -> None:
     assert json.loads(escape_control(json.dumps(result, ensure_ascii=False))) == result
 
 
-def test_lines_of_a_message_that_are_indented_stay_as_they_are() -> None:
+def test_indented_message_lines_are_unchanged() -> None:
     assert format_message("2 problems\n  one\n  two\nthree") == "2 problems\n  one\n  two\n  three"
 
 
@@ -199,7 +199,7 @@ NOT_SHOWN = {"dsreason/monitor/memory.py"}
 
 
 def ways_to_the_terminal(source: str) -> list[str]:
-    """What prints, but for `say`, `write` and `open_console`."""
+    """List the calls that print, except those of `say`, `write` and `open_console`."""
     result = []
     for node in ast.walk(ast.parse(source)):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

@@ -58,7 +58,7 @@ CLAIMS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_header_that_claims_what_is_not_there_is_refused(here: Path, files: dict[str, bytes], name: str) -> None:
+def test_header_with_false_claims_is_rejected(here: Path, files: dict[str, bytes], name: str) -> None:
     change, words = CLAIMS[name]
     (here / "a.mp4").write_bytes(change(files["mp4"]))
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", *words)
@@ -77,7 +77,7 @@ def test_a_header_that_claims_what_is_not_there_is_refused(here: Path, files: di
     ],
     ids=["136 years", "no time base", "fine time base", "frames of 2 days", "track size", "no matrix", "huge matrix"],
 )
-def test_absurd_times_and_sizes_are_an_error_or_give_few_frames(
+def test_absurd_header_fails_or_yields_few_frames(
     here: Path, files: dict[str, bytes], path: Any, offset: int, layout: str, values: tuple[int, ...]
 ) -> None:
     (here / "a.mp4").write_bytes(edited(files["mp4"], path, offset, layout, *values))
@@ -119,7 +119,7 @@ PLAYLISTS = {
 
 
 @pytest.mark.parametrize("name", PLAYLISTS)
-def test_a_playlist_is_not_followed(here: Path, files: dict[str, bytes], name: str) -> None:
+def test_playlist_is_not_followed(here: Path, files: dict[str, bytes], name: str) -> None:
     (here / "real.ts").write_bytes(files["ts"])
     (here / name).write_text(PLAYLISTS[name].replace("{folder}", str(here)))
     refused(lambda: probe_video(here / name), DataError, name, "not a usable video")
@@ -156,19 +156,19 @@ def test_sound_without_pictures(here: Path) -> None:
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", "holds no video stream")
 
 
-def test_a_picture_is_no_video(here: Path) -> None:
+def test_picture_is_rejected_as_video(here: Path) -> None:
     Image.new("RGB", (9, 9)).save("a.png")
     os.rename("a.png", "a.mp4")
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", "is an image")
 
 
-def test_an_endless_pipe_is_not_opened(here: Path) -> None:
+def test_endless_pipe_is_not_opened(here: Path) -> None:
     os.mkfifo("a.mp4")
     refused(lambda: probe_video(here / "a.mp4"), DataError, "a.mp4", "is not a file")
     refused(lambda: load_video(here / "a.mp4", [0]), DataError, "a.mp4", "is not a file")
 
 
-def test_times_that_repeat_or_go_back_keep_every_frame(here: Path, files: dict[str, bytes]) -> None:
+def test_repeated_or_decreasing_times_keep_every_frame(here: Path, files: dict[str, bytes]) -> None:
     (here / "a.ts").write_bytes(files["ts"] * 2)
     info = guarded(lambda: probe_video(here / "a.ts"))
     assert info.num_frames == 24
@@ -176,12 +176,12 @@ def test_times_that_repeat_or_go_back_keep_every_frame(here: Path, files: dict[s
     assert shape == (24, 48, 64, 3)
 
 
-def test_frames_that_grow_on_the_way_are_resized(here: Path, files: dict[str, bytes]) -> None:
+def test_frames_that_grow_are_resized(here: Path, files: dict[str, bytes]) -> None:
     (here / "a.ts").write_bytes(files["ts"] + files["large ts"])
     assert guarded(lambda: load_video(here / "a.ts", [0, 20], size=(28, 28)).shape) == (2, 28, 28, 3)
 
 
-def test_frames_that_grow_beyond_the_limit_are_refused(
+def test_frames_beyond_size_limit_are_rejected(
     here: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(videos, "MAX_IMAGE_PIXELS", 100 * 100)
@@ -191,7 +191,7 @@ def test_frames_that_grow_beyond_the_limit_are_refused(
 
 @pytest.mark.parametrize("name", ["mp4", "ts", "avi"])
 @pytest.mark.parametrize("wanted", [[99], [0, 99]])
-def test_frames_that_cost_more_than_the_file_is_worth_are_not_decoded(
+def test_frames_too_costly_for_file_are_rejected(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: list[int]
 ) -> None:
     """A hundred frames behind one key frame; by their times, and where these are of no use (AVI)."""
@@ -203,7 +203,7 @@ def test_frames_that_cost_more_than_the_file_is_worth_are_not_decoded(
     assert guarded(lambda: load_video(here / f"a.{name}", [0, 40], size=(28, 28)).shape) == (2, 28, 28, 3)
 
 
-def test_many_packets_of_which_none_can_be_decoded_are_not_all_tried(
+def test_undecodable_packets_are_not_all_tried(
     here: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(videos, "MAX_UNUSABLE_PACKETS", 0)

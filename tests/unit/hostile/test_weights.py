@@ -47,7 +47,7 @@ def weights(content: bytes) -> Spoil:
 
 
 def first_as(dtype: torch.dtype) -> Spoil:
-    """With the first tensor in another dtype."""
+    """Store the first tensor in another dtype."""
 
     def spoil(model: Path) -> None:
         tensors = load_file(model / WEIGHTS)
@@ -143,7 +143,7 @@ CONFIG: dict[str, tuple[Spoil, list[str]]] = {
 
 
 def processor_json(**values: Any) -> Spoil:
-    """The image processor's own file with other values, where nothing else says them."""
+    """Change values in the image processor's own file, after removing the section that would override them."""
 
     def spoil(model: Path) -> None:
         change_json(model / "processor_config.json", lambda document: document.pop("image_processor"))
@@ -269,21 +269,21 @@ def with_code(model: Path, executed: Path) -> Path:
     return model
 
 
-def test_code_of_a_model_that_needs_none_is_not_run(with_code: Path) -> None:
+def test_unneeded_model_code_is_not_executed(with_code: Path) -> None:
     assert guarded(lambda: load(with_code) is not None and load_processor(with_code) is not None)
 
 
-def test_code_of_a_model_that_needs_it_is_not_run(with_code: Path) -> None:
+def test_required_model_code_is_not_executed(with_code: Path) -> None:
     config(model_type="evil")(with_code)
     refused(lambda: load(with_code), CheckpointError, "config.json cannot be read", "custom code")
 
 
-def test_code_of_a_processor_is_not_run(with_code: Path) -> None:
+def test_processor_code_is_not_executed(with_code: Path) -> None:
     change_json(with_code / "processor_config.json", lambda document: document.update(processor_class="Evil"))
     refused(lambda: load_processor(with_code), CheckpointError, "cannot be loaded", "custom code")
 
 
-def test_code_of_a_tokenizer_is_not_run(with_code: Path) -> None:
+def test_tokenizer_code_is_not_executed(with_code: Path) -> None:
     change_json(with_code / "tokenizer_config.json", lambda document: document.update(tokenizer_class="Evil"))
     assert guarded(lambda: load_processor(with_code) is not None)  # config.json decides the class
 
@@ -302,6 +302,6 @@ def test_pickled_weights_are_refused_unread(model: Path, executed: Path, name: s
     refused(lambda: load(model), CheckpointError, f"pickled weights only ({name})")
 
 
-def test_a_pickle_named_safetensors_is_not_unpickled(model: Path, executed: Path) -> None:
+def test_pickle_named_safetensors_is_not_unpickled(model: Path, executed: Path) -> None:
     torch.save({"a": Planted()}, model / WEIGHTS)
     refused(lambda: load(model), CheckpointError, WEIGHTS, DAMAGED)

@@ -1,4 +1,4 @@
-"""Which of several failed ranks is shown. Real ranks: tests/integration/test_launch.py."""
+"""Choice of the failed rank that is reported. Tests with real ranks: tests/integration/test_launch.py."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def late(rank: int, time: float) -> Failure:
         ),
     ],
 )
-def test_the_failure_that_caused_the_others_is_shown(left: list[Failure], codes: dict[int, int], expected: str) -> None:
+def test_causing_failure_is_reported(left: list[Failure], codes: dict[int, int], expected: str) -> None:
     assert find_first_failure(left, codes).text == expected
 
 
-def test_where_a_time_limit_was_exceeded_the_stacks_of_all_are_shown_and_the_first_comes_last() -> None:
+def test_timeout_reports_all_stacks_with_earliest_last() -> None:
     result = find_first_failure([late(0, 3.0), late(2, 1.0)], {0: 124, 1: KILL, 2: 124})
     assert result.text == "rank 1 did not report where it was; its log may show it\n\nstacks of 0\nstacks of 2"
     assert (result.rank, result.exit_code) == (2, TIME_LIMIT_EXIT_CODE)
     assert find_first_failure([late(0, 3.0), told(1, 5.0)], {0: 124, 1: 2}).text == "error of 1"
 
 
-def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
+def test_rank_killed_by_agent_is_not_blamed() -> None:
     failures: Any = {
         0: SimpleNamespace(exitcode=1, timestamp=100),
         1: SimpleNamespace(exitcode=KILL, timestamp=129),
@@ -89,19 +89,17 @@ def test_a_rank_that_the_agent_killed_after_waiting_is_not_the_cause() -> None:
         (ZeroDivisionError(), False, True),
     ],
 )
-def test_a_start_is_repeated_unless_a_person_must_change_something(
-    error: Exception, user_fixable: bool, restarts: bool
-) -> None:
+def test_start_is_retried_unless_user_must_act(error: Exception, user_fixable: bool, restarts: bool) -> None:
     failure = build_failure(error)
     assert (failure.user_fixable, failure.restarts) == (user_fixable, restarts)
 
 
-def test_ranks_that_follow_a_crash_have_an_exit_code_of_their_own() -> None:
+def test_ranks_after_crash_get_peer_exit_code() -> None:
     assert build_peer_error(crash(1, 0.0)).exit_code == PEER_EXIT_CODE
     assert build_peer_error(told(1, 0.0)).exit_code == 2
 
 
-def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path) -> None:
+def test_last_line_of_long_log_is_found(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 20_000 + "\nstep 3\n\n  \n")
     assert read_last_line(tmp_path / "log") == "step 3"
     assert read_last_line(tmp_path / "none") == ""
@@ -111,7 +109,7 @@ def test_the_last_line_of_a_log_is_found_however_long_the_log_is(tmp_path: Path)
     "text",
     ["DataLoader worker (pid 7) is killed by signal: Killed. ", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"],
 )
-def test_a_dead_data_worker_is_a_sentence_with_the_usual_reason(text: str) -> None:
+def test_dead_data_worker_error_explains_usual_cause(text: str) -> None:
     failure = build_failure(RuntimeError(text))
     assert failure.text == (
         f"a data worker died (often: out of memory; see the kernel log): lower data.workers or data.prefetch ({text.strip()})"

@@ -1,4 +1,4 @@
-"""How a process takes its GPU, and what it says where it cannot. A GPU is pretended by what torch answers."""
+"""Device selection of a process, and its message on failure. The GPU is simulated by mocked torch answers."""
 
 from __future__ import annotations
 
@@ -73,15 +73,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return result
 
 
-def test_a_rank_computes_on_its_own_gpu_without_cudnn_attention(taken: list[torch.device]) -> None:
+def test_rank_uses_its_gpu_without_cudnn_attention(taken: list[torch.device]) -> None:
     assert init_world().device == torch.device("cuda:2")
     assert taken == [torch.device("cuda:2")]
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_ranks_on_gpus_share_the_cores_that_torchrun_leaves_to_one_thread_each(
-    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_ranks_share_cores_under_torchrun(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -90,9 +88,7 @@ def test_ranks_on_gpus_share_the_cores_that_torchrun_leaves_to_one_thread_each(
     assert torch.get_num_threads() == 6  # 24 cores, 4 ranks
 
 
-def test_the_cpu_is_taken_where_it_is_asked_for_and_where_there_is_no_gpu(
-    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_is_used_on_request_or_fallback(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert choose_device(2) == torch.device("cpu")
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -102,7 +98,10 @@ def test_the_cpu_is_taken_where_it_is_asked_for_and_where_there_is_no_gpu(
 
 
 def test_nobody_else_chooses_a_device() -> None:
-    """Who did would compute with cuDNN's attention, and without a word about a GPU that cannot be used."""
+    """Choose the device in one module only.
+
+    Any other would use cuDNN's attention and not report a GPU that cannot be used.
+    """
     files = Path(dsreason.__file__).parent.rglob("*.py")
     asking = {file.name for file in files if "cuda.is_available" in file.read_text(encoding="utf-8")}
     assert asking == {"gpu.py"}
@@ -115,9 +114,7 @@ def failing(error: Exception) -> Callable[..., None]:
     return fail
 
 
-def test_more_ranks_than_gpus_is_told_with_both_numbers(
-    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_gpus_reports_both_numbers(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", failing(torch.AcceleratorError(ORDINAL)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
@@ -155,7 +152,7 @@ def connect_fails(taken: list[torch.device], monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 @pytest.mark.parametrize("ranks", ["1", "4"])
-def test_a_failed_first_connection_is_told_by_its_cause(
+def test_failed_connection_is_reported_by_cause(
     connect_fails: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch, error: Exception, told: str, ranks: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -165,14 +162,14 @@ def test_a_failed_first_connection_is_told_by_its_cause(
     assert "firewall" not in str(raised.value)
 
 
-def test_a_network_that_fails_under_nccl_is_told_as_that(connect_fails: Callable[[Exception], None]) -> None:
+def test_nccl_network_failure_is_reported_as_such(connect_fails: Callable[[Exception], None]) -> None:
     connect_fails(dist.DistBackendError(NETWORK))
     message = r"(?s)could not connect to each other.*No route to host.*NCCL_SOCKET_IFNAME.*firewall"
     with pytest.raises(DsReasonError, match=message):
         init_world()
 
 
-def test_an_error_of_the_gpu_that_nobody_knows_stays_as_it_is(connect_fails: Callable[[Exception], None]) -> None:
+def test_unknown_gpu_error_is_left_unchanged(connect_fails: Callable[[Exception], None]) -> None:
     connect_fails(torch.AcceleratorError("CUDA error: misaligned address"))
     with pytest.raises(torch.AcceleratorError, match="misaligned"):
         init_world()

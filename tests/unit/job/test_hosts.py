@@ -1,4 +1,4 @@
-"""What hosts compare, and what one takes from the first."""
+"""Facts that hosts compare, and variables that a host takes from the first host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_equal_hosts_have_no_differences() -> None:
     assert find_differences([("node-0", facts), ("node-1", dict(facts))]) == []
 
 
-def test_each_difference_names_a_host_and_both_values() -> None:
+def test_each_difference_names_host_and_both_values() -> None:
     first = {"torch": "2.13.0", "vllm": "0.24.0", "optim.lr": 1e-6}
     second = {"torch": "2.12.1", "optim.lr": 1e-6, "optim.eps": 1e-8}
     assert find_differences([("node-0", first), ("node-1", second), ("node-2", second), ("node-3", first)]) == [
@@ -39,9 +39,7 @@ def test_each_difference_names_a_host_and_both_values() -> None:
     ]
 
 
-def test_a_changed_file_that_the_configuration_names_is_another_fact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_user_file_changes_the_code_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     names = ("my_adapter.py", "my_rewards.py", "mine/rewards.py")
@@ -90,19 +88,19 @@ def test_a_host_keeps_its_own_variables(environment: dict[str, str], taken: set[
     )
 
 
-def test_a_host_with_cosmos_keys_of_its_own_takes_none_of_them_but_aws_keys() -> None:
+def test_cosmos_keys_are_not_mixed_between_hosts() -> None:
     names = [f"PROD_S3_CHECKPOINT_{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "ENDPOINT_URL")]
     assert find_missing_variables([*names, "AWS_PROFILE"], {names[0]: "own"}) == {names[2], "AWS_PROFILE"}
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "localhost", "127.0.1.1", "no-such-host.invalid"])
-def test_a_loopback_address_and_an_unknown_name_lead_to_no_other_host(peer: str) -> None:
+def test_loopback_and_unknown_peers_have_no_address(peer: str) -> None:
     assert find_own_address(peer) is None
 
 
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a program that accepts connections and never says a word; ranks are to meet there."""
+    """Return the port of a program that accepts connections but never sends anything; ranks are to meet there."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         settings = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -112,13 +110,13 @@ def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         yield port
 
 
-def test_a_port_that_another_program_has_is_named(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_reported(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(DsReasonError, match=rf"port {taken_port} is taken by another process of this host"):
         hosts.join()
 
 
-def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
+def test_unresponsive_program_at_port_is_not_awaited(
     taken_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -134,13 +132,13 @@ def test_a_program_at_that_port_that_never_answers_is_not_waited_for(
 
 
 @pytest.mark.parametrize("name", ["no.such.host.invalid", "a b\x1b[31m", "x" * 300])
-def test_a_name_that_no_host_has_is_told(name: str, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_master_host_is_reported(name: str, taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", name)
     assert " knows no host of that name (timed out)" in str(hosts.build_rendezvous_error("timed out"))
 
 
-def test_two_processes_of_one_number_are_told(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_rank_is_rejected(taken_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     store = dist.HashStore()

@@ -16,7 +16,7 @@ from dsreason.job.failures import Failure, RankError
 FAILURE = Failure(1, "crash", 7, user_fixable=False, time=0.0)
 
 
-def test_variables_are_set_inside_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_restored_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSREASON_A", "before")
     monkeypatch.delenv("DSREASON_B", raising=False)
     with pytest.raises(ZeroDivisionError), launch.set_variables({"DSREASON_A": "1", "DSREASON_B": "2"}):
@@ -51,13 +51,13 @@ def started(monkeypatch: pytest.MonkeyPatch, failures: Sequence[Failure | None],
     return attempts
 
 
-def test_a_failure_is_followed_by_as_many_restarts_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_restarted_up_to_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch, [FAILURE, FAILURE, None], 2) == [0, 1, 2]
     assert started(monkeypatch, [FAILURE, FAILURE, FAILURE], 2) == [0, 1, 2, 7]
     assert started(monkeypatch, [FAILURE], 0) == [0, 7]
 
 
-def test_what_a_person_must_change_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_fixable_failure_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch, [replace(FAILURE, user_fixable=True, restarts=False)], 5) == [0, 7]
 
 
@@ -71,7 +71,7 @@ def test_what_a_person_must_change_is_not_started_again(monkeypatch: pytest.Monk
         (7, 0, ["SIGTERM"], ("stopped by SIGUSR1, saved", 7)),
     ],
 )
-def test_ranks_that_were_told_to_stop_end_as_they_were_told(
+def test_stop_signal_determines_message_and_exit_code(
     exit_code: int, signal_number: int, received: list[str], expected: tuple[str, int]
 ) -> None:
     failure = replace(FAILURE, text="stopped by SIGUSR1, saved", exit_code=exit_code, signal=signal_number)

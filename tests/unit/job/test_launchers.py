@@ -1,4 +1,4 @@
-"""Whose end is the end of a rank that `deepspeed` started on several hosts."""
+"""Processes whose end is the end of a rank that `deepspeed` started on several hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ else:
 """
 
 
-def test_all_that_stand_between_a_rank_and_the_runner_count(tmp_path: Path) -> None:
+def test_launchers_between_rank_and_runner_are_found(tmp_path: Path) -> None:
     (tmp_path / "runner.py").write_text(RUNNER)
     (tmp_path / "pdsh.bin").write_text("#!/bin/sh\nread until_the_runner_ends\n")
     (tmp_path / "pdsh.bin").chmod(0o755)

@@ -22,7 +22,7 @@ PATIENCE = 120.0
 
 
 class Ranks:
-    """`lines[i]` is rank i's, `heard[i]` what it was told."""
+    """Three connected ranks: `lines[i]` is the lifeline of rank i, `heard[i]` holds the failures reported to it."""
 
     def __init__(self, folder: Path) -> None:
         store = dist.HashStore()
@@ -36,7 +36,7 @@ class Ranks:
         wait_until(lambda: all(self.zero(rank).log for rank in range(3)))
 
     def kill(self, rank: int) -> None:
-        """As the kernel does it."""
+        """Close the rank's connection, as the kernel does when a process dies."""
         self.connection(rank).shutdown(socket.SHUT_RDWR)
 
     def connection(self, rank: int) -> socket.socket:
@@ -76,7 +76,7 @@ def failure(rank: int, user_fixable: bool = False) -> Failure:
 
 
 @pytest.mark.parametrize("end", ["", "; its last log line: out of words"])
-def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(ranks: Ranks, end: str) -> None:
+def test_lost_connection_is_reported_with_last_activity(ranks: Ranks, end: str) -> None:
     if end:
         ranks.logs[2].write_text("first\n  out of words\n\n")
     ranks.lines[2].report_activity('in phase "data"')
@@ -88,52 +88,52 @@ def test_a_connection_that_ends_without_goodbye_is_told_with_the_last_place(rank
     assert (hear.rank, hear.exit_code, hear.silent) == (2, PEER_EXIT_CODE, True)
 
 
-def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: Ranks) -> None:
+def test_rank_that_says_goodbye_is_not_missed(ranks: Ranks) -> None:
     ranks.lines[2].send_goodbye()
     ranks.kill(2)
     ranks.kill(1)
     assert ranks.all_hear(0).rank == 1
 
 
-def test_after_rank_0_has_left_nobody_is_told_of_its_end(ranks: Ranks) -> None:
+def test_rank_0_departure_is_not_reported(ranks: Ranks) -> None:
     ranks.lines[0].send_goodbye()
     wait_until(lambda: ranks.lines[1].rank_0_has_ended)
     assert ranks.lines[1].fail(failure(1)) == failure(1)
     assert all(heard.empty() for heard in ranks.heard)
 
 
-def test_a_failing_rank_learns_what_it_followed_from(ranks: Ranks) -> None:
+def test_failing_rank_learns_original_failure(ranks: Ranks) -> None:
     ranks.kill(2)
     first = ranks.lines[1].fail(failure(1))  # of the connection it lost
     assert first.rank == 2
     assert ranks.all_hear(0, 1) == first
 
 
-def test_of_two_tracebacks_the_first_is_told_with_rank_host_and_log(ranks: Ranks) -> None:
+def test_first_traceback_wins_with_rank_and_log(ranks: Ranks) -> None:
     first = ranks.lines[1].fail(failure(1))
     assert ranks.lines[0].fail(failure(0)) == ranks.all_hear(0, 1, 2) == first
     assert first.text == f"rank 1 on {HOST} failed; its log: {ranks.logs[1]}\n\nTraceback of 1"
 
 
-def test_a_text_for_people_wins_over_an_earlier_traceback(ranks: Ranks) -> None:
+def test_user_message_wins_over_earlier_traceback(ranks: Ranks) -> None:
     ranks.lines[1]._send({"failure": failure(1).__dict__})
     assert ranks.lines[2].fail(failure(2, user_fixable=True)) == failure(2, user_fixable=True) == ranks.all_hear(0, 1)
 
 
-def test_a_rank_that_was_killed_wins_over_what_others_say_of_the_lost_connection(ranks: Ranks) -> None:
+def test_killed_rank_wins_over_lost_connection_error(ranks: Ranks) -> None:
     ranks.kill(2)
     assert ranks.lines[1].fail(failure(1, user_fixable=True)).rank == 2
     assert ranks.all_hear(0, 1).silent
 
 
-def test_a_rank_that_was_killed_wins_over_a_traceback_that_was_heard_of_earlier(ranks: Ranks) -> None:
+def test_killed_rank_wins_over_earlier_traceback(ranks: Ranks) -> None:
     ranks.lines[1]._send({"failure": failure(1).__dict__})
     time.sleep(0.1)
     ranks.kill(2)
     assert ranks.all_hear(0, 1).rank == 2
 
 
-def test_a_death_before_there_is_a_log_is_told_without_one(ranks: Ranks) -> None:
+def test_death_before_log_is_reported_without_log(ranks: Ranks) -> None:
     ranks.lines[2].report_log("")
     ranks.kill(2)
     assert ranks.all_hear(0, 1).text == f"rank 2 on {HOST} died at its start (killed, or its host is gone)"
@@ -147,7 +147,7 @@ def test_a_stranger_changes_nothing(ranks: Ranks, said: bytes) -> None:
     assert ranks.all_hear(0, 1).rank == 2
 
 
-def test_a_forked_child_does_not_hold_the_connection(ranks: Ranks) -> None:
+def test_forked_child_does_not_hold_connection(ranks: Ranks) -> None:
     descriptor = ranks.connection(1).fileno()
     child = os.fork()
     if child == 0:
@@ -159,7 +159,7 @@ def test_a_forked_child_does_not_hold_the_connection(ranks: Ranks) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_kernel_asks_a_silent_host_and_gives_it_up_after_half_a_minute(ranks: Ranks) -> None:
+def test_silent_host_is_probed_and_given_up(ranks: Ranks) -> None:
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
     connection = ranks.connection(1)
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

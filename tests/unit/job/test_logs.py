@@ -53,7 +53,7 @@ def run_program(folder: Path, rank: int) -> tuple[str, str, str]:
     return done.stdout, done.stderr, (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
-def test_the_file_has_everything_with_rank_and_step(tmp_path: Path) -> None:
+def test_log_file_records_rank_and_step(tmp_path: Path) -> None:
     _, _, file = run_program(tmp_path, rank=1)
     assert " rank 1 INFO dsreason.train: before the loop" in file
     assert " rank 1 step 7 INFO DeepSpeed: engine details" in file
@@ -64,7 +64,7 @@ def test_the_file_has_everything_with_rank_and_step(tmp_path: Path) -> None:
     assert file.rstrip().endswith("RuntimeError: the end with <HF_TOKEN>")
 
 
-def test_the_screen_of_rank_0_has_our_lines_and_library_warnings_only(tmp_path: Path) -> None:
+def test_rank_0_shows_own_lines_and_warnings(tmp_path: Path) -> None:
     stdout, stderr, _ = run_program(tmp_path, rank=0)
     assert stdout == ""
     assert "before the loop" in stderr
@@ -74,7 +74,7 @@ def test_the_screen_of_rank_0_has_our_lines_and_library_warnings_only(tmp_path: 
     assert stderr.count("RuntimeError: the end with <HF_TOKEN>") == 1
 
 
-def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
+def test_other_ranks_show_only_errors(tmp_path: Path) -> None:
     _, stderr, _ = run_program(tmp_path, rank=1)
     assert "our error" in stderr
     assert "before the loop" not in stderr
@@ -82,7 +82,7 @@ def test_the_screen_of_other_ranks_has_errors_only(tmp_path: Path) -> None:
     assert "RuntimeError: the end with <HF_TOKEN>" in stderr
 
 
-def test_no_line_and_no_traceback_shows_a_token(tmp_path: Path) -> None:
+def test_log_lines_and_tracebacks_hide_tokens(tmp_path: Path) -> None:
     for message in run_program(tmp_path, rank=0):
         assert TOKEN not in message
     assert "a log line with <HF_TOKEN>" in message

@@ -1,4 +1,4 @@
-"""What needs no other rank. Collectives of real ones: tests/integration."""
+"""Functions that need no other rank. Collectives of real ones: tests/integration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(seed: int, rank: int) -> tuple[float, float, float]:
 
 
 @pytest.mark.usefixtures("own_random_numbers")
-def test_ranks_draw_different_numbers_and_the_same_with_the_same_seed() -> None:
+def test_random_numbers_depend_on_seed_and_rank() -> None:
     first, second = drawn(7, 0), drawn(7, 1)
     assert all(a != b for a, b in zip(first, second, strict=True))
     assert drawn(7, 0) == first
@@ -41,7 +41,7 @@ def test_sums_over_ranks_have_all_digits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ranks.reduce_sum(2.0**24 + 1) == 2.0**25 + 2  # float32 would drop the 1
 
 
-def test_the_first_rank_of_a_folder_does_what_is_done_once_in_it() -> None:
+def test_first_rank_of_folder_is_identified() -> None:
     device = torch.device("cpu")
     shared = [World(rank, rank, 4, device) for rank in range(4)]
     assert [world.is_first_of_folder for world in shared] == [True, False, False, False]
@@ -56,7 +56,7 @@ def test_consecutive_ranks_compute_rows_together() -> None:
     assert worlds[3].select_group_values(["a", "a", "b", "b"]) == ["a", "b"]
 
 
-def test_ranks_of_a_host_that_do_not_divide_into_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_not_divisible_into_groups_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [value])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(

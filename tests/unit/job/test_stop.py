@@ -20,7 +20,7 @@ def ended() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_scheduler_and_torchrun_that_send_the_same_signal_ask_once(ended: list[int]) -> None:
+def test_same_signal_sent_twice_requests_one_stop(ended: list[int]) -> None:
     with StopRequest() as request:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_warnings_may_be_repeated(ended: list[int], monkeypatch: pytest.MonkeyPa
     assert request.name == "SIGUSR1"
 
 
-def test_a_signal_to_any_rank_stops_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_to_any_rank_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "gather_objects", lambda own: [own, "SIGTERM", ""])
     with StopRequest() as request:
         assert request.asked() == "SIGTERM"

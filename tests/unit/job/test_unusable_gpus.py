@@ -29,7 +29,10 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Makes torch see what is said: what the driver lists, whether torch can use it, and what torch warns of."""
+    """Return a function that fakes torch's view of the machine.
+
+    It sets what the driver lists, whether torch can use it, and what torch warns of.
+    """
 
     def make(
         count: int, *, usable: bool = False, warning: str = "", node: bool = True, cuda: str | None = "13.0"
@@ -64,16 +67,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         (0, {"cuda": None}, None),
     ],
 )
-def test_gpus_that_cannot_be_used_are_known_with_the_reason(
+def test_unusable_gpus_are_detected_with_reason(
     machine: Machine, count: int, settings: dict[str, object], fault: str | None
 ) -> None:
     machine(count, **settings)
     assert gpu.find_cuda_fault() == fault
 
 
-def test_the_error_says_which_driver_is_needed_and_how_to_go_on_without(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_error_names_required_driver_and_workaround(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1, warning=TOO_OLD)
     text = r"too old \(found version 12040\); it is built for CUDA 13.0, which needs .* version 580 or newer: .*DS_ACCELERATOR"
     with pytest.raises(ConfigError, match=text):
@@ -82,7 +83,7 @@ def test_the_error_says_which_driver_is_needed_and_how_to_go_on_without(
     gpu.check_gpus()
 
 
-def test_a_rank_of_any_launcher_refuses_before_it_joins_the_job(machine: Machine) -> None:
+def test_rank_rejects_unusable_gpu_before_joining(machine: Machine) -> None:
     machine(0, warning=TOO_OLD)
     launch.prepare_environment()
     assert "DS_ACCELERATOR" not in os.environ  # it was not the person's wish
@@ -94,7 +95,7 @@ def test_a_rank_of_any_launcher_refuses_before_it_joins_the_job(machine: Machine
     "command",
     ["sft", "grpo", "eval --model tiny:qwen2_5_vl --adapter builtin", "infer --model m --image a.png --prompt ?"],
 )
-def test_a_command_ends_with_2_before_anything_starts(
+def test_command_exits_before_starting_ranks(
     machine: Machine, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine(1, warning=TOO_OLD)

@@ -1,4 +1,4 @@
-"""One rank's watchdog, in a process of its own: it ends the process."""
+"""The watchdog of one rank, in a separate process because it ends the process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run_program(mode: str, folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stderr, (folder / "logs" / "rank_0.log").read_text()
 
 
-def test_a_phase_beyond_its_time_limit_ends_the_rank_with_every_stack(tmp_path: Path) -> None:
+def test_late_phase_ends_rank_with_all_stacks(tmp_path: Path) -> None:
     code, stderr, log = run_program("late", tmp_path)
     assert code == TIME_LIMIT_EXIT_CODE
     for text in (stderr, log):
@@ -91,20 +91,20 @@ def test_a_phase_beyond_its_time_limit_ends_the_rank_with_every_stack(tmp_path: 
         assert "monitor.phase_time_limit (0.5)" in last
 
 
-def test_a_rank_that_keeps_the_interpreter_lock_leaves_its_stack_too(tmp_path: Path) -> None:
+def test_rank_holding_interpreter_lock_leaves_its_stack(tmp_path: Path) -> None:
     code, _, log = run_program("locked", tmp_path)
     assert code == 1
     assert "in sleep_with_the_interpreter_lock" in log
 
 
-def test_an_error_is_told_where_closing_hangs(tmp_path: Path) -> None:
+def test_error_is_reported_when_closing_hangs(tmp_path: Path) -> None:
     code, stderr, log = run_program("fail", tmp_path)
     assert code == 1
     assert stderr.splitlines()[-1] == log.splitlines()[-2].strip() == "RuntimeError: the reason"
 
 
 @pytest.mark.parametrize("mode", ["normal", "fork"])
-def test_a_run_in_time_is_left_alone(mode: str, tmp_path: Path) -> None:
+def test_run_within_time_limit_is_undisturbed(mode: str, tmp_path: Path) -> None:
     assert run_program(mode, tmp_path) == (0, "", "")
 
 
@@ -117,7 +117,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def watchdog(clock: SimpleNamespace) -> Watchdog:
-    """With a time limit of a minute; its thread does not run."""
+    """Build a watchdog with a time limit of one minute; its thread does not run."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return Watchdog(World(0, 0, 1, torch.device("cpu")), time_limit=60)
@@ -125,7 +125,7 @@ def watchdog(clock: SimpleNamespace) -> Watchdog:
         dist.destroy_process_group()
 
 
-def test_the_clock_of_a_phase_stands_still_in_inner_phases(watchdog: Watchdog, clock: SimpleNamespace) -> None:
+def test_phase_clock_pauses_during_inner_phases(watchdog: Watchdog, clock: SimpleNamespace) -> None:
     with watchdog.track_phase("step"):
         clock.now = 10.0
         with watchdog.track_phase("save"):
@@ -141,7 +141,7 @@ def test_the_clock_of_a_phase_stands_still_in_inner_phases(watchdog: Watchdog, c
     assert watchdog._phases == []
 
 
-def test_the_timer_is_set_anew_at_every_look(
+def test_timer_is_reset_at_every_check(
     watchdog: Watchdog, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(_: float) -> bool:
@@ -176,7 +176,7 @@ def test_the_timer_is_set_anew_at_every_look(
         ),
     ],
 )
-def test_a_phase_may_have_a_time_limit_of_its_own(
+def test_phase_may_have_a_separate_time_limit(
     watchdog: Watchdog, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: PhaseName, said: str
 ) -> None:
     def wait(_: float) -> bool:
@@ -193,7 +193,7 @@ def test_a_phase_may_have_a_time_limit_of_its_own(
     assert texts == [said]
 
 
-def test_every_phase_of_the_trainers_can_be_given_a_time_limit() -> None:
+def test_every_trainer_phase_accepts_a_time_limit() -> None:
     folder = Path(module.__file__).parents[1] / "train"
     sources = "".join(file.read_text() for file in folder.rglob("*.py"))
     matches = re.findall(r'(?:watchdog\.phase|self\.watch)\("([^"]*)"\)', sources)
@@ -204,7 +204,7 @@ def late(rank: int, at: float) -> Failure:
     return Failure(rank, f"stack of {rank}\n", TIME_LIMIT_EXIT_CODE, user_fixable=False, time=at)
 
 
-def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:
+def test_parent_shows_first_late_rank_last() -> None:
     codes = {0: TIME_LIMIT_EXIT_CODE, 1: TIME_LIMIT_EXIT_CODE, 2: TIME_LIMIT_EXIT_CODE, 3: -signal.SIGKILL}
     failure = find_first_failure([late(0, 3.0), late(1, 1.0), late(2, 2.0)], codes)
     assert failure.rank == 1
@@ -213,7 +213,7 @@ def test_the_parent_shows_all_ranks_and_last_the_first_that_was_late() -> None:
     assert failure.text == "\n".join([silent, "stack of 0\n", "stack of 2\n", "stack of 1\n"])
 
 
-def test_a_rank_that_the_agent_had_to_kill_is_not_the_first_failure() -> None:
+def test_agent_kill_does_not_count_as_cause() -> None:
     failures = {
         0: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=130),
         1: SimpleNamespace(exitcode=-signal.SIGKILL, timestamp=100),

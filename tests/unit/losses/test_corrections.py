@@ -48,7 +48,7 @@ def test_token_truncation_stops_at_two_by_default():
     assert token_truncate(LOG_RATIO, SEQUENCE)[1].item() == 2
 
 
-def test_the_geometric_mean_keeps_a_long_sequence_that_the_product_drops():
+def test_geometric_mask_keeps_long_sequence():
     # 600 tokens of w = e^0.002: product e^1.2 = 3.32, geometric mean 1.002
     log_ratio, sequence = torch.full((600,), 0.002), torch.zeros(600, dtype=torch.int64)
     assert sequence_mask(log_ratio, sequence)[0].item() == 0
@@ -66,7 +66,7 @@ def test_weights_carry_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_a_product_beyond_float32_is_truncated_or_masked(name):
+def test_overflowing_product_is_truncated_or_masked(name):
     weights = CORRECTIONS[name](torch.tensor([90.0, 90.0]), torch.tensor([0, 0]))
     assert weights.tolist() in ([2, 2], [3, 3], [0, 0])
 

@@ -1,4 +1,4 @@
-"""What a teacher says of the student's tokens, computed by hand, and the gradient that it stands for."""
+"""Advantages of the student's tokens under a teacher, computed by hand, and the gradient that they stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEACHER = [[2.0, 1.0, 0.0, -1.0], [0.0, 1.0, 2.0, 1.0]]
 """Logits of two places."""
 
 
-def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
+def test_advantage_is_the_log_ratio_to_teacher() -> None:
     places, tokens = torch.arange(2), torch.tensor([1, 2])
     student, teacher = (torch.tensor(logits).log_softmax(-1)[places, tokens] for logits in (STUDENT, TEACHER))
     torch.testing.assert_close(student, torch.tensor([-0.4951819, -0.2109976]))
@@ -25,16 +25,14 @@ def test_a_token_is_worth_how_much_likelier_the_teacher_finds_it() -> None:
     ("discount", "expected"),
     [(0.0, [1.0, -2.0, 4.0, 3.0, 0.5]), (0.5, [1.0, 0.0, 4.0, 3.25, 0.5]), (1.0, [3.0, 2.0, 4.0, 3.5, 0.5])],
 )
-def test_with_a_discount_a_token_answers_for_those_after_it_in_its_sequence(
-    discount: float, expected: list[float]
-) -> None:
+def test_discount_adds_later_advantages_of_the_sequence(discount: float, expected: list[float]) -> None:
     teacher, student = torch.tensor([0.0, -3.0, 3.0, 1.0, -1.0]), torch.tensor([-1.0, -1.0, -1.0, -2.0, -1.5])
     sequence = torch.tensor([0, 0, 0, 1, 1])  # of 1, -2, 4 and of 3, 0.5
     result = compute_distillation_advantages(teacher, student, sequence, discount=discount)
     assert result.tolist() == expected
 
 
-def test_no_gradient_flows_into_them_and_there_may_be_none() -> None:
+def test_advantages_are_detached_and_may_be_empty() -> None:
     student = torch.tensor([-1.0], requires_grad=True)
     assert not compute_distillation_advantages(torch.tensor([-2.0]), student, torch.tensor([0])).requires_grad
     empty = torch.empty(0)
@@ -42,7 +40,7 @@ def test_no_gradient_flows_into_them_and_there_may_be_none() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_their_policy_gradient_is_in_expectation_that_of_the_reverse_kl(place: int) -> None:
+def test_expected_policy_gradient_equals_reverse_kl_gradient(place: int) -> None:
     logits = torch.tensor(STUDENT[place], dtype=torch.float64, requires_grad=True)
     student, teacher = logits.log_softmax(-1), torch.tensor(TEACHER[place], dtype=torch.float64).log_softmax(-1)
     kl = (student.exp() * (student - teacher)).sum()

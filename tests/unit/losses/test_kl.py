@@ -27,7 +27,7 @@ def test_k3_is_positive_and_not_clamped():
     assert k3(torch.tensor([-4.0]), torch.tensor([-1.0])).item() == pytest.approx(16.085537)
 
 
-def test_k3_with_a_clamp_gives_the_value_of_cosmos_rl():
+def test_clamped_k3_matches_cosmos_rl():
     logprobs = torch.tensor([-1.0, -4.0, -201.0], requires_grad=True)
     values = k3(logprobs, torch.tensor([-0.5, -1.0, -1.0]), clamp=10)
     assert values.tolist() == pytest.approx([0.148721, 10, 10], abs=1e-6)
@@ -36,13 +36,13 @@ def test_k3_with_a_clamp_gives_the_value_of_cosmos_rl():
     assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0, 0])
 
 
-def test_k3_of_a_small_difference_keeps_its_digits():
+def test_k3_keeps_precision_for_small_differences():
     # d = 2^-13, exact in float32 beside 1: d²/2 + d³/6
     value = k3(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-13])).item()
     assert value == pytest.approx(2**-27 + 2**-39 / 6, rel=1e-2)
 
 
-def test_bias_corrected_k3_is_weighted_by_the_importance_ratio():
+def test_bias_corrected_k3_weights_by_importance_ratio():
     # e^0.1 * 0.148721, e^-0.2 * 0.106531
     logprobs, ref_logprobs, old_logprobs = torch.tensor([[-1.0, -1.0], [-0.5, -1.5], [-1.1, -0.8]])
     values = bias_corrected_k3(logprobs, ref_logprobs, old_logprobs)
@@ -50,7 +50,7 @@ def test_bias_corrected_k3_is_weighted_by_the_importance_ratio():
     assert bias_corrected_k3(torch.tensor([-4.0]), torch.tensor([-1.0]), torch.tensor([-4.0]), clamp=10).item() == 10
 
 
-def test_gradients_show_what_each_does_inside_the_loss():
+def test_estimator_gradients_match_hand_computed_values():
     # d = 0.5. k1: 1 whatever d is; k2: -d; k3: 1 - e^d; bias-corrected on-policy: -d, that of the KL
     ref_logprobs, old_logprobs = torch.tensor([-0.5]), torch.tensor([-1.0])
     gradients = []
@@ -61,7 +61,7 @@ def test_gradients_show_what_each_does_inside_the_loss():
     assert gradients == pytest.approx([1.0, -0.5, 1 - math.exp(0.5), -0.5])
 
 
-def test_the_gradient_of_the_bias_corrected_form_is_that_of_the_kl_for_tokens_of_an_older_policy():
+def test_bias_corrected_gradient_matches_kl_off_policy():
     # Exact expectation over a vocabulary of three; plain k3 misses it.
     logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([[0.0, 0.1, 0.5], [1.0, -1.0, 0.3]], dtype=torch.float64).log_softmax(dim=-1)

@@ -33,7 +33,7 @@ def test_what_is_unset_is_the_presets(settings: dict[str, object], expected: flo
     assert loss(AlgorithmConfig.model_validate(settings)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_dual_clip_bounds_the_ratio_of_a_negative_advantage() -> None:
+def test_dual_clip_bounds_negative_advantage_ratio() -> None:
     objective = build_objective(AlgorithmConfig(preset="dapo", dual_clip=3.0))
     counts = GlobalCounts(num_tokens=1, num_sequences=1, max_length=4)
     logprobs, advantages, sequence = torch.tensor([8.0]).log(), torch.tensor([-1.0]), torch.tensor([0])
@@ -41,7 +41,7 @@ def test_a_dual_clip_bounds_the_ratio_of_a_negative_advantage() -> None:
     assert loss.loss.item() == pytest.approx(3.0)
 
 
-def test_bounds_of_the_correction_replace_the_published_ones() -> None:
+def test_correction_bounds_override_published_ones() -> None:
     log_ratio, sequence = torch.tensor([1.0, 3.0, 0.25]).log(), torch.zeros(3, dtype=torch.int64)
     for settings, expected in (
         ({}, [1, 2, 0.25]),

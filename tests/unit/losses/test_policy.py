@@ -32,7 +32,7 @@ def run(loss_fn, ratios=RATIOS, correction=None, penalty=None, **clips):
 # A token that is not clipped has the gradient -r A times its weight in the mean.
 
 
-def test_grpo_is_the_mean_over_sequences_of_the_mean_over_tokens():
+def test_grpo_averages_tokens_then_sequences():
     result, gradient = run(grpo_loss)
     assert result.loss.item() == pytest.approx(0.075)  # -((1.2 + 0.5) / 2 - 1) / 2
     assert gradient == pytest.approx([0, -0.5 / 4, 1 / 2])
@@ -44,7 +44,7 @@ def test_dr_grpo_divides_by_a_constant_length():
     assert gradient == pytest.approx([0, -0.5 / 8, 1 / 8])
 
 
-def test_dapo_is_the_mean_over_tokens_with_a_higher_upper_clip():
+def test_dapo_averages_tokens_with_higher_clip():
     result, gradient = run(dapo_loss, clip_high=0.28)
     assert result.loss.item() == pytest.approx(-0.26)  # -(1.28 + 0.5 - 1) / 3
     assert gradient == pytest.approx([0, -0.5 / 3, 1 / 3])
@@ -65,14 +65,14 @@ def test_gspo_clips_a_sequence_as_a_whole():
     assert result.clipped.tolist() == [True, True, False]
 
 
-def test_cispo_truncates_the_weight_and_keeps_the_gradient():
+def test_cispo_truncates_weight_and_keeps_gradient():
     result, gradient = run(cispo_loss, clip_low=math.inf)
     assert result.loss.item() == pytest.approx(-0.266667, abs=1e-6)  # (1.2 * 1 + 0.5 * 2 - 1 * 3) / 3
     assert gradient == pytest.approx([-1.2 / 3, -0.5 / 3, 1 / 3])
     assert result.clipped.tolist() == [True, False, False]
 
 
-def test_cispo_has_a_lower_bound_only_when_asked_for():
+def test_cispo_lower_bound_applies_when_requested():
     result, gradient = run(cispo_loss)
     assert gradient == pytest.approx([-1.2 / 3, -0.8 / 3, 1 / 3])
     assert result.clipped.tolist() == [True, True, False]
@@ -91,7 +91,7 @@ def test_cispo_has_a_lower_bound_only_when_asked_for():
         (cispo_loss, -1.333333),  # -(-1.2 - 0.8 + 6) / 3
     ],
 )
-def test_corrections_multiply_the_clipped_objective_and_penalties_are_added_after(loss_fn, expected):
+def test_correction_scales_objective_and_penalty_is_added(loss_fn, expected):
     correction, penalty = torch.tensor([1.0, 0.5, 2.0]), torch.tensor([0.2, 0.4, 0.1])
     result, _ = run(loss_fn, correction=correction)
     assert result.loss.item() == pytest.approx(expected, abs=1e-6)
@@ -102,7 +102,7 @@ def test_corrections_multiply_the_clipped_objective_and_penalties_are_added_afte
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_on_policy_every_variant_is_plain_policy_gradient(loss_fn):
+def test_every_variant_is_policy_gradient_on_policy(loss_fn):
     result, gradient = run(loss_fn, ratios=[1.0, 1.0, 1.0])
     weights = {dr_grpo_loss: [1 / 8] * 3, dapo_loss: [1 / 3] * 3, cispo_loss: [1 / 3] * 3}
     expected = zip(weights.get(loss_fn, [0.25, 0.25, 0.5]), [1, 1, -1], strict=True)
@@ -162,7 +162,7 @@ def test_the_batch_of_cosmos_rl():
     assert cosmos(dapo_loss, counts=GlobalCounts(1, 1, 1)) == pytest.approx(2.613111, abs=1e-6)  # token-sum
 
 
-def test_the_batch_of_cosmos_rl_with_a_kl_penalty():
+def test_kl_penalty_matches_cosmos_rl_batch():
     # In cosmos-rl "5 tokens" is the micro-batch; here it is the global batch, which is the same for one micro-batch.
     counts = GlobalCounts(num_tokens=5, num_sequences=2, max_length=1)
     kl = k3(CUR, REF)
@@ -176,7 +176,7 @@ def test_the_batch_of_cosmos_rl_with_a_kl_penalty():
 
 @pytest.mark.parametrize("num_tokens", [7, 0])  # trained tokens elsewhere, or none at all
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_no_trained_token_gives_zero_with_a_graph(loss_fn, num_tokens):
+def test_loss_is_zero_without_trained_tokens(loss_fn, num_tokens):
     weight = torch.ones(3, requires_grad=True)
     empty = torch.zeros(0)
     counts = GlobalCounts(num_tokens=num_tokens, num_sequences=num_tokens, max_length=4)

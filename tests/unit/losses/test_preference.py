@@ -77,11 +77,11 @@ def test_a_loss_has_its_values(
     assert loss(pairs, settings).tolist() == pytest.approx(expected, abs=5e-8)
 
 
-def test_the_margin_is_the_difference_of_log_ratios() -> None:
+def test_margin_is_the_difference_of_log_ratios() -> None:
     assert (0.1 * PAIRS.margin).tolist() == pytest.approx([0.07, 0.0])
 
 
-def test_the_sft_term_is_the_mean_over_the_tokens_of_the_chosen_answer() -> None:
+def test_sft_term_averages_over_chosen_tokens() -> None:
     assert compute_chosen_nll(PAIRS).tolist() == pytest.approx([2.5, 2.4])
 
 
@@ -116,7 +116,7 @@ def log_sigma(x: Tensor) -> Tensor:
 
 
 def of_one_pair(name: str, c: Tensor, r: Tensor, n_c: int, n_r: int, settings: PairSettings) -> Tensor:
-    """From log-ratios and lengths, written out."""
+    """Compute one pair's loss from log-ratios and lengths, with the formula written out."""
     beta, smoothing, baseline = settings.beta, settings.label_smoothing, settings.baseline
     h = beta * (c - r)
     formulas = {
@@ -142,7 +142,7 @@ def by_hand(logprobs: Tensor, name: str, settings: PairSettings) -> Tensor:
 
 @pytest.mark.parametrize("name", [*LOSSES, "sft"])
 @pytest.mark.parametrize("cut", [[3], [1, 2], [1, 1, 1], [0, 2, 0, 1]])
-def test_value_and_gradient_are_those_of_the_formula_however_the_pairs_are_cut(name: str, cut: list[int]) -> None:
+def test_loss_and_gradient_match_the_formula(name: str, cut: list[int]) -> None:
     settings = PairSettings(0.4, 0.15, 0.3)
     weights, sft = ({}, 1.0) if name == "sft" else ({name: 1.0}, 0.0)
     expected_in = LOGPROBS.clone().requires_grad_()

@@ -110,7 +110,7 @@ def gradient(name: str, cut: list[list[list[int]]], dtype: torch.dtype, *, naive
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, cut, dtype, tolerance):
+def test_gradient_does_not_depend_on_batch_cut(name, cut, dtype, tolerance):
     full = gradient(name, CUTS["1x8"], dtype)
     assert full.norm() > 1e-2
     torch.testing.assert_close(gradient(name, CUTS[cut], dtype), full, rtol=tolerance, atol=tolerance)
@@ -118,7 +118,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(name, cut, dtype, 
 
 # With as many sequences in each micro-batch the variants that average over sequences agree by luck, so these are uneven.
 @pytest.mark.parametrize("name", PRESETS)
-def test_means_over_each_micro_batch_give_another_gradient(name):
+def test_micro_batch_means_change_gradient(name):
     full = gradient(name, CUTS["1x8"], torch.float64)
     naive = gradient(name, [[[0, 1, 2], [3]], [[4, 5, 6], [7]]], torch.float64, naive=True)
     assert (naive - full).norm() > 0.05 * full.norm()
@@ -126,6 +126,6 @@ def test_means_over_each_micro_batch_give_another_gradient(name):
 
 @pytest.mark.parametrize("name", ["dapo", "cispo"])
 @pytest.mark.parametrize("cut", ["8x1", "2x2x2"])
-def test_token_means_over_each_micro_batch_differ_even_with_equal_numbers_of_sequences(name, cut):
+def test_micro_batch_token_means_change_gradient(name, cut):
     full = gradient(name, CUTS["1x8"], torch.float64)
     assert (gradient(name, CUTS[cut], torch.float64, naive=True) - full).norm() > 0.05 * full.norm()

@@ -5,7 +5,7 @@ import torch
 from dsreason.losses.sequences import average_by_sequence, count_sequence_tokens, sum_by_sequence
 
 
-def test_every_token_gets_the_count_sum_and_mean_of_its_sequence():
+def test_tokens_get_sequence_count_sum_and_mean():
     # sequence 1 has no token here; the tokens of a sequence need not lie together
     sequence = torch.tensor([0, 2, 0, 2, 2])
     values = torch.tensor([1.0, 2.0, 5.0, 3.0, 4.0])
@@ -14,7 +14,7 @@ def test_every_token_gets_the_count_sum_and_mean_of_its_sequence():
     assert average_by_sequence(values, sequence).tolist() == [3, 3, 3, 3, 3]
 
 
-def test_the_gradient_of_a_mean_reaches_every_token_of_the_sequence():
+def test_mean_gradient_reaches_all_sequence_tokens():
     values = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
     average_by_sequence(values, torch.tensor([0, 0, 1]))[0].backward()
     assert values.grad.tolist() == [0.5, 0.5, 0]

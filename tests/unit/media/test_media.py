@@ -26,7 +26,7 @@ def numbers(frames: np.ndarray) -> list[int]:
 # ---------------------------------------------------------------- images
 
 
-def test_exif_rotation_is_applied_to_size_and_pixels(tmp_path):
+def test_exif_rotation_applies_to_size_and_pixels(tmp_path):
     image = Image.new("RGB", (40, 20), "blue")
     image.paste("red", (0, 0, 20, 20))  # red left half
     exif = Image.Exif()
@@ -40,7 +40,7 @@ def test_exif_rotation_is_applied_to_size_and_pixels(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_probe_and_load_agree_for_every_exif_orientation(tmp_path, orientation, name):
+def test_probe_and_load_agree_on_exif_orientation(tmp_path, orientation, name):
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.new("RGB", (40, 20)).save(tmp_path / name, exif=exif)
@@ -89,7 +89,7 @@ def test_a_truncated_image_names_the_file(tmp_path):
         load_image(tmp_path / "b.png")
 
 
-def test_an_image_that_claims_too_many_pixels_is_refused(tmp_path, monkeypatch):
+def test_image_with_too_many_pixels_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 100)
     Image.new("RGB", (11, 10)).save(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"11x10 = 110 pixels, more than 100"):
@@ -100,7 +100,7 @@ def test_an_image_that_claims_too_many_pixels_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "no such file"), (b"", r"empty \(0 bytes\)"), (b"hello" * 99, "not a usable")]
 )
-def test_files_that_are_no_media_are_data_errors(tmp_path, probe, content, message):
+def test_non_media_files_are_data_errors(tmp_path, probe, content, message):
     path = tmp_path / "a.mp4"
     if content is not None:
         path.write_bytes(content)
@@ -108,7 +108,7 @@ def test_files_that_are_no_media_are_data_errors(tmp_path, probe, content, messa
         probe(path)
 
 
-def test_a_file_address_is_a_path_and_others_are_refused(tmp_path):
+def test_only_file_urls_are_accepted_as_paths(tmp_path):
     Image.new("RGB", (4, 3)).save(tmp_path / "a b.png")
     assert probe_image((tmp_path / "a b.png").as_uri()) == (3, 4)
     with pytest.raises(DataError, match="must be local"):
@@ -130,7 +130,7 @@ def test_frame_count_rate_and_every_frame(tmp_path, name):
         load_video(path, [12])
 
 
-def test_a_fragmented_file_without_frame_count_in_its_header(tmp_path):
+def test_fragmented_video_without_frame_count_is_read(tmp_path):
     path = write_video(tmp_path / "a.mp4", 12, options={"movflags": "frag_keyframe+empty_moov"})
     assert probe_video(path).num_frames == 12
     assert numbers(load_video(path, [3, 11])) == [3, 11]
@@ -150,12 +150,12 @@ def test_rounded_times_do_not_change_the_rate(tmp_path):
     assert info.fps == 60.0 and info.duration == 0.75
 
 
-def test_a_rate_in_the_header_that_the_times_contradict_is_not_believed(tmp_path):
+def test_contradicted_header_rate_is_ignored(tmp_path):
     path = write_video(tmp_path / "a.mkv", 45, rate=60)
     assert probe_video(path).fps == 10.0
 
 
-def test_frames_hidden_by_an_edit_list_are_not_counted(tmp_path):
+def test_frames_hidden_by_edit_list_are_excluded(tmp_path):
     path = write_video(tmp_path / "a.mp4", 24, gop=24, drop_before=700)
     info = probe_video(path)
     displayed = numbers(load_video(path, range(info.num_frames)))
@@ -189,7 +189,7 @@ def test_seeking_finds_the_exact_frames(tmp_path, first):
 
 
 @pytest.mark.parametrize("wanted", [[0, 59], list(range(0, 60, 7)), [30, 31, 58], list(range(60))])
-def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tmp_path, wanted):
+def test_unneeded_frames_are_skipped_without_changing_others(tmp_path, wanted):
     noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
     frames = [np.roll(noise, 2 * i, axis=1) for i in range(60)]  # motion: B frames refer to their neighbours
     path = write_video(tmp_path / "a.mp4", 60, gop=30, frames=frames)
@@ -201,12 +201,12 @@ def test_frames_that_nobody_needs_are_not_decoded_and_the_others_are_the_same(tm
         assert 0 < len(decoded) < 60
 
 
-def test_seeking_without_usable_times_decodes_from_the_start(tmp_path):
+def test_seeking_without_times_decodes_from_start(tmp_path):
     path = write_video(tmp_path / "a.avi", 150, codec="mpeg4")
     assert numbers(load_video(path, [130, 149])) == [130, 149]
 
 
-def test_a_frame_that_cannot_be_converted_names_the_file(tmp_path, monkeypatch):
+def test_unconvertible_frame_names_the_file(tmp_path, monkeypatch):
     def refuse(frame, size):
         raise videos.av.FFmpegError(22, "no path between colorspaces")
 
@@ -215,7 +215,7 @@ def test_a_frame_that_cannot_be_converted_names_the_file(tmp_path, monkeypatch):
         load_video(write_video(tmp_path / "a.mp4", 3), [0, 2])
 
 
-def test_frames_are_resized_as_the_hugging_face_video_processors_do(tmp_path):
+def test_frames_are_resized_like_hugging_face(tmp_path):
     import torch
     from torchvision.transforms.v2 import functional as tvf
 
@@ -244,7 +244,7 @@ def test_damaged_video_data_is_an_error(tmp_path):
         load_video(tmp_path / "b.mp4", range(100))
 
 
-def test_an_image_is_no_video(tmp_path):
+def test_image_is_rejected_as_video(tmp_path):
     Image.new("RGB", (32, 32)).save(tmp_path / "a.jpg")
     with pytest.raises(DataError, match=r"a\.jpg: is an image"):
         probe_video(tmp_path / "a.jpg")
@@ -287,7 +287,7 @@ def refuse_to_load(source, **options):
 
 
 @pytest.mark.parametrize("decoders", [None, SimpleNamespace(VideoDecoder=refuse_to_load)], ids=["itself", "FFmpeg"])
-def test_a_missing_torchcodec_is_a_config_error_and_no_bad_video(tmp_path, monkeypatch, decoders):
+def test_missing_torchcodec_is_config_error(tmp_path, monkeypatch, decoders):
     path = write_video(tmp_path / "a.mp4", 2)
     monkeypatch.setitem(sys.modules, "torchcodec", ModuleType("torchcodec"))
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", decoders)

@@ -65,7 +65,7 @@ def test_the_published_files_are_read_as_published(encoder: Encoder, model_type:
     assert processor.video_processor.patch_size == PATCH_SIZES[model_type]
 
 
-def test_clips_have_the_frames_sizes_and_tokens_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
+def test_clips_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
     result = [compare(encoder, utils, *item, PATCH_SIZES[model_type]) for item in product(CLIPS, SETTINGS + LIMITED)]
     assert [item.text for item in result if not item.same] == []
     assert len(result) == 12 * 16
@@ -73,7 +73,7 @@ def test_clips_have_the_frames_sizes_and_tokens_of_qwen_vl_utils(encoder: Encode
 
 
 @pytest.mark.parametrize("settings", [{}, {"fps": 1, "total_pixels": 3_774_873}, {"nframes": 6, "max_pixels": 200_000}])
-def test_the_settings_of_a_data_set_are_those_of_cosmos_rl(
+def test_data_set_settings_match_cosmos_rl(
     encoder: Encoder, utils: Any, model_type: str, settings: dict[str, float], tmp_path: Path
 ) -> None:
     clip = CLIPS[3]
@@ -92,7 +92,10 @@ def test_the_settings_of_a_data_set_are_those_of_cosmos_rl(
 
 
 def cosmos_rl_ids(encoder: Encoder, utils: Any, clip: Clip, sample: Sample, settings: dict[str, float]) -> list[int]:
-    """As its data packers make them: frames of qwen-vl-utils through the processor, which resizes those of Qwen2.5-VL again."""
+    """Return the token ids as cosmos-rl's data packers make them.
+
+    They pass the frames of qwen-vl-utils through the processor, which resizes those of Qwen2.5-VL again.
+    """
     patch_size = encoder.processor.video_processor.patch_size
     part = {"type": "video", "video": clip.path, **settings}
     frames, metadata = utils.fetch_video(part, image_patch_size=patch_size, return_video_metadata=True)
@@ -118,7 +121,7 @@ IMAGE_SIZES = [(480, 640), (100, 60), (30, 20), (333, 1000), (4800, 3600)]
 IMAGE_SETTINGS: list[dict[str, float]] = [{}, {"max_pixels": 81_920}, {"min_pixels": 300_000}]
 
 
-def test_images_have_the_sizes_of_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
+def test_image_sizes_match_qwen_vl_utils(encoder: Encoder, utils: Any, model_type: str) -> None:
     for (height, width), settings in product(IMAGE_SIZES, IMAGE_SETTINGS):
         part = {"type": "image", "image": "a.png", **settings}
         with patch.object(images, "probe_image", return_value=(height, width)):
@@ -146,7 +149,7 @@ MORE_SETTINGS: list[dict[str, float]] = [
 ]
 
 
-def test_what_qwen_vl_utils_shows_is_known_without_it(utils: Any, model_type: str) -> None:
+def test_clips_are_predicted_without_qwen_vl_utils(utils: Any, model_type: str) -> None:
     patch_size = PATCH_SIZES[model_type]
     for clip, settings in product(CLIPS, SETTINGS + MORE_SETTINGS):
         if (expected := show_with_qwen(utils, clip, settings, patch_size)) != told(clip, settings, patch_size):
@@ -172,14 +175,14 @@ def told(clip: Clip, settings: dict[str, float], patch_size: int) -> Shown | Non
         (1080, 1920, {"max_pixels": 81_920}, (196, 364)),
     ],
 )
-def test_a_low_max_pixels_is_read_as_by_version_0_0_11(
+def test_max_pixels_follows_version_0_0_11(
     height: int, width: int, settings: dict[str, float], expected: tuple[int, int]
 ) -> None:
     video = qwen_vl_utils.fit_video(VideoInfo(40, 10.0, height, width, 4.0), settings, 28)
     assert (video.height, video.width) == expected
 
 
-def test_images_that_qwen_vl_utils_shows_are_known_without_it() -> None:
+def test_images_are_predicted_without_qwen_vl_utils() -> None:
     assert qwen_vl_utils.fit_image(30, 20, {}, 28) == qwen_vl_utils.Shown(84, 56, 6)  # 3136 pixels at least: x 2.286
     assert qwen_vl_utils.fit_image(1080, 1920, {"max_pixels": 81_920}, 32) == qwen_vl_utils.Shown(192, 352, 66)
     with pytest.raises(DataError, match="refuses the aspect ratio 300"):

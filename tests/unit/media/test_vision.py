@@ -54,12 +54,12 @@ def test_number_of_sampled_frames(num_frames, rate, part, expected):
     assert len(frames(num_frames, rate, **part)) == expected
 
 
-def test_sampled_frames_are_evenly_spread_and_include_both_ends():
+def test_sampled_frames_are_even_and_include_ends():
     assert frames(10, 4, nframes=4) == [0, 3, 6, 9]
     assert frames(100, 10, nframes=4) == [0, 33, 66, 99]
 
 
-def test_a_single_frame_is_repeated_to_fill_one_temporal_patch():
+def test_single_frame_is_repeated_to_fill_patch():
     assert frames(1, 10) == [0, 0]
 
 
@@ -69,12 +69,12 @@ def test_start_and_end_choose_the_range():
     assert frames.range_frames == 31 and len(frames.indices) == 6
 
 
-def test_an_end_beyond_the_video_is_its_end():
+def test_video_end_is_clamped_to_the_video():
     assert frames(100, 10, nframes=2, video_start=9, video_end=60) == [90, 99]
 
 
 @pytest.mark.parametrize("fps", [10, 29.97, 30, 24000 / 1001])
-def test_times_on_a_frame_border_choose_that_frame(fps):
+def test_time_on_frame_boundary_selects_that_frame(fps):
     for number in range(1, 90):
         assert frames(100, fps, nframes=2, video_start=number / fps, video_end=99 / fps)[0] == number
 
@@ -95,7 +95,7 @@ def test_times_on_a_frame_border_choose_that_frame(fps):
         ({"min_frames": 8, "max_frames": 4}, r"min_frames \(8\) is greater than max_frames \(4\)"),
     ],
 )
-def test_settings_that_cannot_be_met_name_both_numbers(part, message):
+def test_impossible_settings_error_names_both_numbers(part, message):
     with pytest.raises(DataError, match=message):
         frames(100, 10.0, **part)
 
@@ -116,7 +116,7 @@ def test_absurd_numbers_are_refused_with_the_limit(key, value):
 
 
 @pytest.mark.parametrize("key", sorted(vision.PART_SETTINGS))
-def test_the_largest_and_smallest_numbers_can_be_used(key):
+def test_extreme_setting_values_are_accepted(key):
     most = 150_000_000 if key == "min_pixels" else 10**15
     for value in (5e-324, most, float(most)):
         used = [
@@ -149,7 +149,7 @@ def test_a_thin_strip_is_refused():
         fit_size(10, 2010, factor=28, min_pixels=1, max_pixels=10**9)
 
 
-def test_image_bounds_of_the_part_win_over_the_processor():
+def test_image_bounds_in_sample_override_the_processor():
     limits = PixelLimits(factor=28, min_pixels=16 * 784, max_pixels=100 * 784)
     assert compute_image_size(1000, 1000, {}, limits) == (280, 280)
     assert compute_image_size(1000, 1000, {"max_pixels": 4 * 784}, limits) == (
@@ -160,7 +160,7 @@ def test_image_bounds_of_the_part_win_over_the_processor():
     assert compute_image_size(10, 10, {}, limits) == (112, 112)
 
 
-def test_max_pixels_of_cosmos_reason1_gives_about_100_tokens_a_frame():
+def test_cosmos_reason1_max_pixels_gives_91_tokens():
     height, width = compute_video_size(1080, 1920, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION)
     assert (height, width) == (196, 364) and height * width // 784 == 91 <= 81920 // 784
 
@@ -177,7 +177,7 @@ def test_total_pixels_bounds_the_vision_tokens(num_frames):
 
 
 @pytest.mark.parametrize(("more", "size"), [({}, (256, 480)), ({"min_pixels": 40_960}, (224, 416))])
-def test_long_clips_keep_to_total_pixels_where_min_pixels_lets_them(more, size):
+def test_total_pixels_yield_to_min_pixels(more, size):
     """75 s at 1 frame a second, as in docs/data.md: 120 and 91 tokens for two frames."""
     assert compute_video_size(1080, 1920, 74, {"total_pixels": 3_774_873, **more}, QWEN3, QWEN3_VISION) == size
 
@@ -188,7 +188,7 @@ def test_min_pixels_win_over_total_pixels():
     assert (height, width) == (308, 308)  # 11 x 11 = 121 <= 134.4
 
 
-def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
+def test_qwen2_5_video_defaults_apply_per_frame():
     assert compute_video_size(2000, 2000, 8, {}, QWEN2_5, QWEN2_5_VISION) == (756, 756)  # 27 x 27 = 729 <= 768
     assert compute_video_size(100, 100, 8, {}, QWEN2_5, QWEN2_5_VISION) == (336, 336)  # 12 x 12 = 144 >= 128
 
@@ -201,7 +201,7 @@ def test_video_defaults_of_qwen2_5_are_bounds_of_one_frame():
         (PixelLimits(32, 1, 2 * 768 * 1024), QWEN3_VISION),  # just room for two of the largest frames
     ],
 )
-def test_limits_that_leave_room_for_every_size_of_the_training_do_not_count(limits, family):
+def test_limits_wider_than_training_sizes_are_ignored(limits, family):
     side = limits.factor
     assert compute_video_size(10 * side, 10 * side, 8, {}, limits, family) == (12 * side, 12 * side)  # 144 >= 128
     assert compute_video_size(99 * side, 99 * side, 8, {}, limits, family) == (27 * side, 27 * side)  # 729 <= 768
@@ -209,7 +209,7 @@ def test_limits_that_leave_room_for_every_size_of_the_training_do_not_count(limi
     assert compute_video_size(99 * side, 99 * side, 768, {}, limits, family) == (17 * side, 17 * side)
 
 
-def test_images_of_qwen3_have_4_tokens_at_least_as_by_qwen_vl_utils_and_not_64():
+def test_qwen3_images_have_at_least_4_tokens():
     pixel_limits = PixelLimits(32, 64 * 1024, 16384 * 1024)  # published
     assert compute_image_size(32, 32, {}, vision.choose_image_limits(pixel_limits, QWEN3_VISION)) == (64, 64)
 
@@ -238,14 +238,14 @@ def test_narrower_limits_of_all_frames_decide():
         (1080, 1920, (196, 364)),
     ],
 )
-def test_a_max_pixels_below_the_smallest_frame_enlarges_nothing(height, width, expected):
+def test_max_pixels_below_smallest_frame_enlarges_nothing(height, width, expected):
     assert compute_video_size(height, width, 8, {"max_pixels": 81920}, QWEN2_5, QWEN2_5_VISION) == expected
 
 
-def test_frames_are_rounded_in_float32_as_by_torch():
+def test_frames_are_rounded_in_float32_like_torch():
     assert frames(18000, 60)[568] == 17068  # 17067.499…, which in float32 is 17067.5
     assert frames(18000, 60)[567] == 17037 and frames(18000, 60)[-1] == 17999
 
 
-def test_frames_are_counted_in_binary_as_by_qwen_vl_utils():
+def test_frame_count_matches_qwen_vl_utils_rounding():
     assert len(frames(2000, 12, fps=0.3)) == 48  # 166.67 s x 0.3 is 49.999… in binary

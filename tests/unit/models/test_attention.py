@@ -1,4 +1,4 @@
-"""A packed row gives what its samples give in rows of their own, by our attention and by transformers' own."""
+"""Equality of packed rows and single-sample rows, with dsreason's attention and with transformers' attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[EncodedSample]:
-    """Eight: text alone, one image, a video, two images, in turn."""
+    """Eight samples: only text, one image, a video and two images, in turn."""
     rows = write_mixed_rows(tmp_path_factory.mktemp("rows"))
     data = {"adapter": "jsonl", "path": str(rows), "vision": {"fps": 4.0}}
     config = SFTConfig.model_validate({"data": data, "train": {"precision": "fp32"}})
@@ -82,12 +82,12 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def apart(model_path: Path, samples: list[EncodedSample]) -> tuple[Tensor, dict[str, Tensor]]:
-    """What transformers' own attention gives for padded rows."""
+    """Log-probabilities and gradients of padded rows with transformers' attention."""
     return results(policy(model_path, "sdpa"), collate(samples, pad_id=0))
 
 
 @pytest.mark.parametrize("kind", ["auto", "sdpa", "eager"])
-def test_a_packed_row_gives_what_padded_rows_give(
+def test_packed_row_matches_padded_rows(
     kind: str, model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
     logprobs, gradients = results(policy(model_path, kind), pack(samples))
@@ -95,7 +95,7 @@ def test_a_packed_row_gives_what_padded_rows_give(
     assert worst(gradients, apart[1]) <= 3e-6
 
 
-def test_padded_rows_give_the_same_with_our_attention(
+def test_padded_rows_match_under_dsreason_attention(
     model_path: Path, samples: list[EncodedSample], apart: tuple[Tensor, dict[str, Tensor]]
 ) -> None:
     logprobs, gradients = results(policy(model_path), collate(samples, pad_id=0))
@@ -131,7 +131,7 @@ def test_a_sample_never_sees_another(model_path: Path, samples: list[EncodedSamp
 
 
 @torch.no_grad()
-def test_a_completion_never_sees_another_of_its_prompt(model_path: Path, completions: list[EncodedSample]) -> None:
+def test_completion_never_sees_sibling_completions(model_path: Path, completions: list[EncodedSample]) -> None:
     item, counts = policy(model_path), [len(sample) for sample in completions]
     before = item(pack(completions)).split(counts)
     changed = list(completions)
@@ -140,9 +140,7 @@ def test_a_completion_never_sees_another_of_its_prompt(model_path: Path, complet
     assert equal == [number != 4 for number in range(len(completions))]
 
 
-def test_dummy_media_at_the_end_of_a_row_reach_the_tower_and_change_nothing(
-    model_path: Path, samples: list[EncodedSample]
-) -> None:
+def test_trailing_dummy_media_change_nothing(model_path: Path, samples: list[EncodedSample]) -> None:
     text = [samples[0], samples[4]]
     row = append_dummies(pack(text), [samples[1], samples[2]], pad_id=0)
     logprobs, gradients = results(policy(model_path), row)
@@ -154,9 +152,7 @@ def test_dummy_media_at_the_end_of_a_row_reach_the_tower_and_change_nothing(
     assert worst({name: item for name, item in gradients.items() if name not in of_tower}, of_expected) <= 3e-6
 
 
-def test_completions_that_share_their_prompt_give_what_each_gives_behind_its_own(
-    model_path: Path, completions: list[EncodedSample]
-) -> None:
+def test_shared_prompt_matches_separate_prompts(model_path: Path, completions: list[EncodedSample]) -> None:
     logprobs, gradients = results(policy(model_path), pack(completions))
     expected, of_expected = results(policy(model_path, "sdpa"), collate(completions, pad_id=0))
     assert (logprobs - expected).abs().max() <= 2e-6
@@ -169,7 +165,7 @@ def test_a_shared_row_has_each_prompt_once(samples: list[EncodedSample], complet
     assert batch.media_numbers == {"image": tuple(range(6)), "video": (0, 1)}
 
 
-def test_completions_apart_in_the_list_follow_their_prompt_together(samples: list[EncodedSample]) -> None:
+def test_completions_are_grouped_by_prompt(samples: list[EncodedSample]) -> None:
     first, second = (completion(samples[number], torch.tensor([7])) for number in (0, 1))
     other = completion(samples[0], torch.tensor([8, 9]))
     assert group_by_parent([first, second, other]) == [first, other, second]
@@ -193,15 +189,13 @@ def test_a_completion_without_a_token_changes_nothing(model_path: Path, completi
     assert torch.equal(with_empty, item(pack(completions)))
 
 
-def test_a_packed_row_with_a_mask_is_refused(model_path: Path, samples: list[EncodedSample]) -> None:
+def test_packed_row_with_mask_is_rejected(model_path: Path, samples: list[EncodedSample]) -> None:
     batch = pack(samples)
     with pytest.raises(ValueError, match="packed row with an attention mask"):
         policy(model_path, "sdpa")(replace(batch, attention_mask=torch.ones_like(batch.input_ids)))
 
 
-def test_transformers_is_told_where_the_samples_of_a_packed_row_begin(
-    model_path: Path, samples: list[EncodedSample]
-) -> None:
+def test_transformers_gets_sample_starts_of_packed_row(model_path: Path, samples: list[EncodedSample]) -> None:
     attention_inputs = attention.build_attention_inputs(policy(model_path, "sdpa").model, pack(samples[:2]))
     lengths = [len(sample) for sample in samples[:2]]
     assert attention_inputs["attention_mask"] is None
@@ -212,7 +206,7 @@ def test_transformers_is_told_where_the_samples_of_a_packed_row_begin(
         attention.build_attention_inputs(policy(model_path).model, replace(batch, position_ids=four))
 
 
-def test_prompts_are_not_shared_where_only_transformers_attends(
+def test_shared_prompts_are_rejected_with_transformers_attention(
     model_path: Path, completions: list[EncodedSample]
 ) -> None:
     with pytest.raises(ValueError, match=r'only model\.attention = "auto"'):
@@ -252,9 +246,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("segments", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_kernel_is_asked_for_what_the_segments_are(
-    segments: Sequence[Segment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_call_matches_segments(segments: Sequence[Segment], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "call_varlen_kernel", reference_varlen)
     monkeypatch.setattr(attention, "copy_to_device", lambda tensor, device: tensor)
     random, length = torch.Generator().manual_seed(0), segments[-1].end
@@ -266,7 +258,7 @@ def test_the_kernel_is_asked_for_what_the_segments_are(
     assert torch.allclose(by_kernel, expected, atol=1e-6)
 
 
-def test_a_vision_tower_makes_one_call_a_layer(model_path: Path, samples: list[EncodedSample]) -> None:
+def test_vision_tower_calls_attention_once_per_layer(model_path: Path, samples: list[EncodedSample]) -> None:
     item, calls = policy(model_path), []
 
     def counted(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -291,7 +283,7 @@ def test_a_sliding_window_is_refused(model_path: Path) -> None:
         attention.use_segments(model)
 
 
-def test_a_completion_behind_its_prompt_is_one_sample(completions: list[EncodedSample]) -> None:
+def test_joined_prompt_and_completion_form_one_sample(completions: list[EncodedSample]) -> None:
     full = join_parent(completions[0])
     prompt = completions[0].parent
     assert prompt is not None

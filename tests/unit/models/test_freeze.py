@@ -46,7 +46,7 @@ def test_patterns_are_searched_in_names(patterns: list[str], expected: set[str])
         ("", "empty pattern"),
     ],
 )
-def test_bad_pattern_is_an_error_with_what_may_be_meant(pattern: str, message: str) -> None:
+def test_bad_pattern_is_rejected_with_suggestions(pattern: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_freeze(NAMES, ["visual", pattern])
 
@@ -60,7 +60,7 @@ def small_model() -> nn.ModuleDict:
     return nn.ModuleDict({"visual": nn.Linear(2, 2), "text": nn.Linear(2, 2)})
 
 
-def test_freeze_switches_off_gradients_of_what_matches_only() -> None:
+def test_freeze_disables_only_matching_gradients() -> None:
     model = small_model()
     assert freeze(model, ["visual"]) == 2
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"text.weight", "text.bias"}
@@ -73,7 +73,7 @@ def test_no_pattern_freezes_nothing() -> None:
 
 
 @pytest.mark.parametrize("patterns", [["."], ["visual", "text"]])
-def test_freezing_everything_is_an_error_and_changes_nothing(patterns: list[str]) -> None:
+def test_freezing_everything_is_rejected_and_changes_nothing(patterns: list[str]) -> None:
     model = small_model()
     with pytest.raises(ConfigError, match="freezes all 4 parameters"):
         freeze(model, patterns)

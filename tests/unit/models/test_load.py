@@ -58,9 +58,7 @@ def assert_same(model: torch.nn.Module, other: torch.nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_buffers_are_those_of_from_pretrained(
-    tmp_path: Path, family: str, tied: bool, dtype: torch.dtype
-) -> None:
+def test_values_and_buffers_match_from_pretrained(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
     folder = build_tiny(family, tmp_path / "model", tie_embeddings=tied, max_shard_bytes=1 << 20)
     assert (folder / "model.safetensors.index.json").is_file()
     model = load_model(folder, dtype=dtype)
@@ -72,7 +70,7 @@ def test_values_and_buffers_are_those_of_from_pretrained(
     assert sorted(read_parameter_names(folder)) == sorted(dict(model.named_parameters()))
 
 
-def test_loading_leaves_the_files_alone_when_the_model_changes(tiny: Path) -> None:
+def test_changing_loaded_model_keeps_files_unchanged(tiny: Path) -> None:
     before = (tiny / "model.safetensors").read_bytes()
     with torch.no_grad():
         for parameter in load_model(tiny, dtype=torch.float32).parameters():
@@ -80,7 +78,7 @@ def test_loading_leaves_the_files_alone_when_the_model_changes(tiny: Path) -> No
     assert (tiny / "model.safetensors").read_bytes() == before
 
 
-def test_checkpoint_with_names_in_memory_loads_the_same(tiny: Path) -> None:
+def test_checkpoint_with_in_memory_names_loads_identically(tiny: Path) -> None:
     expected = load_model(tiny, dtype=torch.float32)
     file = tiny / "model.safetensors"
     published = set(load_file(file))
@@ -89,14 +87,14 @@ def test_checkpoint_with_names_in_memory_loads_the_same(tiny: Path) -> None:
     assert_same(load_model(tiny, dtype=torch.float32), expected)
 
 
-def test_tied_checkpoint_may_store_an_equal_lm_head(tiny: Path) -> None:
+def test_tied_checkpoint_accepts_equal_lm_head(tiny: Path) -> None:
     rewrite(tiny, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     model = load_model(tiny, dtype=torch.float32)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert "lm_head.weight" not in read_parameter_names(tiny)
 
 
-def test_tied_checkpoint_with_another_lm_head_is_refused(tiny: Path) -> None:
+def test_tied_checkpoint_rejects_different_lm_head(tiny: Path) -> None:
     rewrite(tiny, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
     with pytest.raises(CheckpointError, match="tie_word_embeddings = true, but lm_head.weight differs"):
         load_model(tiny, dtype=torch.float32)
@@ -198,7 +196,7 @@ def test_processor_loads(folder: Path) -> None:
     )
 
 
-def test_flash_attention_that_is_not_installed_is_an_error(tiny: Path) -> None:
+def test_missing_flash_attention_is_rejected(tiny: Path) -> None:
     with pytest.raises(CheckpointError, match="model.attention = 'flash_attention_2'"):
         load_model(tiny, dtype=torch.float32, attention="flash_attention_2")
 
@@ -246,9 +244,7 @@ def test_folder_without_config_is_an_error(tmp_path: Path) -> None:
         resolve_model(ModelConfig(path=str(tmp_path)), tmp_path)
 
 
-def test_hub_name_is_downloaded_at_its_revision_without_pickles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_download_uses_revision_and_skips_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def download(name: str, *, revision: str, allow_patterns: list[str]) -> str:
@@ -262,7 +258,7 @@ def test_hub_name_is_downloaded_at_its_revision_without_pickles(
     assert calls == [("nvidia/Cosmos-Reason1-7B", "v1")]
 
 
-def test_hub_that_cannot_be_reached_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -10,7 +10,7 @@ from dsreason.models import logprobs
 from dsreason.models.logprobs import LogprobHead, compute_token_logprobs
 
 
-def test_two_way_logits_give_the_hand_computed_value():
+def test_two_way_logits_match_hand_computation():
     # logits (2, 0, 0), target 0: -log(e^2 / (e^2 + 2)) = 0.239545
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0], [0.0]])
     logprobs, _ = compute_token_logprobs(hidden, weight, torch.tensor([0]))
@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_the_plain_formula(chunk_size, temperature):
 
 
 @pytest.mark.parametrize("chunk_size", [2, 100])
-def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
+def test_banned_tokens_have_no_probability_or_gradient(chunk_size):
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
@@ -58,7 +58,7 @@ def test_banned_tokens_have_probability_zero_and_no_gradient(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [2, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperature):
+def test_entropy_matches_the_plain_formula(chunk_size, temperature):
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
@@ -88,7 +88,7 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(chunk_size, temperatur
         assert torch.equal(a, b)
 
 
-def test_the_entropy_of_equal_logits_is_the_logarithm_of_their_number():
+def test_entropy_of_equal_logits_is_log_count():
     _, entropy = compute_token_logprobs(torch.zeros(1, 3), torch.randn(8, 3), torch.tensor([0]), with_entropy=True)
     assert entropy.item() == pytest.approx(2.0794415, abs=1e-6)  # log 8
 
@@ -137,7 +137,7 @@ def test_chunks_are_larger_on_a_gpu(with_entropy, device, expected, monkeypatch)
     assert sizes == expected
 
 
-def test_the_last_chunk_s_logits_are_computed_once_and_the_others_twice(monkeypatch):
+def test_only_last_chunk_logits_are_computed_once(monkeypatch):
     sizes, logits = [], logprobs._compute_logits
     monkeypatch.setattr(
         logprobs, "_compute_logits", lambda hidden, *rest: sizes.append(len(hidden)) or logits(hidden, *rest)

@@ -1,4 +1,4 @@
-"""Which layers get adapters, what these are at the start, and what they add to a weight."""
+"""Choice of the layers that get adapters, their initial values, and what they add to a weight."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def layers(model: Any, **settings: Any) -> list[str]:
     return find_adapted_layers(model, LoRAConfig(rank=4, **settings))
 
 
-def test_by_default_the_matrices_of_the_language_model_get_adapters(model: Any) -> None:
+def test_language_model_matrices_get_adapters_by_default(model: Any) -> None:
     expected = {f"model.language_model.layers.{number}.{name}" for number in (0, 1) for name in TEXT}
     assert set(layers(model)) == expected
 
 
-def test_with_vision_the_tower_and_its_mergers_do_too(model: Any) -> None:
+def test_vision_option_adds_tower_and_merger_adapters(model: Any) -> None:
     added = set(layers(model, vision=True)) - set(layers(model))
     linear = {name for name, item in model.model.visual.named_modules() if isinstance(item, torch.nn.Linear)}
     assert added == {f"model.visual.{name}" for name in linear}
@@ -67,19 +67,19 @@ def test_targets_are_searched_in_names(model: Any) -> None:
         ({"alpha_pattern": {"visual": 4}}, "lora.alpha_pattern: 'visual' matches none of the 14 layers"),
     ],
 )
-def test_a_pattern_that_cannot_be_meant_is_refused(model: Any, settings: dict[str, Any], text: str) -> None:
+def test_invalid_target_pattern_is_rejected(model: Any, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         layers(model, **settings)
     assert text in str(raised.value)
 
 
-def test_all_wrong_targets_are_told_at_once(model: Any) -> None:
+def test_all_wrong_targets_are_reported_at_once(model: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         layers(model, targets=["lm_head", "q_prj"])
     assert len(str(raised.value).splitlines()) == 2
 
 
-def test_adapters_depend_on_the_seed_alone_and_are_all_that_is_trained(tiny: Path) -> None:
+def test_adapters_depend_on_seed_and_train_exclusively(tiny: Path) -> None:
     result = []
     for seed, draws in ((3, 0), (3, 5), (4, 0)):
         model: Any = load_model(tiny, dtype=torch.float32)
@@ -94,7 +94,7 @@ def test_adapters_depend_on_the_seed_alone_and_are_all_that_is_trained(tiny: Pat
     assert not any(item.any() for name, item in result[0].items() if "lora_B" in name)
 
 
-def test_patterns_change_rank_and_scale_as_peft_reads_them(model: Any) -> None:
+def test_rank_and_alpha_patterns_match_peft(model: Any) -> None:
     settings = LoRAConfig(
         rank=8, vision=True, rank_pattern={"visual": 4, "k_proj": 2}, alpha_pattern={r"visual\.": 32.0}
     )
@@ -110,12 +110,12 @@ def test_patterns_change_rank_and_scale_as_peft_reads_them(model: Any) -> None:
     assert isinstance(written["target_modules"], list)
 
 
-def test_rslora_divides_by_the_root_of_the_rank(model: Any) -> None:
+def test_rslora_scales_by_root_of_rank(model: Any) -> None:
     add_adapters(model, LoRAConfig(rank=16, alpha=8, rslora=True), seed=0)
     assert set(get_adapter_scales(model).values()) == {2.0}
 
 
-def test_switched_off_adapters_add_nothing_and_are_trained_on_afterwards(model: Any) -> None:
+def test_disabled_adapters_add_nothing_and_stay_trainable(model: Any) -> None:
     add_adapters(model, LoRAConfig(rank=4), seed=0)
     layer, x = model.model.language_model.layers[0].mlp.up_proj, torch.randn(2, 128)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_names_without_and_with_an_adapter() -> None:
 W, DELTA = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), Delta(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [-2.0]]), 0.5)
 
 
-def test_a_delta_is_scale_times_b_times_a() -> None:
+def test_delta_is_scaled_product_of_factors() -> None:
     assert DELTA.add_to(W, torch.float32).tolist() == [[3.5, 1.0], [-1.0, 2.0]]
     assert W.tolist() == [[3.0, 0.0], [0.0, 4.0]]
     assert DELTA.relative_to(W) == pytest.approx(0.5)

@@ -59,7 +59,10 @@ def make_row(model: PreTrainedModel, name: str, seed: int) -> EncodedSample:
 
 
 def transformers_logprobs(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Log-probabilities of the targets by transformers' own forward, on pixels that are there for each shown medium."""
+    """Compute the targets' log-probabilities with transformers' own forward pass.
+
+    The pixels contain one copy for each displayed medium.
+    """
     output = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
@@ -94,7 +97,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(model: PreTrainedMod
         torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=5e-6 * float(gradient.abs().max() + 1))
 
 
-def test_a_row_of_text_does_not_call_the_tower(model: PreTrainedModel) -> None:
+def test_text_row_does_not_call_the_tower(model: PreTrainedModel) -> None:
     row = replace(make_row(model, "image", 0), mm_kwargs={})
     text = replace(row, input_ids=torch.full_like(row.input_ids, 7), mm_token_type_ids=row.mm_token_type_ids * 0)
     batch = collate([text], pad_id=0)
@@ -102,8 +105,8 @@ def test_a_row_of_text_does_not_call_the_tower(model: PreTrainedModel) -> None:
     torch.testing.assert_close(Policy(model)(batch), transformers_logprobs(model, batch), rtol=1e-6, atol=1e-6)
 
 
-def test_shared_media_are_encoded_once_and_count_as_often_as_they_are_shown(model: PreTrainedModel) -> None:
-    """Three completions of one prompt, whose pixels are one tensor, against three rows with pixels of their own."""
+def test_shared_media_are_encoded_once(model: PreTrainedModel) -> None:
+    """Compare three completions of one prompt, whose pixels are one tensor, with three rows with separate pixels."""
     prompt = make_row(model, "image, video, image", 0)
     pixels = {key: value.clone() for key, value in prompt.mm_kwargs.items()}
     shared = collate([prompt, prompt, prompt], pad_id=0)
@@ -133,20 +136,20 @@ def test_media_tokens_number_images_before_videos(model: PreTrainedModel) -> Non
     assert media.indices.tolist() == [*images, *range(1, 9), *range(2 * width + 1, 2 * width + 9)]
 
 
-def test_spread_features_repeat_in_the_order_of_the_rows() -> None:
+def test_repeated_features_follow_row_order() -> None:
     grids = torch.tensor([[1, 2, 2], [1, 2, 4]])
     media = MediaTokens(grids, (1, 0, 1), torch.arange(5))
     assert media.repeat_features(torch.tensor([[10.0], [20.0], [21.0]])).flatten().tolist() == [20, 21, 10, 20, 21]
 
 
-def test_a_batch_keeps_grids_and_token_types_on_the_host(model: PreTrainedModel) -> None:
+def test_batch_keeps_grids_and_types_on_host(model: PreTrainedModel) -> None:
     batch = collate([make_row(model, "video, image", 0)], pad_id=0).to(torch.device("meta"))
     on_host = {key for key, value in batch.mm_kwargs.items() if value.device.type == "cpu"}
     assert on_host == {"image_grid_thw", "video_grid_thw"} and batch.mm_token_type_ids.device.type == "cpu"
     assert batch.mm_kwargs["pixel_values"].device.type == batch.input_ids.device.type == "meta"
 
 
-def test_deepstack_adds_at_a_mask_as_transformers_does(tiny_qwen3_vl: Path) -> None:
+def test_deepstack_matches_transformers(tiny_qwen3_vl: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(tiny_qwen3_vl, dtype=torch.float32)
     batch = collate([make_row(model, "image, video, image", 0)], pad_id=0)
     expected = transformers_logprobs(model, batch)

@@ -30,7 +30,7 @@ def test_text_counts_on_all_axes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SEEING)
-def test_text_after_an_image_continues_from_its_longer_side(family: str) -> None:
+def test_text_after_image_continues_from_longer_side(family: str) -> None:
     # two text tokens, an image of 1 x 2 x 3 tokens, two text tokens
     result = positions(family, [0, 0, *[1] * 6, 0, 0], image_grid_thw=[[1, 4, 6]])
     assert result == [
@@ -46,7 +46,7 @@ def test_neighbouring_images_keep_apart(family: str) -> None:
     assert result == [[0, 0, 2, 3], [0, 0, 2, 3], [0, 1, 2, 3]]
 
 
-def test_qwen2_5_text_after_a_video_continues_from_the_largest_axis() -> None:
+def test_qwen2_5_text_continues_from_largest_axis() -> None:
     # 3 groups of frames of 1 x 2 tokens, 2 s apart: 2 s * 2 per second = 4
     result = positions("qwen2_5_vl", [0, *[2] * 6, 0, 0], video_grid_thw=[[3, 2, 4]], second_per_grid_ts=[2.0])
     assert result == [
@@ -65,7 +65,7 @@ def test_qwen2_5_text_after_a_video_continues_from_the_largest_axis() -> None:
         (2 / 3, [0, 1, 2, 4]),  # 1.33, 2.67, 4.0: float32 2/3 is a little more than 2/3
     ],
 )
-def test_qwen2_5_video_time_is_cut_to_whole_steps(seconds: float, expected: list[int]) -> None:
+def test_qwen2_5_video_time_is_truncated(seconds: float, expected: list[int]) -> None:
     result = positions("qwen2_5_vl", [2] * 4, video_grid_thw=[[4, 2, 2]], second_per_grid_ts=[seconds])
     assert result[0] == expected
 
@@ -74,14 +74,14 @@ def test_qwen2_5_without_seconds_takes_one_second() -> None:
     assert positions("qwen2_5_vl", [2, 2], video_grid_thw=[[2, 2, 2]])[0] == [0, 2]
 
 
-def test_qwen2_5_seconds_are_rounded_to_the_model_type_as_in_the_engine() -> None:
+def test_qwen2_5_seconds_are_rounded_to_dtype() -> None:
     media = {"video_grid_thw": [[8, 2, 2]], "second_per_grid_ts": [2 / 7]}
     half = SimpleNamespace(vision_config=CONFIG.vision_config, dtype=torch.bfloat16)
     assert positions("qwen2_5_vl", [2] * 8, **media)[0] == [0, 0, 1, 1, 2, 2, 3, 4]
     assert positions("qwen2_5_vl", [2] * 8, half, **media)[0] == [0, 0, 1, 1, 2, 2, 3, 3]  # 2/7 becomes 0.28516
 
 
-def test_qwen2_5_each_video_has_its_own_time() -> None:
+def test_qwen2_5_videos_have_separate_times() -> None:
     result = positions(
         "qwen2_5_vl",
         [2, 2, 0, 1, 2, 2],
@@ -92,7 +92,7 @@ def test_qwen2_5_each_video_has_its_own_time() -> None:
     assert result == [[0, 2, 3, 4, 5, 11], [0, 0, 3, 4, 5, 5], [0, 0, 3, 4, 5, 5]]
 
 
-def test_qwen3_video_is_one_grid_per_group_of_frames() -> None:
+def test_qwen3_video_has_grid_per_frame_group() -> None:
     # text (the time), a group of 1 x 2 tokens, text, a group; then text
     result = positions("qwen3_vl", [0, 2, 2, 0, 0, 2, 2, 0], video_grid_thw=[[2, 2, 4]])
     assert result == [
@@ -111,7 +111,7 @@ def test_qwen3_video_is_one_grid_per_group_of_frames() -> None:
         ([0, 1, 0], {"image_grid_thw": [[1, 2, 4]]}, r"image at token 1 has 2 tokens \(1 x 1 x 2\), the text has 1"),
     ],
 )
-def test_placeholders_that_do_not_match_the_media_are_an_error(
+def test_placeholders_not_matching_media_are_rejected(
     family: str, types: list[int], media: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

@@ -48,7 +48,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def drawn(model: Any, encoder: Encoder) -> Draws:
-    """What three rows draw, of which two show the same image."""
+    """Return what three rows sample, two of which show the same image."""
     image, video = encoder.build_dummy("image"), encoder.build_dummy("video")
     steps = draw_tokens(
         model,
@@ -75,7 +75,7 @@ def whole(deep: Path) -> tuple[Encoder, Draws]:
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 1, 1), (0.6, 0.2, 0.95)])
-def test_a_model_answers_the_same_wherever_its_weights_are(
+def test_answers_do_not_depend_on_weight_placement(
     deep: Path, whole: tuple[Encoder, Draws], limit: Limit, share: float, least: float, most: float
 ) -> None:
     encoder, expected = whole
@@ -86,9 +86,7 @@ def test_a_model_answers_the_same_wherever_its_weights_are(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_in_files_are_converted_and_an_output_layer_is_the_embedding_where_it_is_tied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
-) -> None:
+def test_file_weights_are_converted_and_kept_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     folder = build_tiny("qwen3_vl", tmp_path / "model", tie_embeddings=tied)
     encoder = build_encoder(SFTConfig(), folder)
     expected = drawn(load_where_it_fits(folder, dtype=torch.bfloat16, device=CPU), encoder)
@@ -98,7 +96,7 @@ def test_weights_in_files_are_converted_and_an_output_layer_is_the_embedding_whe
     assert drawn(model, encoder) == expected
 
 
-def test_the_engine_of_an_evaluation_says_where_a_large_model_goes(
+def test_evaluation_engine_reports_placement_of_large_model(
     deep: Path, limit: Limit, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = build_encoder(SFTConfig(), deep)
@@ -127,9 +125,7 @@ def planned(folder: Path, *shares: float) -> tuple[Any, dict[str, int | str]]:
 @pytest.mark.parametrize(
     ("shares", "expected"), [((0.9, 0.9), {0, 1}), ((0.6, 0.5, 0.5), {0, 1, 2}), ((0.7,), {0, "disk"})]
 )
-def test_layers_are_spread_over_gpus_and_none_is_cut(
-    deep: Path, shares: tuple[float, ...], expected: set[int | str]
-) -> None:
+def test_layers_are_spread_whole_over_gpus(deep: Path, shares: tuple[float, ...], expected: set[int | str]) -> None:
     model, device_map = planned(deep, *shares)
     homes = {name: find_home(name, device_map) for name, _ in model.named_parameters()}
     assert set(homes.values()) == expected
@@ -138,7 +134,7 @@ def test_layers_are_spread_over_gpus_and_none_is_cut(
         assert len({home for name, home in homes.items() if name.startswith(part)}) == 1, part
 
 
-def test_inputs_have_to_follow_a_model_that_is_on_another_gpu_as_a_whole(deep: Path) -> None:
+def test_inputs_follow_model_on_another_gpu(deep: Path) -> None:
     _, device_map = planned(deep, 0.0, 2.0)  # somebody else has the memory of the first
     assert set(device_map.values()) == {1}
     assert "" not in device_map  # which accelerate would take for the place of the inputs
@@ -147,7 +143,7 @@ def test_inputs_have_to_follow_a_model_that_is_on_another_gpu_as_a_whole(deep: P
 @pytest.mark.parametrize(
     ("rank", "ranks", "expected"), [(0, 1, [0, 1, 2, 3]), (0, 2, [0, 2]), (1, 2, [1, 3]), (3, 4, [3])]
 )
-def test_the_gpus_of_a_host_are_shared_among_its_ranks(
+def test_ranks_share_the_gpus_of_host(
     monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int, expected: list[int]
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -164,7 +160,7 @@ def test_the_gpus_of_a_host_are_shared_among_its_ranks(
         (4, (0.7,), ["GiB go to cuda:0", "GiB stay in", "with --nproc 1 one copy of the model has all GPUs"]),
     ],
 )
-def test_a_person_is_told_where_the_weights_go(
+def test_weight_placement_is_described(
     deep: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, shares: tuple[float, ...], expected: list[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

@@ -34,7 +34,7 @@ def model(tiny_qwen2_5_vl: Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def test_a_token_has_the_probability_that_the_token_before_it_gives(model: PreTrainedModel) -> None:
+def test_token_probability_comes_from_previous_token(model: PreTrainedModel) -> None:
     expected = []
     for ids, trained in zip(IDS, TRAINED, strict=True):
         logits = model(input_ids=torch.tensor([ids])).logits[0] / 0.7
@@ -43,7 +43,7 @@ def test_a_token_has_the_probability_that_the_token_before_it_gives(model: PreTr
     assert Policy(model)(batch, 0.7).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_batch_without_trained_tokens_gives_none_and_still_runs_every_layer(model: PreTrainedModel) -> None:
+def test_untrained_batch_still_runs_every_layer(model: PreTrainedModel) -> None:
     policy = Policy(model)(collate([row(IDS[0], [False] * 5)], pad_id=0))
     assert policy.shape == (0,)
     policy.sum().backward()

@@ -18,7 +18,7 @@ from dsreason.models.processors.loading import open_encoder
 
 
 def gradients(path: Path, frozen: list[str], *, offload: bool) -> dict[str, Tensor]:
-    """Of the tokens of an image."""
+    """Compute the gradients for the tokens of an image."""
     encoder = open_encoder(path, dtype=torch.float32, max_length=99, max_length_key="model.max_length")
     model = load_model(path, dtype=torch.float32)
     freeze(model, frozen)

@@ -27,12 +27,12 @@ def test_transformers_loads_every_tensor_of_the_folder(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_tensors_are_called_as_in_the_published_checkpoints(family: str, tmp_path: Path) -> None:
+def test_tensor_names_match_published_checkpoints(family: str, tmp_path: Path) -> None:
     names = load_file(build_tiny(family, tmp_path) / "model.safetensors").keys()
     assert all(name.startswith(PREFIXES[family]) for name in names), names
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+def test_seed_determines_the_weights(tmp_path: Path) -> None:
     weights = [
         load_file(build_tiny("qwen2_5_vl", tmp_path / str(i), seed=seed) / "model.safetensors")
         for i, seed in enumerate((5, 5, 6))
@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: 
     assert not torch.equal(weights[0][name], weights[2][name])
 
 
-def test_the_random_weights_do_not_depend_on_or_change_the_global_generator(tmp_path: Path) -> None:
+def test_random_weights_leave_global_generator_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -51,7 +51,7 @@ def test_the_random_weights_do_not_depend_on_or_change_the_global_generator(tmp_
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_the_tokenizer_round_trips_any_text_and_knows_the_answers(family: str, tmp_path: Path) -> None:
+def test_tokenizer_round_trips_text_and_knows_answers(family: str, tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(build_tiny(family, tmp_path))
     tokenizer = processor.tokenizer
     text = "Zwölf Äpfel fall\n\tdown 12.5 m; 落下 🍎 'it's'"
@@ -78,12 +78,12 @@ def test_the_chat_template_is_qwens(family: str, expected: str, tmp_path: Path) 
     assert text == expected + user + "<|im_start|>assistant\n"
 
 
-def test_untied_embeddings_have_a_head_of_their_own(tmp_path: Path) -> None:
+def test_untied_embeddings_have_a_separate_head(tmp_path: Path) -> None:
     names = load_file(build_tiny("qwen2_5_vl", tmp_path, tie_embeddings=False) / "model.safetensors").keys()
     assert "lm_head.weight" in names
 
 
-def test_shards_stay_below_the_asked_size_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
+def test_shards_respect_size_and_index_is_complete(tmp_path: Path) -> None:
     full = load_file(build_tiny("qwen2_5_vl", tmp_path / "whole") / "model.safetensors")
     folder = build_tiny("qwen2_5_vl", tmp_path / "shards", max_shard_bytes=1_000_000)
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -95,22 +95,20 @@ def test_shards_stay_below_the_asked_size_and_the_index_finds_every_tensor(tmp_p
         assert all(tensor.shape == full[name].shape for name, tensor in tensors.items())
 
 
-def test_the_asked_dtype_is_written(tmp_path: Path) -> None:
+def test_requested_dtype_is_written(tmp_path: Path) -> None:
     folder = build_tiny("qwen3_vl", tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(("hidden_size", "vision_hidden_size"), [(96, 64), (128, 40)])
-def test_sizes_that_do_not_split_into_heads_are_refused(
-    hidden_size: int, vision_hidden_size: int, tmp_path: Path
-) -> None:
+def test_sizes_not_divisible_into_heads_are_rejected(hidden_size: int, vision_hidden_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="multiple of"):
         build_tiny("qwen2_5_vl", tmp_path, hidden_size=hidden_size, vision_hidden_size=vision_hidden_size)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_heads_and_vocabulary_may_be_those_of_a_real_model(family: str, tmp_path: Path) -> None:
+def test_heads_and_vocabulary_may_match_real_model(family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_size": 128, "num_key_value_heads": 1, "vocabulary_size": 1000}
     folder = build_tiny(family, tmp_path, **sizes)
     model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)

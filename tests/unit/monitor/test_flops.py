@@ -46,7 +46,7 @@ def tiny(family: str, *, tied: bool) -> Any:
 
 
 def counted_flops(model: Any, grid: tuple[int, int, int]) -> tuple[float, int]:
-    """What torch counts for forward and backward over one image sample with text around it, and its length."""
+    """Count with torch the FLOPs of forward and backward, and the tokens, of one image sample with text around it."""
     t, h, w = grid
     image = [62] + [60] * (t * h * w // 4) + [63]
     ids = torch.tensor([[1, 2, 3, *image, 4, 5, 6, 7]])
@@ -78,7 +78,7 @@ def test_step_flops_equal_what_torch_counts(family: str, frozen: str, tied: bool
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_text_config_that_says_nothing_of_tied_embeddings_is_counted_by_its_parameters(family: str) -> None:
+def test_missing_tie_setting_is_inferred_from_parameters(family: str) -> None:
     model = tiny(family, tied=False)
     expected = compute_model_flops(model)
     del model.config.text_config.tie_word_embeddings
@@ -91,7 +91,7 @@ def test_causal_attention_counts_each_pair_once() -> None:
     assert flops.step(Work([(10, 0)])) == 12 * 2 * 32 * 55 + 10 * 6 * 2 * (2048 + 1024 + 4608)
 
 
-def test_a_completion_attends_to_its_whole_prompt_and_costs_only_its_own_tokens() -> None:
+def test_completion_flops_count_only_its_own_tokens() -> None:
     flops = compute_model_flops(tiny("qwen3_vl", tied=False))
     alone, behind = flops.step(Work([(4, 0)])), flops.step(Work([(4, 10)]))
     assert behind - alone == 12 * 2 * 32 * 4 * 10

@@ -21,7 +21,7 @@ def touched_pages() -> mmap.mmap:
     return pages
 
 
-def test_a_phase_reports_what_it_holds_and_held_at_most() -> None:
+def test_phase_reports_held_and_peak_memory() -> None:
     ledger = MemoryLedger(CPU)
     with ledger.track_phase("before"):
         pass
@@ -42,7 +42,7 @@ def test_a_phase_reports_what_it_freed() -> None:
     assert ledger.take()["memory/sleep/freed_gib"] == pytest.approx(SIZE / GIB, rel=0.2)
 
 
-def test_seconds_add_up_until_they_are_taken_and_over_the_run() -> None:
+def test_seconds_accumulate_until_taken_and_in_totals() -> None:
     ticks = iter([0.0, 1.5, 10.0, 12.0, 20.0, 20.5])
     ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_seconds_add_up_until_they_are_taken_and_over_the_run() -> None:
     assert (ledger.totals["train"].times, ledger.totals["train"].seconds) == (3, 4.0)
 
 
-def test_the_table_has_a_row_for_each_phase_of_the_run() -> None:
+def test_table_has_row_for_each_phase() -> None:
     ticks = (float(second**2) for second in count())
     ledger = MemoryLedger(CPU, clock=lambda: next(ticks))
     for name in ("train", "sleep", "train"):
@@ -82,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     return used
 
 
-def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str, int]) -> None:
+def test_gpu_driver_reports_memory_freed_by_engine(gpu: dict[str, int]) -> None:
     ledger = MemoryLedger(torch.device("cuda"))
     with ledger.track_phase("sleep"):
         gpu["driver"] = 20 * GIB  # vLLM unmaps its memory, and torch's count stays
@@ -97,7 +97,7 @@ def test_on_a_gpu_the_driver_says_what_a_sleeping_engine_gave_back(gpu: dict[str
     assert "device" in ledger.report()
 
 
-def test_of_a_phase_that_runs_twice_the_higher_peak_counts_until_it_is_taken(gpu: dict[str, int]) -> None:
+def test_higher_peak_of_repeated_phase_counts(gpu: dict[str, int]) -> None:
     ledger = MemoryLedger(torch.device("cuda"))
     for peak in (55, 70, 60):
         with ledger.track_phase("train"):
@@ -124,7 +124,7 @@ def test_of_a_phase_that_runs_twice_the_higher_peak_counts_until_it_is_taken(gpu
     ],
     ids=["version 2", "version 1"],
 )
-def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache(
+def test_available_memory_is_limit_minus_uncached_usage(
     tmp_path: Path, line: str, folder: str, limit: str, used: str, cached: str
 ) -> None:
     local, group = tmp_path / "own", tmp_path / "groups" / folder
@@ -138,7 +138,7 @@ def test_the_limit_of_a_control_group_counts_less_what_it_uses_without_the_cache
     assert count_available_bytes(tmp_path / "groups", local) == 0
 
 
-def test_without_a_limit_the_machine_s_free_memory_counts(tmp_path: Path) -> None:
+def test_available_memory_is_free_memory_without_limit(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/job\n")
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "memory.max").write_text("max\n")

@@ -40,7 +40,7 @@ def test_calls_for_one_step_share_a_line(tmp_path: Path) -> None:
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.5, "val/loss": 2.25}, {"step": 2, "train/loss": 2.0}]
 
 
-def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
+def test_every_call_is_written_before_it_returns(tmp_path: Path) -> None:
     metrics = open_in(tmp_path)
     metrics.log_scalars(1, {"train/loss": 2.125})
     assert lines(tmp_path) == [{"step": 1, "train/loss": 2.125}]
@@ -50,7 +50,7 @@ def test_every_call_is_on_disk_when_it_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "name"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
-def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: float, name: str) -> None:
+def test_nonfinite_values_are_null_and_named(tmp_path: Path, value: float, name: str) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(3, {"train/loss": value, "train/epoch": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -58,7 +58,7 @@ def test_values_without_a_json_form_are_null_and_named(tmp_path: Path, value: fl
     assert entry == {"step": 3, "train/loss": None, "train/epoch": 0.5, "nonfinite": {"train/loss": name}}
 
 
-def test_a_value_that_is_given_again_as_a_number_is_no_longer_named(tmp_path: Path) -> None:
+def test_value_replaced_by_number_is_not_nonfinite(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(3, {"train/loss": float("nan"), "train/grad_norm": float("inf")})
         metrics.log_scalars(3, {"train/loss": 2.0})
@@ -77,7 +77,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board(tmp_path).Scalars("train/loss")] == [(1, 1), (2, 2), (3, 30)]
 
 
-def test_resume_goes_on_with_the_line_of_the_resumed_step(tmp_path: Path) -> None:
+def test_resume_continues_line_of_resumed_step(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(1, {"train/loss": 1})
         metrics.log_scalars(2, {"train/loss": 2})
@@ -86,7 +86,7 @@ def test_resume_goes_on_with_the_line_of_the_resumed_step(tmp_path: Path) -> Non
     assert lines(tmp_path) == [{"step": 1, "train/loss": 1}, {"step": 2, "train/loss": 2, "val/loss": 5}]
 
 
-def test_resume_survives_a_line_cut_short_by_a_crash(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_tolerates_a_truncated_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n{"step": 2, "trai')
     with open_in(tmp_path, resume_step=2) as metrics:
         metrics.log_scalars(3, {"train/loss": 3})
@@ -94,7 +94,7 @@ def test_resume_survives_a_line_cut_short_by_a_crash(tmp_path: Path, caplog: pyt
     assert "metrics.jsonl:2" in caplog.text
 
 
-def test_a_fresh_start_forgets_a_run_that_never_reached_a_checkpoint(tmp_path: Path) -> None:
+def test_fresh_start_discards_run_without_checkpoint(tmp_path: Path) -> None:
     with open_in(tmp_path) as metrics:
         metrics.log_scalars(0, {"val/loss": 9})
         metrics.log_scalars(1, {"train/loss": 9})
@@ -126,7 +126,7 @@ def test_tensorboard_shows_scalars_text_images_and_histograms(tmp_path: Path) ->
     assert text == "    Q: <video> which way?\n    A: left\n"
 
 
-def test_tensorboard_shows_a_clip_as_it_shows_its_own_videos(tmp_path: Path) -> None:
+def test_tensorboard_receives_a_clip_as_gif(tmp_path: Path) -> None:
     """An animated GIF in a picture's place, with its size; no package that makes videos is needed."""
     clip = np.random.default_rng(0).integers(0, 255, (3, 5, 16, 24), dtype=np.uint8)
     made = encode_gif(clip, 8.0)
@@ -149,9 +149,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_fresh_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_run_continues_only_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
 
     def init(**settings: Any) -> SimpleNamespace:

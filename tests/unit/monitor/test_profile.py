@@ -44,7 +44,7 @@ def test_trace_holds_one_step_with_its_phases(tmp_path: Path):
     assert "forward" in (tmp_path / "step_2.txt").read_text()
 
 
-def test_step_that_fails_is_not_written(tmp_path: Path):
+def test_failed_step_is_not_written(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), StepProfiler([1], tmp_path, CPU, Progress()) as profiler:
         profiler.begin(1)
         raise ZeroDivisionError

@@ -78,7 +78,7 @@ def test_timeline_finds_the_innermost_block(moment, name):
     assert Timeline(PHASES).find(moment) == (None if name is None else PREFIX + name)
 
 
-def test_phases_sum_host_time_waits_and_gpu_time_of_what_they_launched():
+def test_phases_sum_host_wait_and_gpu_time():
     totals = {name.removeprefix(PREFIX): phase for name, phase in sum_phases(EVENTS, Timeline(PHASES)).items()}
     assert {name: phase.host_seconds for name, phase in totals.items()} == {
         "step 3": 2.0,
@@ -98,7 +98,7 @@ def test_phases_sum_host_time_waits_and_gpu_time_of_what_they_launched():
     }
 
 
-def test_operator_time_excludes_inner_operators_of_the_same_thread():
+def test_operator_time_excludes_inner_operators():
     assert sum_operators(EVENTS) == [
         ("aten::add", 1.5, 1),
         ("aten::mm", 1.25, 2),
@@ -123,14 +123,14 @@ def test_waits_name_the_operator_that_waits():
         ("Memcpy HtoD (Pageable -> Device)", 1),
     ],
 )
-def test_an_asynchronous_copy_waits_if_its_host_memory_is_not_pinned(copy, waits):
+def test_unpinned_asynchronous_copy_counts_as_wait(copy, waits):
     call = TraceEvent("cudaMemcpyAsync", "cuda_runtime", 2.0, 2.5, correlation=1)
     events = [*PHASES, call, TraceEvent(copy, "gpu_memcpy", 2.25, 2.75, thread=7, correlation=1)]
     assert sum(count for _, _, count in sum_waits(events)) == waits
     assert sum_phases(events, Timeline(PHASES))[f"{PREFIX}forward"].waits == waits
 
 
-def test_a_long_kernel_name_leaves_its_numbers_readable():
+def test_long_kernel_name_keeps_numbers_readable():
     kernel = TraceEvent("void at::native::elementwise_kernel<" + "128, " * 100, "kernel", 2.0, 5.0, thread=7)
     lines = render_report([*PHASES, kernel]).splitlines()
     [line] = [line for line in lines if "elementwise" in line]
@@ -147,14 +147,14 @@ def test_report_states_busy_time_and_lists_kernels():
     assert ["5.0000", "2", "gemm"] in cells
 
 
-def test_report_without_a_gpu_has_no_gpu_tables():
+def test_report_without_gpu_omits_gpu_tables():
     report = render_report([*PHASES, *OPERATORS])
     assert report.splitlines()[0] == "step 3: 10.000 s"
     assert "aten::linear" in report
     assert "GPU kernels" not in report
 
 
-def test_trace_is_read_in_seconds_without_other_events(tmp_path: Path):
+def test_trace_events_are_converted_to_seconds(tmp_path: Path):
     entries = [
         {"ph": "M", "name": "process_name", "ts": 0, "pid": 1, "tid": 0, "args": {"name": "python"}},
         {"ph": "X", "cat": "kernel", "name": "[gemm]", "ts": 2e6, "dur": 5e5, "tid": 7, "args": {"correlation": 9}},

@@ -17,7 +17,7 @@ from dsreason.monitor.progress import (
 
 
 class Clock:
-    """A time that moves when told to."""
+    """A clock that advances only when the test sets it."""
 
     now = 0.0
 
@@ -44,7 +44,7 @@ def lines_after(clock: Clock, seconds: list[float], total: int, interval: float 
     return stream.getvalue().splitlines()
 
 
-def test_a_line_says_step_loss_rates_and_time_left(clock: Clock) -> None:
+def test_line_shows_step_loss_rates_and_eta(clock: Clock) -> None:
     assert lines_after(clock, [2.0], total=101) == [
         "step 1/101  loss 1.5000  4.0 samples/s  500 tokens/s  left 0:03:20"
     ]
@@ -55,12 +55,12 @@ def test_lines_come_first_last_and_every_interval(clock: Clock) -> None:
     assert [line.split()[1] for line in displayed] == ["1/25", "11/25", "21/25", "25/25"]
 
 
-def test_a_slow_first_step_does_not_spoil_the_time_left(clock: Clock) -> None:
+def test_slow_first_step_does_not_distort_eta(clock: Clock) -> None:
     displayed = lines_after(clock, [60.0, 1.0], total=11, interval=0)
     assert displayed[1].endswith("left 0:00:09")
 
 
-def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
+def test_phase_time_is_not_step_time(clock: Clock) -> None:
     stream = io.StringIO()
     progress = LineProgress(Rate(10, 0, clock), stream, 10.0)
     clock.now += 1
@@ -78,7 +78,7 @@ def test_time_in_a_phase_is_not_step_time(clock: Clock) -> None:
     ]
 
 
-def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_still_take(clock: Clock) -> None:
+def test_part_line_shows_number_and_total_eta(clock: Clock) -> None:
     stream = io.StringIO()
     progress = LineProgress(Rate(11, 0, clock, part=CommandPart(2, 4, after=1.5)), stream, 10.0)
     clock.now += 2
@@ -92,13 +92,13 @@ def test_a_part_of_a_longer_command_says_which_it_is_and_how_long_all_parts_stil
     assert lines[1:] == ["2/4 validating: 4 samples", "2/4 validating: done in 0:01:40"]
 
 
-def test_a_run_learns_from_the_environment_which_part_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reads_its_part_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_part() is None
     monkeypatch.setenv(PART, str(CommandPart(2, 4, after=1.5)))
     assert read_part() == CommandPart(2, 4, after=1.5)
 
 
-def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
+def test_terminal_gets_bar_with_same_facts() -> None:
     stream = Terminal()
     with open_progress(rank=0, total_steps=4, stream=stream) as progress:
         assert isinstance(progress, BarProgress)
@@ -109,9 +109,7 @@ def test_a_terminal_gets_a_bar_with_the_same_facts() -> None:
     assert "loss 0.2500" in stream.getvalue()
 
 
-def test_in_a_narrow_terminal_the_part_and_the_time_left_stay_on_one_line_with_the_bar(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bar_stays_on_one_line_when_narrow(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
     with BarProgress(Rate(640, 0, clock, part=CommandPart(1, 4, after=2.0)), stream) as progress:

@@ -67,13 +67,13 @@ def test_single_choice_is_strict(completion, answer, expected):
         "<think>B</think>\n\nA",
     ],
 )
-def test_the_lenient_one_reads_usual_ways_of_naming_an_option(completion):
+def test_lenient_choice_reads_common_phrasings(completion):
     assert single_choice_lenient(completion, asks("A", OPTIONS)) == 1
     assert single_choice_lenient(completion, asks("B", OPTIONS)) == 0
 
 
 @pytest.mark.parametrize("answer", ["A", "(A)", "to the left", "A) to the left"])
-def test_the_reference_is_read_in_the_same_way(answer):
+def test_reference_is_parsed_like_the_completion(answer):
     assert single_choice_lenient("<answer>A</answer>", asks(answer, OPTIONS)) == 1
 
 
@@ -94,19 +94,19 @@ def test_the_reference_is_read_in_the_same_way(answer):
         "the leftmost",
     ],
 )
-def test_the_lenient_one_reads_nothing_where_no_single_option_is_named(completion):
+def test_lenient_choice_requires_a_single_option(completion):
     assert [single_choice_lenient(completion, asks(letter, OPTIONS)) for letter in OPTIONS] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("completion", "letter"), [("a car", "C"), ("A car.", "C"), ("a car and b", "D"), ("(C)", "C")]
 )
-def test_an_options_text_that_begins_with_a_letter_is_that_option(completion, letter):
+def test_option_text_starting_with_letter_is_recognized(completion, letter):
     options = [key for key in OPTIONS if single_choice_lenient(completion, asks(key, OPTIONS))]
     assert options == [letter]
 
 
-def test_a_letter_wins_over_an_option_whose_text_is_that_letter():
+def test_letter_takes_precedence_over_option_text():
     assert single_choice_lenient("A", asks("A", {"A": "B", "B": "A"})) == 1
 
 
@@ -148,5 +148,5 @@ def test_ordinal_choice_of_numbers(completion, answer, expected):
 @pytest.mark.parametrize(
     ("completion", "expected"), [("A", 1), ("b", 0.75), ("C", 0.5), ("D", 0.25), ("E", 0), ("(A)", 0)]
 )
-def test_ordinal_choice_of_letters_goes_by_the_options_order(completion, expected):
+def test_ordinal_choice_follows_option_order(completion, expected):
     assert ordinal_choice(completion, asks("A", OPTIONS), step=0.25) == expected

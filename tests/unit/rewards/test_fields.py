@@ -32,11 +32,11 @@ SAMPLE = Sample("7", [], answer=REFERENCE)
         ("", 0.0),
     ],
 )
-def test_an_object_is_worth_the_share_of_its_fields(completion, worth):
+def test_object_scores_its_share_of_fields(completion, worth):
     assert json_fields(completion, SAMPLE) == pytest.approx(worth)
 
 
-def test_fields_have_comparisons_options_and_weights_of_their_own():
+def test_fields_have_separate_comparisons_options_and_weights():
     fields = {
         "distance": {"compare": "numeric", "relative": 0.1, "weight": 2.0},
         "span": "temporal_iou",
@@ -48,13 +48,13 @@ def test_fields_have_comparisons_options_and_weights_of_their_own():
     assert metrics == {"read": 1.0, "distance": 1.0, "span": pytest.approx(0.5), "action": 0.0}
 
 
-def test_a_dotted_name_is_a_field_inside_another():
+def test_dotted_name_selects_a_nested_field():
     sample = Sample("7", [], answer='{"car": {"colour": "red"}}')
     assert json_fields('{"car": {"colour": "Red"}}', sample, fields={"car.colour": "text"}) == 1.0
     assert json_fields('{"car": "red"}', sample, fields={"car.colour": "text"}) == 0.0
 
 
-def test_a_threshold_wants_all_of_it_and_further_fields_can_be_forbidden():
+def test_threshold_requires_all_and_extras_can_fail():
     assert json_fields(REFERENCE, SAMPLE, threshold=1.0) == 1.0
     assert json_fields('{"action": "turn left"}', SAMPLE, threshold=1.0) == 0.0
     more = REFERENCE.replace("{", '{"x": 1, ', 1)
@@ -72,7 +72,7 @@ def test_a_threshold_wants_all_of_it_and_further_fields_can_be_forbidden():
         ('{"a": 1}', {"a": "set"}, "field a is compared as a set but is not a list"),
     ],
 )
-def test_a_reference_that_cannot_be_compared_is_no_zero(answer, fields, text):
+def test_unusable_reference_is_rejected(answer, fields, text):
     with pytest.raises(DataError, match=text):
         json_fields("", Sample("7", [], answer=answer), fields=fields)
 

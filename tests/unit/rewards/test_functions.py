@@ -42,12 +42,12 @@ def test_built_in_rewards_are_found_and_importable(name):
     assert find_reward(name) is getattr(rewards, name)
 
 
-def test_a_reward_is_found_in_a_file_and_in_a_package(file):
+def test_reward_is_found_in_file_or_package(file):
     assert find_reward(f"{file}:long")("abc", SAMPLE) == 3
     assert find_reward("dsreason.rewards.text:gsm8k") is rewards.gsm8k
 
 
-def test_a_file_with_one_function_or_one_called_reward_needs_no_attribute(tmp_path):
+def test_reward_file_needs_no_attribute_when_unambiguous(tmp_path):
     (tmp_path / "one.py").write_text("from math import sqrt\ndef f(completion, sample): return 1.0")
     (tmp_path / "named.py").write_text("def f(): ...\ndef reward(completion, sample): return 2.0")
     assert find_reward(str(tmp_path / "one.py"))("", SAMPLE) == 1
@@ -65,7 +65,7 @@ def test_importing_rewards_brings_neither_torch_nor_sympy():
 
 
 @pytest.mark.parametrize(("name", "needed"), [("boxed_math", True), ("direct_math", True), ("format", False)])
-def test_sympy_comes_when_a_reward_is_found_that_needs_it_and_not_in_its_first_call(name, needed):
+def test_sympy_is_imported_when_reward_is_found(name, needed):
     code = "import sys; from dsreason.rewards.functions import find_reward; find_reward(sys.argv[1])"
     code += "; print('sympy' in sys.modules)"
     completed = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True)
@@ -101,13 +101,13 @@ def test_an_unknown_option_is_an_error():
     ("source", "text"),
     [("1 / 0", "ZeroDivisionError"), ("import no_such_package", "no_such_package"), ("def", "SyntaxError")],
 )
-def test_a_file_that_does_not_import_is_an_error_that_says_why(tmp_path, source, text):
+def test_import_failure_is_reported_with_cause(tmp_path, source, text):
     (tmp_path / "bad.py").write_text(source)
     with pytest.raises(ConfigError, match=f"bad.py does not import: .*{text}"):
         find_reward(str(tmp_path / "bad.py"))
 
 
-def test_labels_are_short_where_they_can_be():
+def test_reward_labels_are_short_when_unambiguous():
     assert make_reward_labels(["format", "a/b.py", "a/c.py:judge", "x.y:judge", "remote:vq"]) == [
         "format",
         "b",

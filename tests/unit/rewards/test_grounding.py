@@ -1,4 +1,4 @@
-"""Overlaps and distances, computed by hand; pairing of several; coordinates; what is no answer or no reference."""
+"""Overlaps and distances, computed by hand; pairing of several; coordinates; unusable answers and references."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_spans_are_worth_their_overlap(completion, reference, worth):
         ("", 0.3, 0.0),
     ],
 )
-def test_with_a_threshold_a_span_is_right_or_wrong(completion, threshold, worth):
+def test_span_is_right_or_wrong_with_threshold(completion, threshold, worth):
     assert temporal_iou(completion, asks("[10, 20]"), threshold=threshold) == worth
 
 
@@ -105,7 +105,7 @@ def test_boxes_are_worth_their_overlap(completion, worth):
     assert box_iou(completion, asks("[0, 0, 10, 10]")) == pytest.approx(worth)
 
 
-def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
+def test_boxes_are_paired_for_largest_overlap_sum():
     # Row by row the first pair would be the best one, 0.9, and leave 0 for the other.
     assert compute_best_sum([[0.9, 0.8], [0.8, 0.0]]) == pytest.approx(1.6)
     right = '[{"bbox_2d": [0, 0, 10, 10], "label": "a"}, {"bbox_2d": [20, 0, 30, 10], "label": "b"}]'
@@ -127,12 +127,12 @@ def test_boxes_are_paired_for_the_largest_sum_of_overlaps():
         ("xyxy", "[10, 20, 30, 40]"),
     ],
 )
-def test_the_order_of_the_numbers_is_an_option(order, completion):
+def test_order_of_box_numbers_is_configurable(order, completion):
     assert box_iou(completion, asks(completion), order=order) == 1.0
     assert box_iou(completion.replace("]", ".0]"), asks(completion), order=order) == 1.0
 
 
-def test_answers_in_thousandths_are_compared_with_references_in_pixels():
+def test_thousandths_are_compared_with_pixel_references():
     sample = asks("[64, 48, 320, 240]", width=640, height=480)
     assert box_iou("[100, 100, 500, 500]", sample, answer_coordinates="0-1000") == pytest.approx(1.0)
     assert box_iou("[0.1, 0.1, 0.5, 0.5]", sample, answer_coordinates="0-1") == pytest.approx(1.0)
@@ -168,13 +168,13 @@ def test_points_are_worth_their_nearness(completion, options, worth):
     assert points(completion, asks("[500, 300]"), **options) == pytest.approx(worth)
 
 
-def test_any_point_in_a_reference_box_is_right():
+def test_point_inside_reference_box_is_right():
     sample = asks('{"bbox_2d": [100, 100, 200, 200]}')
     assert points("(150, 199)", sample) == 1.0
     assert points("(230, 240)", sample) == pytest.approx(0.5)  # 30 and 40 away from its corner
 
 
-def test_the_limit_is_a_tenth_of_the_range():
+def test_distance_limit_is_tenth_of_range():
     assert points("(0.5, 0.35)", asks("[0.5, 0.3]"), coordinates="0-1") == pytest.approx(0.5)
     assert points("(100, 132)", asks("[100, 100]", width=640, height=480), coordinates="pixels") == pytest.approx(0.5)
     with pytest.raises(DataError, match="width and height"):
@@ -198,6 +198,6 @@ def test_the_limit_is_a_tenth_of_the_range():
         (points, "none of it", {}, "no point"),
     ],
 )
-def test_a_reference_that_cannot_be_read_is_no_zero(reward, answer, options, text):
+def test_unreadable_reference_is_rejected(reward, answer, options, text):
     with pytest.raises(DataError, match=text):
         reward("[1, 2]", asks(answer), **options)

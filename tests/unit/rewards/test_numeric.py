@@ -49,17 +49,17 @@ def worth(completion, answer, **options):
         ("", "0", {}, 0.0),
     ],
 )
-def test_a_number_is_worth_one_within_the_tolerance(completion, answer, options, expected):
+def test_score_depends_on_tolerance_and_unit(completion, answer, options, expected):
     assert worth(completion, answer, **options) == pytest.approx(expected)
 
 
-def test_metrics_are_the_error_in_the_reference_s_unit():
+def test_error_metric_uses_unit_of_reference():
     assert worth("350 cm", "3 m", metrics=True) == (0.0, {"read": 1.0, "error": pytest.approx(0.5)})
     assert worth("3 s", "3 m", metrics=True) == (0.0, {"read": 1.0})
     assert worth("far", "3 m", metrics=True) == (0.0, {"read": 0.0})
 
 
 @pytest.mark.parametrize("answer", [None, " ", "far", "3 to 4 m", "1, 2, 3"])
-def test_a_reference_without_one_number_is_no_zero(answer):
+def test_reference_without_single_number_is_rejected(answer):
     with pytest.raises(DataError, match="sample '7'.*no single number"):
         worth("3", answer)

@@ -49,7 +49,7 @@ REFERENCES = {
         ("numeric", {"tolerance": 1.0}, "unexpected keyword argument 'tolerance'"),
     ],
 )
-def test_a_value_that_an_option_does_not_take_is_named(name, options, text):
+def test_invalid_option_value_is_rejected(name, options, text):
     with pytest.raises(ConfigError, match=text):
         find_reward(name, options)
 
@@ -64,7 +64,7 @@ def test_a_value_that_an_option_does_not_take_is_named(name, options, text):
         ("ordinal_choice", {"step": 0.25}),
     ],
 )
-def test_values_that_it_takes_are_given_to_the_function(name, options):
+def test_valid_options_are_passed_to_function(name, options):
     assert find_reward(name, options).keywords == options
 
 
@@ -134,7 +134,7 @@ ATTACKS = [
 
 @pytest.mark.parametrize("name", READS_REFERENCE)
 def test_long_repetitions_are_read_to_their_end(name):
-    """Where reading took the square of the length, or more, this would take minutes."""
+    """Read long repetitions in linear time; quadratic reading, or worse, would take minutes."""
     sample = Sample("7", [], answer=REFERENCES[name])
     for attack in ATTACKS:
         assert 0.0 <= BUILT_IN[name](attack * (60_000 // len(attack)), sample) <= 1.0

@@ -1,4 +1,4 @@
-"""What is read in varied answers, against the reading that a person gives. `held out` ones were written before they were run."""
+"""Readings of varied answers, compared with a person's. `held out` ones were written before they were run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ TUNED = [row for row in ROWS if row["part"] == "tuned"]
 
 
 def reading(kind: str, text: str) -> Any:
-    """As the fixture has it: lists of numbers, or of a number its value in the first unit of its dimension."""
+    """Return the reading in the form of the fixture.
+
+    This is lists of numbers, or for a number its value in the first unit of its dimension.
+    """
     text = to_plain(text)
     if kind == "number":
         result = read_quantity(text)
@@ -44,7 +47,7 @@ def outcome(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("row", TUNED, ids=lambda row: row["text"][:40])
-def test_an_answer_is_read_as_a_person_reads_it(row):
+def test_answer_reading_matches_human_reading(row):
     assert outcome(row) == "read"
 
 

@@ -86,7 +86,7 @@ def remote(server: Server, *, pause: float = 0.01, **settings: Any) -> RemoteRew
     return RemoteReward(config, pause=pause)
 
 
-def test_a_request_has_everything_and_the_token_in_its_header(server):
+def test_request_has_all_fields_and_token_header(server):
     assert remote(server).score(COMPLETIONS[:2], SAMPLES[:2]) == {"length": [1.0, 2.0]}
     ((headers, body),) = server.requests
     assert headers["Authorization"] == f"Bearer {TOKEN}"
@@ -105,7 +105,7 @@ def test_batches_come_back_in_order(server):
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_failure_that_may_pass_is_tried_again(server, status):
+def test_transient_failure_is_retried(server, status):
     answers = [(status, {}), (status, {}), (200, {"scores": {"a": [1]}})]
     server.answer = lambda body: answers.pop(0)
     assert remote(server).score(["x"], SAMPLES[:1]) == {"a": [1.0]}
@@ -135,14 +135,14 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}, [0.5, 1.0, 2.0, 4.0]),
     ],
 )
-def test_pauses_double_and_heed_what_the_server_asks_for(server, pauses, headers, expected):
+def test_pauses_double_and_respect_retry_after(server, pauses, headers, expected):
     server.answer, server.headers = lambda body: (503, {}), headers
     with pytest.raises(RewardError, match=r"status 503 .*\(5 attempts\)"):
         remote(server, pause=0.5, retries=4).score(["x"], SAMPLES[:1])
     assert pauses == expected
 
 
-def test_a_server_that_is_not_there_is_named(server):
+def test_unreachable_server_is_named(server):
     server.http.server_close()
     with pytest.raises(RewardError, match=r'127.0.0.1:\d+/score, samples "0" to "1": ConnectError.*refused'):
         remote(server, retries=1).score(["x", "y"], SAMPLES[:2])
@@ -154,7 +154,7 @@ def test_a_slow_server_is_given_up(server):
         remote(server, time_limit=0.2, retries=1).score(["x"], SAMPLES[:1])
 
 
-def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
+def test_slowly_dripping_response_is_given_up(server):
     server.drip = 0.05
     with pytest.raises(RewardError, match=r"no answer within 0.2 s \(1 attempts\)"):
         remote(server, time_limit=0.2, retries=0).score(["x"], SAMPLES[:1])
@@ -184,7 +184,7 @@ def test_an_answer_that_comes_drop_by_drop_is_given_up(server):
         ({TOKEN: TOKEN}, 'scores is missing in {"***": "***"}'),
     ],
 )
-def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answer, text):
+def test_wrong_response_is_explained_without_token(server, answer, text):
     server.answer = lambda body: (200, answer)
     with pytest.raises(RewardError) as error:
         remote(server).score(["x", "y"], SAMPLES[:2], ["a"])
@@ -194,7 +194,7 @@ def test_a_wrong_answer_is_explained_at_once_and_without_the_token(server, answe
 
 
 @pytest.mark.parametrize("scores", [{"a": [""] * 100_000}, {str(i): "" for i in range(100_000)}])
-def test_of_many_wrong_values_only_the_first_is_kept(server, scores, monkeypatch):
+def test_only_first_wrong_value_is_kept(server, scores, monkeypatch):
     counts = []
     monkeypatch.setattr(
         remote_rewards, "describe_first_problem", lambda error, hide: counts.append(error.error_count()) or "wrong"
@@ -206,7 +206,7 @@ def test_of_many_wrong_values_only_the_first_is_kept(server, scores, monkeypatch
 
 
 @pytest.mark.parametrize("before", range(60, 80, 4))
-def test_a_token_where_the_text_is_cut_shows_no_part(server, before):
+def test_truncated_message_shows_no_token_part(server, before):
     server.answer = lambda body: (200, {"scores": {"a": ["-" * before + TOKEN]}})
     with pytest.raises(RewardError) as error:
         remote(server).score(["x"], SAMPLES[:1])
@@ -236,7 +236,7 @@ def test_redirects_would_carry_the_token_away(server):
     assert len(server.requests) == 1
 
 
-def test_an_answer_that_breaks_off_is_asked_for_again(server):
+def test_truncated_response_is_requested_again(server):
     server.answer = lambda body: (200, {"scores": {"a": [1]}})
     server.headers = {"Content-Length": "1000", "Connection": "close"}
     with pytest.raises(RewardError, match=r"closed connection .*expected 1000.*\(2 attempts\)"):
@@ -249,7 +249,7 @@ def test_batches_with_different_scores_are_an_error(server):
         remote(server, batch_size=1).score(["l", "le"], SAMPLES[:2])
 
 
-def test_what_is_no_json_is_named(server):
+def test_sample_not_serializable_to_json_is_named(server):
     with pytest.raises(RewardError, match='sample "9": its media or meta cannot be sent'):
         remote(server).score(["x"], [Sample("9", [], meta={"image": b"..."})])
 
@@ -298,7 +298,7 @@ def test_a_scorer_adds_scores_of_the_server(server):
     assert scores.metric_sums == {"remote/words": (5.0, 5)}
 
 
-def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatch):
+def test_run_uses_configured_url_and_environment_token(server, monkeypatch):
     monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
     monkeypatch.setenv("REMOTE_REWARD_URL", "http://127.0.0.1:9/elsewhere")  # the configuration's address wins
     reward = {
@@ -314,6 +314,6 @@ def test_a_run_reaches_its_server_with_the_environments_token(server, monkeypatc
     assert {headers["Authorization"] for headers, _ in server.requests} == {f"Bearer {TOKEN}"}
 
 
-def test_without_a_score_of_the_server_none_is_needed(monkeypatch):
+def test_server_is_optional_without_remote_scores(monkeypatch):
     monkeypatch.delenv("REMOTE_REWARD_URL", raising=False)
     Scorer(RewardConfig(functions={"format": 1.0}))

@@ -134,7 +134,7 @@ def test_functions_are_weighted_and_kept_apart(file):
     assert scores.total.tolist() == [4.5, 0.5, 0, 2.5]
 
 
-def test_metrics_are_summed_over_the_calls_that_gave_them(file):
+def test_metrics_are_summed_over_reporting_calls(file):
     scores = score({f"{file}:with_metrics": 1.0})
     assert scores.metric_sums == {"with_metrics/words": (6.0, 4), "with_metrics/only_one": (5.0, 1)}
 
@@ -148,7 +148,7 @@ def test_async_functions_run_side_by_side(file):
     assert scores.metric_sums == {"judge/judged": (40.0, 40)}
 
 
-def test_the_work_is_shared_by_workers_that_stay(file):
+def test_work_is_shared_by_persistent_workers(file):
     with scorer_for({f"{file}:pid": 1.0}, workers=2) as scorer:
         first, second = ({*scorer.score(["x"] * 8, SAMPLES * 2).total} for _ in range(2))
     assert first == second
@@ -160,7 +160,7 @@ def test_options_reach_the_workers():
     assert score({"format": 1.0}, options={"format": {"pattern": "a.*"}}).total.tolist() == [1, 1, 0, 1]
 
 
-def test_nothing_to_score_is_no_error(file):
+def test_empty_input_is_accepted(file):
     assert score({f"{file}:length": 1.0}, completions=[], samples=[]).total.tolist() == []
 
 
@@ -173,7 +173,7 @@ def test_nothing_to_score_is_no_error(file):
         ("leaves", ["exit code 3"]),
     ],
 )
-def test_a_function_that_raises_or_dies_names_itself_and_the_sample(file, function, texts):
+def test_failing_function_is_reported_with_sample(file, function, texts):
     with pytest.raises(RewardError) as error:
         score({"exact_match": 1.0, f"{file}:{function}": 1.0})
     for text in [f'reward "{file}:{function}", sample "2":', *texts]:
@@ -188,7 +188,7 @@ def test_a_function_that_raises_or_dies_names_itself_and_the_sample(file, functi
         ("raises_endlessly", "raised ValueError: yyyy"),
     ],
 )
-def test_an_odd_end_of_a_function_is_told_in_a_few_lines(file, function, text, capfd):
+def test_unusual_function_exit_is_reported_briefly(file, function, text, capfd):
     with pytest.raises(RewardError) as error:
         score({f"{file}:{function}": 1.0}, workers=1)
     assert f'reward "{file}:{function}", sample "0": {text}' in str(error.value)
@@ -196,7 +196,7 @@ def test_an_odd_end_of_a_function_is_told_in_a_few_lines(file, function, text, c
     assert capfd.readouterr().err == ""
 
 
-def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
+def test_forked_worker_does_not_answer_for_original(file):
     for _ in range(2):
         assert score({f"{file}:answers_twice": 1.0}, workers=1).total.tolist() == [0.5] * 4
 
@@ -216,7 +216,7 @@ def test_a_copy_of_a_worker_does_not_answer_in_its_place(file):
         ("(-1e13, {})", "a reward must be from -1e+12 to 1e+12; scale it"),
     ],
 )
-def test_what_is_no_finite_number_is_an_error(file, value, text):
+def test_nonfinite_or_non_numeric_result_is_rejected(file, value, text):
     with pytest.raises(RewardError) as error:
         score({f"{file}:gives": 1.0}, completions=["1", "True", value, "2"], workers=1)
     assert f'reward "{file}:gives", sample "2": returned' in str(error.value)
@@ -237,7 +237,7 @@ def gone(pid: int) -> bool:
 
 
 def group_gone(pid: int, seconds: float = 10) -> bool:
-    """Whether no process of the group is left; a killed orphan stays until init has taken note of it."""
+    """Return whether the process group is empty; a killed orphan stays until init has reaped it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -249,7 +249,7 @@ def group_gone(pid: int, seconds: float = 10) -> bool:
 
 
 @pytest.mark.parametrize("of_its_own", [False, True], ids=["", "in a session of its own"])
-def test_a_hanging_function_is_killed_with_what_it_started(file, tmp_path, of_its_own):
+def test_hanging_function_is_killed_with_its_children(file, tmp_path, of_its_own):
     meta = {"file": str(tmp_path / "pid"), "of_its_own": of_its_own}
     samples = [Sample(str(i), [], meta=meta) for i in range(4)]
     with scorer_for({f"{file}:hangs": 1.0}, time_limit=1.0) as scorer:
@@ -264,7 +264,7 @@ def test_a_hanging_function_is_killed_with_what_it_started(file, tmp_path, of_it
 
 
 @pytest.mark.parametrize("function", ["waits", "blocks"])
-def test_an_async_function_that_waits_too_long_or_blocks_is_named_with_its_sample(file, function):
+def test_slow_async_function_is_reported_with_sample(file, function):
     samples = SAMPLES if function == "waits" else SAMPLES[2:3]
     with (
         scorer_for({f"{file}:{function}": 1.0}, time_limit=0.5, workers=1) as scorer,
@@ -284,7 +284,7 @@ def test_time_over_may_be_a_score(file, caplog):
     assert 'sample "2": no result within the time limit of 1 s; its score is -1' in caplog.text
 
 
-def test_the_time_limit_is_for_a_call_not_for_all_of_them(file):
+def test_time_limit_applies_per_call(file):
     assert score({f"{file}:pid": 1.0}, completions=["x"] * 40, samples=SAMPLES * 10, workers=1, time_limit=1.0)
 
 
@@ -296,12 +296,12 @@ def test_after_an_error_no_worker_is_left(file):
             scorer.score(COMPLETIONS, SAMPLES)
 
 
-def test_a_function_that_cannot_be_found_is_a_config_error_when_workers_start(file):
+def test_missing_function_is_a_startup_config_error(file):
     with pytest.raises(ConfigError, match='has no "nothing"'), scorer_for({f"{file}:nothing": 1.0}):
         pass
 
 
-def test_an_import_that_takes_too_long_or_dies_is_an_error(tmp_path):
+def test_slow_or_dying_import_is_reported(tmp_path):
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     (tmp_path / "dead.py").write_text("import os; os._exit(5)")
     with pytest.raises(RewardError, match="more than 2 s to import .*slow.py"):
@@ -310,7 +310,7 @@ def test_an_import_that_takes_too_long_or_dies_is_an_error(tmp_path):
         score({str(tmp_path / "dead.py"): 1.0}, workers=1)
 
 
-def test_a_sample_that_cannot_be_sent_is_named(file):
+def test_unpicklable_sample_is_reported(file):
     with pytest.raises(RewardError, match='sample "9"'):
         score({f"{file}:length": 1.0}, completions=["a"], samples=[Sample("9", [], meta={"f": lambda: 0})])
 

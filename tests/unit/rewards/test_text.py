@@ -47,7 +47,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("completion", ALSO_IN_COSMOS + NOT_IN_COSMOS)
-def test_thoughts_and_answer_with_any_space_between_have_the_format(completion):
+def test_format_allows_any_space_between_blocks(completion):
     assert format(completion, asks("A")) == 1.0
 
 
@@ -72,12 +72,12 @@ REASON2_PROMPT = (
 )
 
 
-def test_the_usual_prompt_asks_for_the_default_format_but_not_for_the_cosmos_pattern():
+def test_usual_prompt_requests_only_default_format():
     assert describe_format_problem(COSMOS_PROMPT) is None
     assert "<think> your reasoning </think> <answer>" in describe_format_problem(COSMOS_PROMPT, COSMOS_FORMAT)
 
 
-def test_a_prompt_that_asks_for_another_format_or_none_is_found():
+def test_prompt_requesting_another_format_is_reported():
     assert "Your reasoning." in describe_format_problem(REASON2_PROMPT)
     assert "no format" in describe_format_problem("Which way does it move?")
 
@@ -137,7 +137,7 @@ def test_the_default_buffer_punishes_no_short_completion():
     assert overlong("…", add_length(asks("A"), 2048, 2048)) == -1
 
 
-def test_a_buffer_longer_than_the_completion_is_refused():
+def test_buffer_longer_than_completion_is_rejected():
     with pytest.raises(ValueError, match="4096.*2048"):
         compute_soft_overlong(0, 2048, 4096)
 

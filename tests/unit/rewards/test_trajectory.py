@@ -46,7 +46,7 @@ def test_waypoints_are_worth_their_nearness(completion, options, worth):
     assert trajectory(completion, SAMPLE, **options) == pytest.approx(worth)
 
 
-def test_three_axes_count_where_they_are_asked_for():
+def test_third_axis_counts_only_when_requested():
     sample = Sample("7", [], answer="[[0, 0, 0], [1, 0, 0]]")
     assert trajectory("[[0, 0, 1], [1, 0, 1]]", sample) == 1.0
     assert trajectory("[[0, 0, 1], [1, 0, 1]]", sample, axes=[0, 1, 2]) == 0.5
@@ -57,13 +57,13 @@ def test_lengths_are_converted_to_the_unit():
     assert trajectory("(1 m, 0 m), (2 m, 0 m)", sample, unit="cm") == 1.0
 
 
-def test_metrics_are_the_errors_of_paths_of_one_length():
+def test_metrics_are_errors_of_equally_long_paths():
     assert trajectory(NEAR, SAMPLE, metrics=True) == (0.75, {"read": 1.0, "ade": 0.5, "fde": 1.0})
     assert trajectory("(1, 0)", SAMPLE, metrics=True) == (0.25, {"read": 1.0})
     assert trajectory("left", SAMPLE, metrics=True) == (0.0, {"read": 0.0})
 
 
 @pytest.mark.parametrize("answer", [None, "", "left", "[]"])
-def test_a_reference_without_waypoints_is_no_zero(answer):
+def test_reference_without_waypoints_is_rejected(answer):
     with pytest.raises(DataError, match="sample '7'.*no waypoints"):
         trajectory("(1, 0)", Sample("7", [], answer=answer))

@@ -1,4 +1,4 @@
-"""How many prompts an engine is given at a time, by hand."""
+"""Number of prompts per engine call, computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLConfig
 from dsreason.rollout.batches import count_tokens_that_fit, cut_batches, merge_groups
 
 KIB = 2**-20
-"""In GiB."""
+"""One KiB, in GiB."""
 ROWS = [[300, 300], [100, 600], [10], [], [10]]
 """Their sizes in bytes, in groups."""
 
@@ -26,14 +26,12 @@ ROWS = [[300, 300], [100, 600], [10], [], [10]]
         (KIB / 4, 9, [[300, 300, 100, 600, 10, 10]]),
     ],
 )
-def test_groups_are_joined_as_long_as_memory_or_the_engine_has_room(
-    memory_gib: float, least: int, lists: list[list[int]]
-) -> None:
+def test_groups_are_merged_while_room_remains(memory_gib: float, least: int, lists: list[list[int]]) -> None:
     assert list(merge_groups(ROWS, int, memory_gib=memory_gib, least=least, any_rank=bool)) == lists
 
 
-def test_ranks_that_ask_together_make_as_many_lists() -> None:
-    """What the other rank says decides: it is full after its first group, and has rows at the end."""
+def test_ranks_make_the_same_number_of_lists() -> None:
+    """Follow the other rank: it is full after its first group, and still has rows at the end."""
     other = iter([True, False, True])
     lists = merge_groups([[1], [2]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))
     assert list(lists) == [[1], [2]]
@@ -41,7 +39,7 @@ def test_ranks_that_ask_together_make_as_many_lists() -> None:
     assert list(merge_groups([[]], int, memory_gib=1, least=1, any_rank=lambda own: own or next(other))) == [[]]
 
 
-def test_groups_are_not_read_ahead_of_the_list_they_are_for() -> None:
+def test_groups_are_read_only_when_needed() -> None:
     read = []
 
     def groups() -> Iterator[list[int]]:
@@ -72,7 +70,7 @@ def test_a_batch_has_at_most_256_rows() -> None:
     assert [len(batch) for batch in cut_batches(dict.fromkeys(range(300), 1), 8, 10**9)] == [256, 44]
 
 
-def test_tokens_of_qwen2_5_vl_7b_in_20_gib() -> None:
+def test_qwen2_5_7b_tokens_fit_20_gib() -> None:
     text = {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     text |= {"hidden_size": 3584, "intermediate_size": 18944}
     # keys and values: 2 * 28 * 4 * 128; activations: 3 * 18944 + 8 * 3584; 2 bytes each

@@ -32,13 +32,13 @@ def copy(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     copy_weights(model, WeightStream(iter(weights), expected, torch.float32, torch.device("cpu")))
 
 
-def test_every_tensor_is_copied_and_the_tied_one_with_it(model: nn.Module) -> None:
+def test_every_tensor_is_copied_including_tied(model: nn.Module) -> None:
     copy(model, sent().items())
     assert model["head"].weight.eq(3).all()
     assert model["inner"].weight.eq(1).all()
 
 
-def test_bfloat16_weights_become_the_dtype_of_the_copy(model: nn.Module) -> None:
+def test_bfloat16_weights_are_cast_to_copy_dtype(model: nn.Module) -> None:
     copy(model, {name: tensor.bfloat16() for name, tensor in sent().items()}.items())
     assert model["inner"].bias.dtype == torch.float32
 
@@ -52,14 +52,14 @@ def test_bfloat16_weights_become_the_dtype_of_the_copy(model: nn.Module) -> None
         ({"inner__weight": torch.ones(2)}, r"inner.weight has shape \(2,\) instead of \(2, 2\)"),
     ],
 )
-def test_a_missing_unknown_or_misshapen_tensor_is_named(
+def test_missing_unknown_or_misshapen_tensor_is_named(
     model: nn.Module, changes: dict[str, Tensor | None], text: str
 ) -> None:
     with pytest.raises(SyncError, match=text):
         copy(model, sent(**changes).items())
 
 
-def test_the_iterator_is_read_to_its_end_even_after_a_wrong_tensor(model: nn.Module) -> None:
+def test_iterator_is_exhausted_after_wrong_tensor(model: nn.Module) -> None:
     read = []
 
     def weights() -> Iterator[tuple[str, Tensor]]:

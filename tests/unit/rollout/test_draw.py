@@ -17,13 +17,13 @@ LOGITS = torch.tensor([PROBS]).log()
 @pytest.mark.parametrize(
     ("uniform", "token"), [(0.0, 0), (0.49, 0), (0.51, 1), (0.79, 1), (0.81, 2), (0.96, 3), (0.9999, 3)]
 )
-def test_the_token_is_where_the_cumulated_probability_passes_the_number(uniform: float, token: int) -> None:
+def test_token_is_drawn_by_cumulative_probability(uniform: float, token: int) -> None:
     drawn, logprob = draw(LOGITS, Sampling(), torch.tensor([uniform]))
     assert drawn.item() == token
     assert logprob.item() == pytest.approx(math.log(PROBS[token]), abs=1e-6)
 
 
-def test_temperature_zero_takes_the_largest_with_its_plain_logprob() -> None:
+def test_temperature_zero_draws_the_largest_logit() -> None:
     drawn, logprob = draw(LOGITS, Sampling(temperature=0), torch.tensor([0.99]))
     assert drawn.item() == 0
     assert logprob.item() == pytest.approx(math.log(0.5), abs=1e-6)
@@ -48,13 +48,13 @@ def test_temperature_divides_the_logits() -> None:
         (Sampling(top_p=0.6, top_k=1), [0.5]),
     ],
 )
-def test_top_k_and_top_p_renormalise_what_they_keep(sampling: Sampling, kept: list[float]) -> None:
+def test_top_k_and_top_p_are_renormalised(sampling: Sampling, kept: list[float]) -> None:
     drawn, logprob = draw(LOGITS, sampling, torch.tensor([0.999999]))  # the least probable of those kept
     assert drawn.item() == len(kept) - 1
     assert logprob.item() == pytest.approx(math.log(kept[-1] / sum(kept)), abs=1e-6)
 
 
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
+def test_zero_probability_token_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).expand(4, -1)
     drawn, _ = draw(logits, Sampling(), torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24]))
     assert drawn.tolist() == [1, 1, 3, 3]
@@ -67,7 +67,7 @@ def test_drawn_frequencies_follow_the_distribution() -> None:
     assert torch.allclose(frequencies, torch.tensor(PROBS), atol=0.012)
 
 
-def test_streams_depend_on_seed_and_prompt_alone() -> None:
+def test_streams_depend_only_on_seed_and_prompt() -> None:
     first = draw_random_streams(Sampling(seed=1, max_completion_length=4), [0, 1, 2])
     assert (first[2] == draw_random_streams(Sampling(seed=1, max_completion_length=4), [2])[0]).all()
     assert not (first[0] == first[1]).any()

@@ -1,4 +1,4 @@
-"""What the self-test takes for a fault, from hand-made rounds. Of real engines: tests/integration/test_self_test.py."""
+"""Faults that the self-test detects, from hand-made rounds. Real engines: tests/integration/test_self_test.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REAL = made_round(1.0, -0.5, -1.0)
         (completion(-0.5, math.nan), math.inf),
     ],
 )
-def test_other_tokens_and_numbers_that_are_none_differ_without_bound(second: Completion, expected: float) -> None:
+def test_different_tokens_or_nan_differ_infinitely(second: Completion, expected: float) -> None:
     assert compute_largest_difference([completion(-0.5, -1.0)], [second]) == expected
 
 

@@ -1,4 +1,7 @@
-"""What a memory pool holds beside weights, buffers, keys and values is found wherever it hangs, and written back."""
+"""The other tensors of a memory pool: they are found wherever they are held, and written back.
+
+Others means besides weights, buffers, keys and values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ KEPT_BY_A_MODULE: list[Tensor] = []
 
 
 def runner(*caches: Tensor) -> SimpleNamespace:
-    """As vLLM's: a model with a parameter and a buffer, and the caches of its layers."""
+    """Build a runner like vLLM's: a model with a parameter and a buffer, and the caches of its layers."""
     model = nn.Linear(4, 4)
     model.register_buffer("table", torch.arange(4.0))
     return SimpleNamespace(model=model, kv_caches=list(caches))
@@ -29,7 +32,7 @@ def pools_of(**tensors: Tensor) -> Callable[[int], str | None]:
     return tags.get
 
 
-def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
+def test_pool_tensors_are_found_everywhere() -> None:
     cache, rows = torch.zeros(2, 3), torch.inference_mode()(torch.ones)(6)
     outside, frozen, loose, scratch = torch.ones(3), torch.arange(3), torch.arange(5), torch.ones(7)
     made = runner(cache)
@@ -55,7 +58,7 @@ def test_tensors_of_a_pool_are_found_wherever_they_hang() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_what_sleep_dropped_is_written_back_pool_by_pool(dtype: torch.dtype) -> None:
+def test_dropped_values_are_restored_per_pool(dtype: torch.dtype) -> None:
     values, zeros, cached = (torch.tensor(v).to(dtype) for v in ([0, 1, 1], [0, 0, 0], [1, 0, 1]))
     tensors = {"weights__v": values, "weights__z": zeros, "kv_cache__c": cached}
     before = {name: tensor.clone() for name, tensor in tensors.items()}

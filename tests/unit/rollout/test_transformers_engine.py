@@ -46,21 +46,21 @@ def prompts(*lengths: int) -> list[Any]:
     return [SimpleNamespace(encoded=row(length)) for length in lengths]
 
 
-def test_each_prompt_draws_from_its_own_stream_whatever_it_is_batched_with() -> None:
+def test_prompt_stream_does_not_depend_on_batching() -> None:
     engine = StandIn()
     result = engine.generate(prompts(30, 10, 20), WARM, version=3, streams=[6, 2, 4])
     assert [item.text for item in result] == ["6", "2", "4"]
     assert engine.batches == [([10, 20], [2, 4], 1.0), ([30], [6], 1.0)]
 
 
-def test_prompts_of_other_settings_are_not_in_one_batch() -> None:
+def test_prompts_are_batched_by_settings() -> None:
     engine = StandIn()
     completed = dict(engine.iter_completions(prompts(5, 5, 5), [GREEDY, WARM, GREEDY], version=3, streams=[0, 1, 2]))
     assert [completed[i].text for i in range(3)] == ["0", "1", "2"]
     assert engine.batches == [([5, 5], [0, 2], 0.0), ([5], [1], 1.0)]
 
 
-def test_only_the_weights_that_are_held_while_awake_are_sampled_from() -> None:
+def test_sampling_requires_held_weights_of_requested_version() -> None:
     engine = StandIn()
     with pytest.raises(StaleWeightsError, match="version 4 were requested, but the engine holds version 3"):
         engine.generate(prompts(5), WARM, version=4)
@@ -81,6 +81,6 @@ def test_a_completion_ends_with_its_stop_token(drawn: list[int], kept: tuple[int
     assert completion.text == " ".join(map(str, kept))
 
 
-def test_a_media_token_before_the_end_is_an_error() -> None:
+def test_media_token_in_completion_is_rejected() -> None:
     with pytest.raises(RolloutError, match="sample 'p': the completion holds <7>, which is banned"):
         StandIn()._build_completion("p", [5, 7, 9], [-1.0] * 3, 3)

@@ -1,4 +1,4 @@
-"""What vLLM is started with, and which options a person may give it."""
+"""Arguments that vLLM is started with, and the options that a user may set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments(device: str = "cuda", *, sleep_mode: bool = True, **changes: Any) 
     return build_engine_arguments(world(device), settings, dtype=dtype, sleep_mode=sleep_mode, trust_remote_code=False)
 
 
-def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:
+def test_gpu_budgets_follow_rollout_settings() -> None:
     result = arguments()
     assert (result["max_num_seqs"], result["max_num_batched_tokens"]) == (64, 8192)
     assert "enable_chunked_prefill" not in result
@@ -43,7 +43,7 @@ def test_budgets_on_a_gpu_are_those_of_a_rollout() -> None:
     assert not arguments(sleep_mode=False)["enable_sleep_mode"]
 
 
-def test_on_a_cpu_a_prompt_is_read_at_once() -> None:
+def test_cpu_reads_prompt_in_one_pass() -> None:
     result = arguments("cpu")
     assert (result["max_num_batched_tokens"], result["enable_chunked_prefill"]) == (16384, False)
     assert result["enforce_eager"]
@@ -51,7 +51,7 @@ def test_on_a_cpu_a_prompt_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "gib"), [(768, 1), (16384, 1), (32768, 2), (131072, 8)])
-def test_processed_media_of_two_of_the_longest_prompts_are_kept(max_model_len: int, gib: int) -> None:
+def test_media_cache_holds_two_longest_prompts(max_model_len: int, gib: int) -> None:
     assert arguments(max_model_len=max_model_len)["mm_processor_cache_gb"] == gib
 
 
@@ -59,7 +59,7 @@ def test_processed_media_of_two_of_the_longest_prompts_are_kept(max_model_len: i
     ("prompts", "generations", "ranks", "parallel", "expected"),
     [(16, 8, 8, 1, 64), (16, 16, 2, 1, 128), (16, 16, 2, 2, 256), (3, 64, 2, 1, 128), (1, 2, 1, 1, 64)],
 )
-def test_an_engine_has_room_for_its_share_of_a_rollout(
+def test_engine_has_room_for_rollout_share(
     prompts: int, generations: int, ranks: int, parallel: int, expected: int
 ) -> None:
     config = GRPOConfig.model_validate(
@@ -85,19 +85,19 @@ def test_an_engine_has_room_for_its_share_of_a_rollout(
         ),
     ],
 )
-def test_an_option_that_vllm_does_not_have_is_named(options: dict[str, Any], text: str) -> None:
+def test_unknown_vllm_option_is_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_engine_options(options, "rollout.engine_options")
     assert text in str(error.value)
     assert len(str(error.value).splitlines()) == len(options)
 
 
-def test_options_of_vllm_pass_and_all_that_we_set_are_such() -> None:
+def test_known_options_and_defaults_are_vllm_arguments() -> None:
     check_engine_options({"max_num_seqs": 8, "attention_backend": "FLASH_ATTN"}, "rollout.engine_options")
     assert (arguments() | arguments("cpu")).keys() <= read_known_arguments()
 
 
-def test_options_without_vllm_are_an_error_and_none_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_options_require_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_engine_options({}, "rollout.engine_options")
     with pytest.raises(ConfigError, match="vLLM is not installed"):
@@ -105,7 +105,7 @@ def test_options_without_vllm_are_an_error_and_none_are_not(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-def test_torchs_cache_is_given_back_before_vllm_maps_memory(tag: str) -> None:
+def test_torch_cache_is_emptied_before_vllm_wakes(tag: str) -> None:
     calls = mock.Mock()
     calls.is_sleeping.return_value = tag == "weights"
     engine = object.__new__(VLLMEngine)

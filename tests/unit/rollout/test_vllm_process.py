@@ -1,4 +1,4 @@
-"""What the trainer's process looks like while vLLM works in it, and after."""
+"""State of the trainer's process while vLLM works in it, and afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.rollout.vllm_process import map_pools, preserve_process_state
 WORLD = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
-def test_vllm_runs_with_torchs_own_linear_after_deepspeed_has_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_uses_original_linear_despite_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     linear = torch._C._nn.linear
@@ -35,7 +35,7 @@ def test_vllm_runs_with_torchs_own_linear_after_deepspeed_has_replaced_it(monkey
 
 
 @pytest.mark.parametrize(("free", "woken"), [(30, ["kv_cache", "weights"]), (29, None)])
-def test_sleeping_pools_get_memory_again_before_they_are_freed_where_it_fits(free: int, woken: Any) -> None:
+def test_sleeping_pools_are_remapped_when_memory_allows(free: int, woken: Any) -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     asleep = {"weights": (True, 10), "kv_cache": (True, 20), "runtime": (False, 50)}
@@ -56,8 +56,8 @@ def test_sleeping_pools_get_memory_again_before_they_are_freed_where_it_fits(fre
 
 
 @pytest.mark.parametrize("failing", ["wake_up", "empty_cache"])
-def test_pools_that_cannot_be_mapped_after_all_are_freed_as_they_are(failing: str) -> None:
-    """And an error of the GPU that ends the engine is not hidden behind a second one."""
+def test_unmappable_pools_are_freed_without_error(failing: str) -> None:
+    """Do not hide a GPU error that ends the engine behind a second error."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     data = {0: SimpleNamespace(tag="weights", is_asleep=True, handle=(0, 1, 0, 0))}
@@ -72,7 +72,7 @@ def test_pools_that_cannot_be_mapped_after_all_are_freed_as_they_are(failing: st
     assert getattr(calls, failing).called
 
 
-def test_nothing_of_ours_lies_in_the_pools_when_they_are_freed() -> None:
+def test_engine_drops_references_before_freeing_pools() -> None:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.llm, engine.model, engine.version, engine.world = object(), object(), 3, WORLD
     engine.places, engine.sent, engine.buffers = [object()], {"w": torch.ones(1)}, {"b": torch.ones(1)}

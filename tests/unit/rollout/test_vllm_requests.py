@@ -20,7 +20,7 @@ def video(frames: np.ndarray = PIXELS, **metadata: Any) -> Medium:
     return frames, {"fps": 2.0, "frames_indices": [0, 1, 2, 3], **metadata}
 
 
-def test_equal_media_have_one_digest_and_any_difference_another() -> None:
+def test_digests_distinguish_only_different_media() -> None:
     different: list[Medium] = [
         Image.fromarray(PIXELS[0]),
         Image.fromarray(PIXELS[1]),
@@ -40,7 +40,7 @@ def test_equal_media_have_one_digest_and_any_difference_another() -> None:
     )  # however they lie in memory
 
 
-def test_the_completions_of_a_prompt_share_their_media_and_one_digest() -> None:
+def test_completions_share_media_and_digest() -> None:
     image, clip = Image.fromarray(PIXELS[0]), video()
     prompt = RolloutRequest("a", [1], [1, 1], [clip, image, image], Sampling(), seed=0)
     other = RolloutRequest("b", [2], [2, 2], [video()], Sampling(), seed=1)  # decoded again from the same file
@@ -55,7 +55,7 @@ def test_the_completions_of_a_prompt_share_their_media_and_one_digest() -> None:
     assert last == {"prompt_token_ids": [3]}
 
 
-def test_every_stream_has_a_seed_of_its_own_that_vllm_can_hold() -> None:
+def test_streams_have_distinct_valid_vllm_seeds() -> None:
     seeds = [make_request_seed(seed, stream) for seed in (0, 1) for stream in range(50)]
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -24,7 +24,7 @@ from dsreason.rollout.weight_sync import (
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_step_of_one_value_shows_in_the_fingerprint(dtype: torch.dtype) -> None:
+def test_fingerprint_detects_smallest_value_change(dtype: torch.dtype) -> None:
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = compute_fingerprint(values)
     assert is_same_fingerprint(compute_fingerprint(*values.chunk(7)), before)  # added up in another order
@@ -46,7 +46,7 @@ class Transfers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_reach_cpu_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[torch.Size] = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor.shape) or tensor)
     tensors = {str(i): torch.full((3, i + 1), float(i)) for i in range(4)}
@@ -58,7 +58,7 @@ def test_fingerprints_wait_for_no_device_and_reach_the_cpu_together(monkeypatch:
     }
 
 
-def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
+def test_weights_are_measured_on_engine_device() -> None:
     weights = {"a": torch.ones(2, 3), "b": torch.full((4,), 2.0)}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     remaining = {"c": torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)}
@@ -76,7 +76,7 @@ def test_weights_are_copied_to_the_engines_device_and_measured_there() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_constant_that_is_no_number_does_not_count_as_changed(value: float) -> None:
+def test_nonfinite_constant_does_not_count_as_changed(value: float) -> None:
     tensors = {"mask": torch.tensor([0.0, value]), "same": torch.ones(2), "moved": torch.ones(3)}
     before = compute_fingerprints(tensors.items())
     tensors["moved"][1] = 2
@@ -84,7 +84,7 @@ def test_a_constant_that_is_no_number_does_not_count_as_changed(value: float) ->
     assert find_changed(before, {}) == ["mask", "same", "moved"]
 
 
-def test_a_layer_is_left_out_as_a_whole_or_not_at_all() -> None:
+def test_layers_are_skipped_only_as_a_whole() -> None:
     qkv, norm, embed, head = (nn.Module() for _ in range(4))
     filled = [(qkv, "q"), (qkv, "k"), (qkv, "v"), (norm, "norm"), (embed, "embed"), (head, "embed")]
     places = [TensorSlot(name, "", layer, "weight", slice(None)) for layer, name in filled]
@@ -93,7 +93,7 @@ def test_a_layer_is_left_out_as_a_whole_or_not_at_all() -> None:
     assert find_complete_layers(places, set()) == set()
 
 
-def test_a_tensor_is_sent_where_any_of_its_layers_is_not_whole() -> None:
+def test_tensor_of_incomplete_layer_is_sent() -> None:
     shared, other = nn.Module(), nn.Module()
     places = [
         TensorSlot(name, "", layer, "weight", slice(None))
@@ -108,7 +108,7 @@ def test_an_empty_share_is_like_itself() -> None:
     assert find_changed(compute_fingerprints([("share", empty)]), compute_fingerprints([("share", empty)])) == []
 
 
-def test_every_tensor_must_come_once_in_its_shape_and_no_other() -> None:
+def test_unexpected_or_missing_tensors_are_reported() -> None:
     expected = {name: torch.Size((2,)) for name in ("a", "b", "c")}
     sent = [("a", torch.ones(2)), ("a", torch.zeros(2)), ("b", torch.ones(3)), ("x", torch.ones(2))]
     stream = WeightStream(iter(sent), expected, torch.float32, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_every_tensor_must_come_once_in_its_shape_and_no_other() -> None:
     )
 
 
-def test_a_part_of_a_fused_layer_has_the_rows_after_those_before_it() -> None:
+def test_fused_layer_parts_occupy_consecutive_rows() -> None:
     layer = SimpleNamespace(output_partition_sizes=[4, 2, 2])  # query, key, value
     assert [find_rows(layer, part) for part in range(3)] == [slice(0, 4), slice(4, 6), slice(6, 8)]
     vocabulary = SimpleNamespace(shard_indices=SimpleNamespace(num_org_elements=5))  # what is beyond is padding

@@ -1,4 +1,4 @@
-"""What is uploaded, when another try is made, and the uploads of a run. S3 and the Hub: tests/integration."""
+"""Packages, retries, and the uploads of a run. S3 and the Hub: tests/integration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MD5_OF_A = "0cc175b9c0f1b6a831c399e269772661"
 # What is uploaded
 
 
-def test_a_checkpoint_is_the_files_that_its_marker_names(tmp_path: Path) -> None:
+def test_checkpoint_package_holds_files_of_marker(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     (folder / "universal").mkdir()
     (folder / "universal" / "made_later").write_text("x")
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_the_files_that_its_marker_names(tmp_path: Path) -> None
     assert package.build_marker({}) == (folder / "COMPLETE").read_bytes()
 
 
-def test_an_export_has_a_manifest_with_sizes_and_sums(tmp_path: Path) -> None:
+def test_export_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "export" / "final")
     (folder / "UPLOADED.json").write_text("of a download")
     package = open_package(folder)
@@ -83,7 +83,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, spoil: Callable[[Pa
     assert message in str(caught.value)
 
 
-def test_an_export_without_one_of_its_shards_is_refused(tmp_path: Path) -> None:
+def test_export_with_missing_shard_is_rejected(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "final")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"model-2\.safetensors is missing"):
@@ -107,9 +107,7 @@ NESTED = "[" * 100_000
     ],
     ids=["above", "absolute", "a list", "a long name", "a text", "no object", "nested", "nested files"],
 )
-def test_a_marker_that_could_upload_other_files_or_is_damaged_is_refused(
-    tmp_path: Path, marker: object, message: str
-) -> None:
+def test_unsafe_or_damaged_marker_is_rejected(tmp_path: Path, marker: object, message: str) -> None:
     (tmp_path / "secret.txt").write_text("secret")
     folder = make_checkpoint(tmp_path / "checkpoints" / "step_4")
     (tmp_path / "checkpoints" / "secret.txt").write_text("secret")
@@ -135,7 +133,7 @@ def test_a_marker_that_could_upload_other_files_or_is_damaged_is_refused(
         (b"\xff", "cannot be read"),
     ],
 )
-def test_an_export_with_a_damaged_index_is_refused(tmp_path: Path, index: str | bytes, message: str) -> None:
+def test_export_with_damaged_index_is_rejected(tmp_path: Path, index: str | bytes, message: str) -> None:
     folder = make_export(tmp_path / "final")
     (folder / "model.safetensors.index.json").write_bytes(index if isinstance(index, bytes) else index.encode())
     with pytest.raises(CheckpointError) as caught:
@@ -145,7 +143,7 @@ def test_an_export_with_a_damaged_index_is_refused(tmp_path: Path, index: str | 
 
 
 @pytest.mark.parametrize("left", [0, 7, EXPORT_BYTES - 3])
-def test_an_export_whose_weights_are_torn_is_refused(tmp_path: Path, left: int) -> None:
+def test_export_with_truncated_weights_is_rejected(tmp_path: Path, left: int) -> None:
     folder = make_export(tmp_path / "export" / "final")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:left])
@@ -159,9 +157,7 @@ def test_an_export_whose_weights_are_torn_is_refused(tmp_path: Path, left: int) 
 @pytest.mark.parametrize("make", [make_export, make_checkpoint])
 @pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "weights.pt", "COMPLETE"])
 @pytest.mark.parametrize("target", ["{tmp}/secret.txt", "{tmp}", "{tmp}/absent", "/proc/self/environ"])
-def test_a_link_out_of_the_folder_is_refused(
-    tmp_path: Path, make: Callable[[Path], Path], name: str, target: str
-) -> None:
+def test_link_out_of_folder_is_rejected(tmp_path: Path, make: Callable[[Path], Path], name: str, target: str) -> None:
     (tmp_path / "secret.txt").write_text("secret!")
     folder = make(tmp_path / "checkpoints" / "step_4")
     (folder / "sub").mkdir()
@@ -172,7 +168,7 @@ def test_a_link_out_of_the_folder_is_refused(
     assert f"{name}: " in str(caught.value)
 
 
-def test_links_inside_the_folder_and_a_link_to_it_are_followed(tmp_path: Path) -> None:
+def test_links_inside_and_to_folder_are_followed(tmp_path: Path) -> None:
     folder = make_export(tmp_path / "blobs" / "final")
     (folder / "again.json").symlink_to("config.json")
     (folder / "loop").symlink_to("loop")
@@ -189,7 +185,7 @@ def test_another_folder_is_refused(tmp_path: Path) -> None:
         open_package(tmp_path / "nothing")
 
 
-def test_the_finished_folders_of_a_run_come_in_order_and_its_unfinished_ones_apart(tmp_path: Path) -> None:
+def test_finished_folders_are_ordered_and_unfinished_separate(tmp_path: Path) -> None:
     for step in (10, 9):
         make_checkpoint(tmp_path / "checkpoints" / f"step_{step}")
         make_export(tmp_path / "export" / f"step_{step}")
@@ -205,7 +201,7 @@ def test_the_finished_folders_of_a_run_come_in_order_and_its_unfinished_ones_apa
     assert [folder.name for folder in list_unfinished(tmp_path)] == [".saving_step_11", "step_12"]
 
 
-def test_the_final_export_is_the_top_of_a_repository_and_a_folder_in_a_bucket() -> None:
+def test_final_export_goes_to_repository_root() -> None:
     hub = HubAddress("user/name", "", "dev")
     assert get_folder_target(hub, "export/final") == hub
     assert str(get_folder_target(hub, "export/step_4")) == "hub:user/name/export/step_4@dev"
@@ -228,11 +224,11 @@ def test_a_wrong_target_names_the_option() -> None:
     ],
     ids=["equal", "no MD5", "encrypted by KMS", "encrypted by the customer", "uploaded in parts by the server"],
 )
-def test_an_etag_that_is_equal_or_says_nothing_is_accepted(answer: dict[str, str]) -> None:
+def test_equal_or_uninformative_etag_is_accepted(answer: dict[str, str]) -> None:
     make_etag_check(TARGET, MD5_OF_A)(answer)
 
 
-def test_an_etag_of_other_bytes_is_damage_that_may_pass() -> None:
+def test_etag_of_other_bytes_is_transient_error() -> None:
     with pytest.raises(StorageError, match="corrupted in transit") as caught:
         make_etag_check(TARGET, MD5_OF_A)({"ETag": f'"{"0" * 32}"', "ServerSideEncryption": "AES256"})
     assert caught.value.transient
@@ -259,18 +255,18 @@ def failing(times: int, error: StorageError) -> Callable[[], str]:
     return action
 
 
-def test_what_may_pass_is_tried_again_after_doubling_random_waits(waits: list[float]) -> None:
+def test_transient_error_is_retried_with_doubling_waits(waits: list[float]) -> None:
     assert run_with_retries(failing(5, StorageError("busy", transient=True))) == "done"
     assert all(top / 2 <= wait <= top for wait, top in zip(waits, [1, 2, 4, 8, 16], strict=True))
 
 
-def test_what_does_not_pass_in_the_end_is_raised(waits: list[float]) -> None:
+def test_persistent_transient_error_is_raised_after_retries(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="busy"):
         run_with_retries(failing(6, StorageError("busy", transient=True)))
     assert len(waits) == 5
 
 
-def test_what_will_not_pass_is_raised_at_once(waits: list[float]) -> None:
+def test_permanent_error_is_raised_at_once(waits: list[float]) -> None:
     with pytest.raises(StorageError, match="denied"):
         run_with_retries(failing(1, StorageError("denied")))
     assert waits == []
@@ -318,7 +314,7 @@ def run(tmp_path: Path) -> Path:
 EVERYTHING = ("export", "checkpoint")
 
 
-def test_only_what_is_last_is_uploaded_unless_all_is_asked_for(run: Path, storage: FakeStorage) -> None:
+def test_only_last_is_uploaded_by_default(run: Path, storage: FakeStorage) -> None:
     for subject, expected in (("final", ["step_2"]), ("all", ["step_1", "step_2"])):
         storage.sent.clear()
         uploader = Uploader(TARGET / subject, what=subject, include=EVERYTHING)
@@ -328,7 +324,7 @@ def test_only_what_is_last_is_uploaded_unless_all_is_asked_for(run: Path, storag
         assert storage.sent == [f"{TARGET}/{subject}/checkpoints/{name}" for name in expected]
 
 
-def test_only_the_kinds_asked_for_are_uploaded(run: Path, storage: FakeStorage) -> None:
+def test_only_included_kinds_are_uploaded(run: Path, storage: FakeStorage) -> None:
     uploader = Uploader(TARGET, include=("export",))
     uploader.add(run / "checkpoints" / "step_2", last=True)
     uploader.add(run / "export" / "final", last=True)
@@ -336,7 +332,7 @@ def test_only_the_kinds_asked_for_are_uploaded(run: Path, storage: FakeStorage) 
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
-def test_adding_returns_at_once_and_what_waits_is_in_use(run: Path, storage: FakeStorage) -> None:
+def test_pending_folders_are_in_use_without_blocking(run: Path, storage: FakeStorage) -> None:
     storage.gate.clear()
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
@@ -351,7 +347,7 @@ def test_adding_returns_at_once_and_what_waits_is_in_use(run: Path, storage: Fak
     assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
 
 
-def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
+def test_failed_upload_is_logged_and_retried_later(
     run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage.errors = [StorageError("s3://bucket: the server answers 503")]
@@ -363,7 +359,7 @@ def test_a_failed_upload_is_told_at_once_kept_and_made_up_for_at_the_end(
     assert "step_1: not uploaded: s3://bucket: the server answers 503; it will be retried" in caplog.text
 
 
-def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeStorage) -> None:
+def test_failed_upload_is_retried_with_next(run: Path, storage: FakeStorage) -> None:
     storage.errors = [StorageError("busy"), StorageError("busy")]
     uploader = Uploader(TARGET, what="all", include=EVERYTHING)
     first, second = run / "checkpoints" / "step_1", run / "checkpoints" / "step_2"
@@ -377,7 +373,7 @@ def test_a_failed_upload_is_tried_again_with_the_next(run: Path, storage: FakeSt
     assert storage.sent == [f"{TARGET}/checkpoints/step_1", f"{TARGET}/checkpoints/step_2"]
 
 
-def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, storage: FakeStorage) -> None:
+def test_upload_is_skipped_until_folder_changes(run: Path, storage: FakeStorage) -> None:
     export = run / "export" / "final"
 
     def upload_twice() -> int:
@@ -397,7 +393,7 @@ def test_what_is_in_storage_is_not_uploaded_again_until_it_changes(run: Path, st
     assert upload_twice() == 1
 
 
-def test_a_job_remembers_its_uploads_where_the_record_cannot_be_written(run: Path, storage: FakeStorage) -> None:
+def test_job_remembers_uploads_when_record_unwritable(run: Path, storage: FakeStorage) -> None:
     (run / uploads.RECORD).mkdir()
     uploader = Uploader(TARGET, include=EVERYTHING)
     for _ in range(2):
@@ -406,7 +402,7 @@ def test_a_job_remembers_its_uploads_where_the_record_cannot_be_written(run: Pat
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
-def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, storage: FakeStorage) -> None:
+def test_folder_rewritten_during_upload_is_uploaded_again(run: Path, storage: FakeStorage) -> None:
     storage.gate.clear()
     uploader, export = Uploader(TARGET, what="all"), run / "export" / "final"
     uploader.add(export, last=False)
@@ -419,7 +415,7 @@ def test_what_is_written_anew_while_it_is_uploaded_is_uploaded_again(run: Path, 
     assert storage.sent == [f"{TARGET}/export/final"] * 2
 
 
-def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: FakeStorage) -> None:
+def test_resumed_run_uploads_missing_folders(run: Path, storage: FakeStorage) -> None:
     killed = Uploader(TARGET, what="all", include=("checkpoint",))
     killed.add(run / "checkpoints" / "step_1", last=False)
     killed.finish()
@@ -432,9 +428,7 @@ def test_a_resumed_run_uploads_what_the_killed_one_had_left(run: Path, storage: 
         assert storage.sent == expected
 
 
-def test_what_cannot_be_uploaded_is_an_error_with_the_command_that_does_it_later(
-    run: Path, storage: FakeStorage
-) -> None:
+def test_failed_upload_error_shows_push_command(run: Path, storage: FakeStorage) -> None:
     storage.errors = [StorageError("denied"), RuntimeError("a bug"), StorageError("denied"), RuntimeError("a bug")]
     uploader = Uploader(TARGET, include=EVERYTHING)
     checkpoint_folder, export = run / "checkpoints" / "step_2", run / "export" / "final"
@@ -458,13 +452,13 @@ def config(**values: object) -> CheckpointConfig:
     return CheckpointConfig(upload="s3://bucket/run", **values)  # type: ignore[arg-type]
 
 
-def test_the_context_waits_for_uploads_on_the_way_out(run: Path, storage: FakeStorage) -> None:
+def test_context_waits_for_uploads_on_exit(run: Path, storage: FakeStorage) -> None:
     with open_uploads(config()) as uploader:
         uploader.add(run / "export" / "final", last=True)
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
-def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(run: Path, storage: FakeStorage) -> None:
+def test_stop_request_ends_waiting_and_names_missing(run: Path, storage: FakeStorage) -> None:
     export, requested = run / "export" / "final", iter(["", "", "SIGTERM"])
     storage.gate.clear()
     with (
@@ -480,7 +474,7 @@ def test_a_job_that_is_asked_to_stop_waits_no_longer_and_names_what_is_missing(r
     assert storage.sent == [f"{TARGET}/export/final"]
 
 
-def test_the_context_lets_a_run_fail_without_waiting_and_logs_what_is_missing(
+def test_failing_run_does_not_wait_for_uploads(
     run: Path, storage: FakeStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage.gate.clear()
@@ -493,7 +487,7 @@ def test_the_context_lets_a_run_fail_without_waiting_and_logs_what_is_missing(
 
 
 @pytest.mark.parametrize("rank", ["1", None])
-def test_other_ranks_and_runs_without_a_target_upload_nothing(
+def test_only_rank_0_with_target_uploads(
     run: Path, storage: FakeStorage, monkeypatch: pytest.MonkeyPatch, rank: str | None
 ) -> None:
     if rank is not None:
@@ -510,7 +504,7 @@ def test_other_ranks_and_runs_without_a_target_upload_nothing(
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """By target what arrived there: the name of the folder and its files."""
+    """The targets that folders were uploaded to, by kind of storage."""
     result: dict[str, list[str]] = {"s3": [], "hub": []}
 
     def upload(package: Package, target: UploadAddress, advance: Advance) -> Sent:
@@ -530,7 +524,7 @@ def add_all(uploader: uploads.Uploads, run: Path) -> None:
     uploader.add(run / "export" / "final", last=True)
 
 
-def test_s3_gets_checkpoints_and_exports_and_the_hub_the_final_export(run: Path, places: dict[str, list[str]]) -> None:
+def test_s3_gets_all_and_hub_final_export(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://bucket/outputs", "hub:user/name"))
     with open_uploads(config) as uploader:
         add_all(uploader, run)
@@ -544,7 +538,7 @@ def test_s3_gets_checkpoints_and_exports_and_the_hub_the_final_export(run: Path,
     }
 
 
-def test_a_target_that_refuses_does_not_keep_another_from_its_uploads(run: Path, places: dict[str, list[str]]) -> None:
+def test_rejecting_target_does_not_block_another(run: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload=("s3://refuses/a", "hub:user/name"), upload_what="all")
     with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, run)
@@ -565,7 +559,7 @@ def test_all_targets_that_refuse_are_named(run: Path, places: dict[str, list[str
     ]
 
 
-def test_what_waits_for_any_target_is_in_use(run: Path, places: dict[str, list[str]]) -> None:
+def test_folder_stays_in_use_for_pending_target(run: Path, places: dict[str, list[str]]) -> None:
     to_s3, to_hub = Uploader(TARGET, include=EVERYTHING), Uploader(HubAddress("user/refuses"))
     both = uploads.Uploads([to_s3, to_hub])
     add_all(both, run)
@@ -575,7 +569,7 @@ def test_what_waits_for_any_target_is_in_use(run: Path, places: dict[str, list[s
     assert to_s3.list_in_use() == set()
 
 
-def test_a_resumed_run_makes_up_for_the_target_that_had_failed_only(run: Path, places: dict[str, list[str]]) -> None:
+def test_resumed_run_retries_only_failed_target(run: Path, places: dict[str, list[str]]) -> None:
     for names in (("s3://bucket/a", "hub:user/refuses"), ("s3://bucket/a", "hub:user/name")):
         places["s3"].clear()
         config = CheckpointConfig(upload=names, upload_what="all", upload_include=("export",))
@@ -601,9 +595,7 @@ def logged(run: Path) -> Path:
     return run
 
 
-def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
-    logged: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_are_uploaded_once_more_at_end(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[str, dict[str, int]]] = []
 
     def upload(package: Package, target: object, advance: Advance) -> Sent:
@@ -625,7 +617,7 @@ def test_logs_go_along_if_asked_and_once_more_when_all_else_is_done(
     assert list(read_json_object(logged / uploads.RECORD)["s3://bucket/run"]) == ["export/final"]
 
 
-def test_logs_go_also_where_nothing_else_is_saved(logged: Path, places: dict[str, list[str]]) -> None:
+def test_logs_upload_when_nothing_else_is_saved(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), export="none", last=False, every=0)
     with open_uploads(config) as uploader:
         uploader.add_not_uploaded(logged)  # as a run does when it begins
@@ -634,7 +626,7 @@ def test_logs_go_also_where_nothing_else_is_saved(logged: Path, places: dict[str
 
 @pytest.mark.parametrize("what", ["final", "all"])
 @pytest.mark.parametrize("error", [ZeroDivisionError("of loss"), Stopped("stopped by SIGTERM"), KeyboardInterrupt()])
-def test_logs_of_a_run_that_fails_or_is_stopped_are_sent_and_say_why(
+def test_logs_upload_when_run_fails_or_stops(
     logged: Path, places: dict[str, list[str]], caplog: pytest.LogCaptureFixture, what: str, error: BaseException
 ) -> None:
     config = CheckpointConfig(upload="s3://bucket/run", upload_include=("logs",), upload_what=what)
@@ -648,7 +640,7 @@ def test_logs_of_a_run_that_fails_or_is_stopped_are_sent_and_say_why(
     assert str(error) in next(item.getMessage() for item in caplog.records if item.name == CRASH_LOG)
 
 
-def test_logs_that_take_too_long_or_fail_hide_no_failure(
+def test_log_upload_failure_does_not_hide_error(
     logged: Path, storage: FakeStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(uploads, "LOGS_TIME_S", 0.05)
@@ -667,11 +659,11 @@ def test_logs_that_take_too_long_or_fail_hide_no_failure(
     assert "denied" in caplog.text
 
 
-def test_a_failing_run_waits_for_logs_less_than_the_watchdog_lets_it_close() -> None:
+def test_log_upload_wait_is_below_watchdog_limit() -> None:
     assert uploads.LOGS_TIME_S < watchdog.CLOSING_TIME
 
 
-def test_logs_that_could_not_go_are_named_and_can_be_pushed(logged: Path, places: dict[str, list[str]]) -> None:
+def test_logs_not_uploaded_are_named_and_pushable(logged: Path, places: dict[str, list[str]]) -> None:
     config = CheckpointConfig(upload="s3://refuses/run", upload_include=("logs",))
     with pytest.raises(StorageError) as caught, open_uploads(config) as uploader:
         add_all(uploader, logged)

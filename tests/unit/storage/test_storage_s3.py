@@ -1,4 +1,7 @@
-"""What is asked of S3, and in which order, of a stand-in that keeps objects in a dictionary. A real server: tests/integration."""
+"""S3 requests and their order, with a stand-in that keeps objects in a dictionary.
+
+Tests with a real server are in tests/integration.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,7 @@ def test_the_marker_is_sent_after_all_files(bucket: Bucket, package: Package) ->
     assert (sent.files, sent.num_bytes, sum(done)) == (2, 9, 9)
 
 
-def test_what_is_there_with_the_same_content_is_not_sent_again(bucket: Bucket, package: Package) -> None:
+def test_unchanged_files_are_not_uploaded_again(bucket: Bucket, package: Package) -> None:
     S3Storage(PLACE).upload(package, lambda count: None)
     bucket.calls.clear()
     done: list[int] = []
@@ -114,9 +117,7 @@ def test_what_is_there_with_the_same_content_is_not_sent_again(bucket: Bucket, p
     assert (sent.files, sent.num_bytes, sum(done)) == (0, 0, 9)
 
 
-def test_other_content_of_the_same_size_is_replaced_and_has_no_marker_meanwhile(
-    bucket: Bucket, package: Package
-) -> None:
+def test_changed_file_is_replaced_with_marker_removed(bucket: Bucket, package: Package) -> None:
     S3Storage(PLACE).upload(package, lambda count: None)
     bucket.calls.clear()
     file = package.folder / "weights.pt"
@@ -126,7 +127,7 @@ def test_other_content_of_the_same_size_is_replaced_and_has_no_marker_meanwhile(
     assert bucket.objects["weights.pt"][0] == file.read_bytes()
 
 
-def test_a_large_file_goes_in_parts_that_come_together_in_their_order(
+def test_parts_of_large_file_keep_their_order(
     bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
@@ -145,16 +146,14 @@ def test_a_large_file_goes_in_parts_that_come_together_in_their_order(
     assert bucket.objects["weights.pt"][0] == content
 
 
-def test_parts_grow_where_there_would_be_too_many(
-    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_grow_to_respect_the_maximum(bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
     monkeypatch.setattr(storage_s3, "MAX_PARTS", 3)
     S3Storage(PLACE).upload(package, lambda count: None)
     assert [len(bucket.parts[number]) for number in (1, 2, 3)] == [3, 3, 1]  # of 7 bytes
 
 
-def test_of_an_upload_that_fails_no_part_stays_and_no_marker_is_sent(
+def test_failed_upload_leaves_no_parts_or_marker(
     bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
@@ -165,9 +164,7 @@ def test_of_an_upload_that_fails_no_part_stays_and_no_marker_is_sent(
     assert "COMPLETE" not in bucket.objects
 
 
-def test_what_arrived_with_other_bytes_is_told(
-    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupted_upload_is_reported(bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_s3, "PART_BYTES", 2)
     head = bucket.head_object
 
@@ -179,9 +176,7 @@ def test_what_arrived_with_other_bytes_is_told(
         S3Storage(PLACE).upload(package, lambda count: None)
 
 
-def test_an_etag_of_the_content_before_may_be_gone_at_the_next_look(
-    bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_etag_is_checked_again(bucket: Bucket, package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     head, stale = bucket.head_object, ["0" * 32]
 
     def first_stale(name: str) -> dict[str, Any]:

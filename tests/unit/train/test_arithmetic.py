@@ -40,7 +40,7 @@ def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: float) -> None:
     monkeypatch.setattr(arithmetic, "reduce_sum", lambda own: own + next(following))
 
 
-def test_flops_of_samples_are_counted_per_second_and_padding_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_counts_samples_but_not_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     # A prompt of 5 and a completion of 2: 7 tokens, 15 + (2 x 5 + 3) pairs, 2 trained; a medium of 3 tokens behind them.
     # The other rank computed 10 tokens, 8 of them of samples.
     with_other_rank(monkeypatch, 10, 8, 1020)
@@ -60,7 +60,7 @@ def test_padding_of_rows_belongs_to_no_sample(monkeypatch: pytest.MonkeyPatch) -
     assert metrics == {"perf/padding": pytest.approx(1 / 3)}  # of 2 x 3
 
 
-def test_ranks_that_compute_a_row_together_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sharing_a_row_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 tokens, 10 pairs and 1 trained are 1,500; both ranks say so.
     with_other_rank(monkeypatch, 4, 4, 1500)
     samples = [sample(4, 1)]

@@ -1,4 +1,4 @@
-"""What is found wrong with rewards before anything is sampled."""
+"""Checks of rewards before anything is sampled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_functions_that_cannot_are_named(names, reward, text, monkeypatch):
         check_functions(config(*names, **reward))
 
 
-def test_an_own_reward_has_to_take_its_options(own):
+def test_user_reward_must_accept_its_options(own):
     with pytest.raises(ConfigError, match="strict"):
         check_functions(config(own))
 
@@ -110,7 +110,7 @@ def test_a_reference_that_never_can_is_refused(reward, answer, options, text):
         check_answer(["format", reward], Sample("7", [], answer=answer, options=options))
 
 
-def test_rows_are_checked_for_built_in_rewards_only(own):
+def test_rows_are_checked_only_for_builtin_rewards(own):
     check = pickle.loads(
         pickle.dumps(build_row_check(config("exact_match", own, "remote:a")))
     )  # it goes to the data workers
@@ -145,12 +145,12 @@ def test_prompts_that_ask_for_the_format_pass(samples, pattern):
         (asks("q", REQUEST), 3, ["reward.options.format.pattern (3)"]),
     ],
 )
-def test_prompts_that_ask_for_another_format_are_an_error(sample, pattern, words):
+def test_prompt_requesting_other_format_is_rejected(sample, pattern, words):
     options = {"format": {"pattern": pattern}} if pattern else {}
     with pytest.raises(ConfigError) as error:
         check_format(config("format", options=options), [sample, sample])
     assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-def test_without_the_reward_no_format_has_to_be_asked_for():
+def test_format_request_is_optional_without_format_reward():
     check_format(config("exact_match"), [asks("q")])

@@ -55,13 +55,13 @@ def test_the_folder_may_be_moved(tmp_path: Path) -> None:
     assert digest_of(ROWS, tmp_path / "there") == before
 
 
-def test_a_row_that_cannot_be_used_is_one_among_others(tmp_path: Path) -> None:
+def test_unusable_row_is_counted(tmp_path: Path) -> None:
     assert digest_of([*ROWS, {"id": "8"}], tmp_path)["count"] == 9
 
 
 @pytest.mark.parametrize("part", [{"text": "x"}, {"type": "image"}, {"type": "text"}, 3], ids=repr)
 def test_parts_of_any_shape_end_no_run(part: Any, tmp_path: Path) -> None:
-    """What is wrong with a row is told where it is used, and may be skipped there."""
+    """Check that the digest accepts any part: a bad row is reported when it is used, and may be skipped then."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": [part]}]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -57,7 +57,7 @@ def test_the_numbers_are_those_of_the_formula() -> None:
     assert [item.id for item in find_worst(result)] == ["7", "8"]
 
 
-def test_the_mean_decides_and_not_the_worst_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mean_mismatch_decides_over_worst_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = RolloutConfig(mismatch_warn=0.02, mismatch_stop=0.5)
     ones = [Mismatch("7", "video", "left", 100, 1.0, 9.0, 3)]
     check({"mismatch/kl": 0.01, "mismatch/max_abs_logprob": 9.0}, ones, config, 4, tmp_path)
@@ -70,12 +70,12 @@ def test_the_mean_decides_and_not_the_worst_token(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize("kl", [0.6, float("nan"), float("inf")])
-def test_a_policy_that_is_not_the_engines_stops_the_run(tmp_path: Path, kl: float) -> None:
+def test_policy_mismatch_stops_the_run(tmp_path: Path, kl: float) -> None:
     ones = [Mismatch("7", "video", "left", 1, kl, 1.0, 0)]
     with pytest.raises(MismatchError, match=r"step 5: .*'7' \(video.*step_5\.jsonl.*rollout\.mismatch_stop \(0\.5\)"):
         check({"mismatch/kl": kl}, ones, RolloutConfig(mismatch_stop=0.5), 5, tmp_path)
 
 
-def test_what_is_not_a_number_is_the_worst() -> None:
+def test_nan_mismatch_ranks_worst() -> None:
     ones = [Mismatch(str(kl), "text", "", 1, kl, 1.0, 0) for kl in (0.5, float("nan"), 2.0)]
     assert [item.id for item in find_worst(ones)] == ["nan", "2.0", "0.5"]

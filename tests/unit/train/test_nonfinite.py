@@ -1,4 +1,7 @@
-"""Steps without a number: what is said, counted and saved. Whole runs: tests/integration/test_nonfinite.py."""
+"""Steps with non-finite numbers: messages, counts and saved files.
+
+The tests of complete runs are in tests/integration/test_nonfinite.py.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def numbers(loss: float, norm: float) -> dict[str, float]:
         ),
     ],
 )
-def test_what_happened_to_the_step_is_said_and_counted(
+def test_step_outcome_is_reported_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, loss: float, norm: float, skipped: int, said: str
 ) -> None:
     check = FiniteCheck("skip", tmp_path, WORLD)
@@ -78,7 +81,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         resumed.metrics(numbers(NAN, NAN), [], 3)
 
 
-def test_skipped_steps_with_good_ones_between_them_do_not_end_a_run(tmp_path: Path) -> None:
+def test_isolated_skipped_steps_do_not_end_run(tmp_path: Path) -> None:
     check = FiniteCheck("skip", tmp_path, WORLD)
     for _ in range(MAX_SKIPPED):
         check.metrics(numbers(NAN, NAN), [], 3)
@@ -86,7 +89,7 @@ def test_skipped_steps_with_good_ones_between_them_do_not_end_a_run(tmp_path: Pa
     assert check.skipped == MAX_SKIPPED
 
 
-def test_samples_that_cannot_be_saved_are_told_with_the_step(tmp_path: Path) -> None:
+def test_unsavable_samples_are_reported_with_step(tmp_path: Path) -> None:
     (tmp_path / "nonfinite").write_text("in the way")
     check = FiniteCheck("stop", tmp_path / "nonfinite", WORLD)
     with pytest.raises(SaveError, match=r"^step 3: loss nan, .*; rank 0 could not save its samples in .*/step_3: "):
@@ -107,9 +110,7 @@ def made_rollout(name: str, completion: str) -> Rollout:
     return Rollout(prompt, make_single_turn((7,), completion, (-1.0,), "stop", 0), 1.0, {"right": 1.0}, 0.5)
 
 
-def test_a_grpo_step_without_a_number_names_prompts_and_completions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonfinite_grpo_step_names_its_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = [made_rollout("a", "left"), made_rollout("b", "right")]
     batches = [collate([build_training_sample(rollout)], pad_id=0) for rollout in rollouts]
     batches[1] = replace(batches[1], media_numbers={"video": (0, 1, 0)})
@@ -127,7 +128,7 @@ def test_a_grpo_step_without_a_number_names_prompts_and_completions(
     assert load_file(tmp_path / "nonfinite/step_5/rank_0.safetensors")["1.video_numbers"].tolist() == [0, 1, 0]
 
 
-def test_ranks_that_compute_a_row_together_save_its_pixels_together() -> None:
+def test_ranks_sharing_a_row_save_pixels_together() -> None:
     encoded = replace(
         made_rollout("a", "left").prompt.encoded,
         mm_token_type_ids=torch.tensor([2, 2]),

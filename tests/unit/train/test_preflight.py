@@ -1,4 +1,4 @@
-"""What stops a run before it begins."""
+"""Problems that stop a run before it begins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_rows_prompts_and_rewards_that_fit_pass(tmp_path, tiny_qwen3_vl):
 
 
 @pytest.mark.parametrize(("size", "divides"), [(2, True), (4, True), (3, False), (8, False)])
-def test_ranks_that_compute_rows_together_must_divide_the_heads(tmp_path, tiny_qwen3_vl, size, divides):
+def test_sequence_parallel_size_must_divide_heads(tmp_path, tiny_qwen3_vl, size, divides):
     settings = config(tmp_path, tiny_qwen3_vl, ROWS)
     train = settings.train.model_copy(update={"sequence_parallel_size": size})
     settings = settings.model_copy(update={"train": train})
@@ -53,13 +53,13 @@ def test_ranks_that_compute_rows_together_must_divide_the_heads(tmp_path, tiny_q
         preflight.check_model(settings)
 
 
-def test_a_long_reference_takes_no_room_from_the_prompt(tmp_path, tiny_qwen3_vl):
+def test_long_reference_takes_no_prompt_room(tmp_path, tiny_qwen3_vl):
     rows = [*ROWS[:5], {**ROWS[5], "answer": "<think>" + "well " * 150 + "</think> <answer>B</answer>"}]
     check_grpo(config(tmp_path, tiny_qwen3_vl, rows, reward={"functions": {"single_choice_lenient": 1.0}}))
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(7, True), (6, True), (5, False)])
-def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, caplog, warmup, told):
+def test_grpo_warmup_of_whole_run_is_reported(tmp_path, tiny_qwen3_vl, caplog, warmup, told):
     """6 rows, 2 a rollout, 2 optimizer steps each: 6 steps."""
     settings = config(tmp_path, tiny_qwen3_vl, ROWS)
     check_grpo(
@@ -74,8 +74,8 @@ def test_a_warmup_that_takes_the_whole_run_is_told(tmp_path, tiny_qwen3_vl, capl
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(4, True), (2, False)])
-def test_so_is_that_of_sft(warmup, told):
-    """6 rows, 2 a step: 3 steps."""
+def test_sft_warmup_of_whole_run_is_reported(warmup, told):
+    """Use 6 rows, 2 per step: 3 steps."""
     settings = SFTConfig(optim=OptimConfig(warmup=warmup))
     notes = list_step_notes(
         StepOrder([WeightedRows(np.arange(6))], batch_size=2, epochs=1, max_steps=None, seed=0, shuffle=False), settings
@@ -92,13 +92,13 @@ def short(completion, sample):
 
 
 @pytest.mark.parametrize("reward", ["format", "overlong", "own"])
-def test_rows_need_no_answer_where_the_rewards_compare_with_none(tmp_path, tiny_qwen3_vl, reward):
+def test_rows_need_no_answer_without_comparing_rewards(tmp_path, tiny_qwen3_vl, reward):
     (tmp_path / "own.py").write_text(OWN)
     functions = {str(tmp_path / "own.py") if reward == "own" else reward: 1.0}
     check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": functions}))
 
 
-def test_rows_without_an_answer_are_refused_by_a_reward_that_compares_with_one(tmp_path, tiny_qwen3_vl):
+def test_comparing_reward_rejects_rows_without_answer(tmp_path, tiny_qwen3_vl):
     with pytest.raises(DataError, match="row 1: sample '0': field 'answer' is None; the reward exact_match compares"):
         check_grpo(config(tmp_path, tiny_qwen3_vl, ASKED, reward={"functions": {"exact_match": 1.0}}))
 
@@ -107,7 +107,7 @@ def test_rows_without_an_answer_are_refused_by_a_reward_that_compares_with_one(t
     ("checkpoint", "fits"), [({}, False), ({"best_metric": "val/reward/mean"}, True), ({"keep_best": False}, True)]
 )
 @pytest.mark.parametrize("answer", [{}, {"answer": ""}])
-def test_held_out_rows_without_an_answer_have_a_reward_but_no_loss(tmp_path, tiny_qwen3_vl, checkpoint, fits, answer):
+def test_best_loss_metric_needs_held_out_answers(tmp_path, tiny_qwen3_vl, checkpoint, fits, answer):
     settings = config(
         tmp_path,
         tiny_qwen3_vl,
@@ -130,7 +130,7 @@ def test_sft_rows_need_an_answer(tmp_path, tiny_qwen3_vl):
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_an_answer_that_is_no_option_is_named_with_row_and_reward(tmp_path, tiny_qwen3_vl, caplog, on_bad_row):
+def test_answer_outside_options_is_reported_with_row(tmp_path, tiny_qwen3_vl, caplog, on_bad_row):
     rows = [*ROWS[:4], {**ROWS[4], "answer": "D"}, ROWS[5]]
     settings = config(tmp_path, tiny_qwen3_vl, rows, data={"on_bad_row": on_bad_row})
     text = r"rows.jsonl, row 5: sample '4': field 'answer' is 'D', none of the options A, B (single_choice)"
@@ -158,7 +158,7 @@ def test_rewards_that_cannot_work_are_named(tmp_path, tiny_qwen3_vl, sections, t
         check_grpo(config(tmp_path, tiny_qwen3_vl, ROWS, **sections))
 
 
-def test_an_option_that_vllm_does_not_have_is_named_before_the_model_is_looked_at(tmp_path):
+def test_unknown_vllm_option_is_reported_before_model(tmp_path):
     settings = config(tmp_path, tmp_path / "no model", ROWS, rollout={"engine_options": {"max_num_seq": 8}})
     with pytest.raises(
         ConfigError, match=r"rollout.engine_options.max_num_seq: .*did you mean max_num_seqs\?"
@@ -167,7 +167,7 @@ def test_an_option_that_vllm_does_not_have_is_named_before_the_model_is_looked_a
     assert caught.value.exit_code == 2
 
 
-def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_creates_nothing(
+def test_only_resumed_run_tolerates_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested: list[dict[str, bool]] = []
@@ -184,7 +184,7 @@ def test_only_a_run_that_has_a_checkpoint_goes_on_through_an_outage_and_looking_
     ]
 
 
-def test_every_target_that_cannot_be_uploaded_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_unusable_upload_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(target: str, **how: bool) -> None:
         if target != "s3://open/run":
             raise ConfigError(f"checkpoint.upload: {target}: refused")
@@ -228,7 +228,7 @@ def test_every_target_that_cannot_be_uploaded_to_is_named(monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_what_deepspeed_does_not_take_is_told_with_file_key_and_value(tmp_path, document, messages):
+def test_rejected_deepspeed_value_is_reported_with_key(tmp_path, document, messages):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3}} | document))
     with pytest.raises(ConfigError) as caught:
@@ -239,7 +239,7 @@ def test_what_deepspeed_does_not_take_is_told_with_file_key_and_value(tmp_path, 
 
 
 @pytest.mark.parametrize("key", ["mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"])
-def test_a_removed_zero_key_is_said_to_be_removed(tmp_path: Path, key: str) -> None:
+def test_removed_zero_key_is_reported_as_removed(tmp_path: Path, key: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, key: 1}}))
     with pytest.raises(ConfigError) as caught:
@@ -254,7 +254,7 @@ def test_deepspeed_takes_each_shipped_file(name, precision):
     check_deepspeed(SFTConfig.model_validate({"deepspeed": name, "train": {"precision": precision}}))
 
 
-def test_a_fault_of_the_whole_that_no_key_has_alone_is_told(tmp_path, monkeypatch):
+def test_rejection_of_whole_deepspeed_config_is_reported(tmp_path, monkeypatch):
     def refuse(settings: dict[str, Any]) -> None:
         if {"compile", "timers"} <= settings.keys():
             raise ValueError("compile and timers exclude each other")

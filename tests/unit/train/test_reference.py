@@ -1,4 +1,4 @@
-"""Which reference policy belongs to a step. With real weights: tests/integration/test_reference.py."""
+"""The reference policy that belongs to a step. With real weights: tests/integration/test_reference.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsreason.train.grpo.reference import delete_unneeded, load_reference, reset
 @pytest.mark.parametrize(
     ("step", "every", "expected"), [(99, 100, 0), (100, 100, 100), (250, 100, 200), (300, 100, 300), (250, 0, 0)]
 )
-def test_the_reference_is_the_policy_of_the_last_reset(step: int, every: int, expected: int) -> None:
+def test_reference_is_policy_of_last_reset(step: int, every: int, expected: int) -> None:
     assert reset_step(step, every) == expected
 
 
-def test_references_of_the_run_and_of_its_checkpoints_stay(tmp_path: Path) -> None:
+def test_references_still_in_use_are_kept(tmp_path: Path) -> None:
     for name in ("reference/step_10", "reference/step_20", "reference/step_30", "reference/step_40"):
         (tmp_path / name).mkdir(parents=True)
     complete = tmp_path / "checkpoints/step_25"  # goes on with the reference of step 20
@@ -31,7 +31,7 @@ def test_references_of_the_run_and_of_its_checkpoints_stay(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "reference").iterdir()) == ["step_20", "step_30", "step_40"]
 
 
-def test_a_checkpoint_is_resumed_with_the_reference_it_had(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_its_reference(tmp_path: Path) -> None:
     config = GRPOConfig.model_validate(
         {"reward": {"functions": {"format": 1.0}}, "grpo": {"reference_reset_every": 10}}
     )

@@ -46,7 +46,7 @@ def rollout(ids: tuple[int, ...], logprobs: tuple[float, ...], advantage: float)
     return Rollout(prompt([1, 2, 3], 7), make_single_turn(ids, "", logprobs, "stop", 0), 0.0, {}, advantage)
 
 
-def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
+def test_only_completion_after_prompt_is_trained() -> None:
     sample = build_training_sample(rollout((8, 9), (-1.0, -2.0), 0.5))
     assert sample.id == "p"
     assert sample.parent is not None
@@ -56,7 +56,7 @@ def test_a_completion_follows_its_prompt_and_alone_is_trained() -> None:
     assert sample.position_ids.tolist() == [[8, 9]] * 3  # after the largest of all axes
 
 
-def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
+def test_tokens_carry_values_of_their_rollouts() -> None:
     rollouts = [rollout((7,), (-3.0,), -1.5), rollout((8, 9), (-1.0, -2.0), 0.5)]
     samples = [build_training_sample(item) for item in rollouts]
     flat = flatten(rollouts, torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_tokens_of_a_micro_batch_come_with_their_rollouts_numbers() -> None:
     assert flat.sequence.tolist() == [0, 1, 1]
 
 
-def test_a_micro_batch_of_nothing_but_dummies_has_no_tokens() -> None:
+def test_dummy_micro_batch_has_no_tokens() -> None:
     flat = flatten([], torch.device("cpu"))
     assert flat.advantages.shape == flat.rollout_logprobs.shape == flat.sequence.shape == (0,)
 
@@ -79,7 +79,7 @@ def group(place: tuple[int, int], rewards: list[float]) -> Group:
 
 
 def with_others(*others: object) -> Callable[[object], list[object]]:
-    """What rank 0 sees when the other ranks give `others`."""
+    """Return a gather function for rank 0 if the other ranks give `others`."""
     return lambda own: [own, *others]
 
 
@@ -88,7 +88,7 @@ def test_a_rank_without_prompts_has_no_rollouts() -> None:
     assert add_advantages([], [], 3, group_centered, with_others()) == []
 
 
-def test_a_sampled_rollout_has_its_rewards_and_is_not_chosen_yet() -> None:
+def test_sampled_rollout_has_rewards_but_no_group() -> None:
     completions = [make_single_turn((i,), "", (-1.0,), "stop", 0) for i in range(2)]
     scores = CompletionScores(np.array([1.0, 3.0]), {"right": np.array([0.0, 1.0])})
     rollouts = make_rollouts([prompt([1], 0), prompt([2], 0)], [(7, 0), (7, 2)], completions, scores)
@@ -109,7 +109,7 @@ def test_advantages_are_measured_within_each_prompts_group() -> None:
     assert advantages[1].rewards == {"right": 0.0}
 
 
-def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
+def test_batch_std_covers_all_ranks() -> None:
     # Rewards [[1, 0], [1, 1]] over two ranks: std 0.4330 of all four, so ±0.5 / 0.4330 = ±1.1547.
     other_items = with_others([((0, 1), [1.0, 1.0])])
     advantages = add_advantages([group((0, 0), [1.0, 0.0])], [True], 2, batch_normalized, other_items)
@@ -117,7 +117,7 @@ def test_a_standard_deviation_over_the_batch_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "numbers"), [(2, [0, None, None]), (3, [0, None, 2]), (9, [0, None, 2])])
-def test_the_first_informative_groups_of_all_ranks_are_chosen(wanted: int, numbers: list[int | None]) -> None:
+def test_first_informative_groups_of_ranks_are_chosen(wanted: int, numbers: list[int | None]) -> None:
     local = [group((4, 0), [1, 0]), group((4, 2), [1, 1]), group((5, 0), [0, 1])]
     remaining = [is_informative(item, 0.0) for item in local]
     assert remaining == [True, False, True]
@@ -126,7 +126,7 @@ def test_the_first_informative_groups_of_all_ranks_are_chosen(wanted: int, numbe
     assert [item.group for item in advantages[::2]] == numbers
 
 
-def test_rewards_closer_than_the_tolerance_are_no_information() -> None:
+def test_rewards_within_tolerance_are_uninformative() -> None:
     assert not is_informative(group((0, 0), [0.1, 0.1, 0.1]), 0.0)
     assert not is_informative(group((0, 0), [0.50, 0.52]), 0.05)
     assert is_informative(group((0, 1), [0.50, 0.60]), 0.05)
@@ -138,7 +138,7 @@ def test_without_any_informative_group_none_is_trained() -> None:
     assert [(item.advantage, item.group) for item in advantages] == [(0.0, None)] * 4
 
 
-def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
+def test_training_step_of_group_ignores_rank() -> None:
     item = group((0, 0), [0.5])[0]
     rollouts = [replace(item, group=number) for number in (0, 2, 4, 5, None, 9)]
     steps = split_into_steps(rollouts, num_groups=10, num_steps=4)
@@ -147,7 +147,7 @@ def test_which_step_trains_a_group_does_not_depend_on_its_rank() -> None:
     assert [[item.group for item in step] for step in alone] == [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]
 
 
-def test_rollouts_of_ranks_that_compute_rows_together_are_joined_without_their_prompts() -> None:
+def test_joined_rollouts_travel_without_their_prompts() -> None:
     prompts = {(5, number): prompt([1, number], 0) for number in (0, 1, 2)}
     trained = [replace(item, prompt=prompts[5, 0], group=0) for item in group((5, 0), [1.0, 2.0])]
     custom = [*trained, *group((5, 2), [0.0])]

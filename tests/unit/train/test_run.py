@@ -1,4 +1,4 @@
-"""What is due after a step, and what is worth a checkpoint: runs without a model."""
+"""Work that is due after a step, and steps that deserve a checkpoint: runs without a model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ def start(tmp_path: Path) -> Callable[..., TrainingRun[SFTConfig]]:
     ("finished", "every", "expected"),
     [([4], 4, True), ([5], 4, False), ([3, 4, 5], 4, True), ([5, 6, 7], 4, False), ([4], 0, False)],
 )
-def test_what_is_due_at_any_of_a_rollouts_steps_is_due_after_it(
-    finished: list[int], every: int, expected: bool
-) -> None:
+def test_due_step_within_rollout_is_detected(finished: list[int], every: int, expected: bool) -> None:
     assert is_due(finished, every) is expected
 
 
-def test_the_learning_rate_is_that_of_the_next_step(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
+def test_learning_rate_is_for_next_step(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
     # 3 warmup steps to the peak of 0.5: shares 0, 1/2 and 1; then down to 0 over the other 7.
     optim = {"lr": 0.5, "warmup": 3, "schedule": "linear"}
     rates = [start(TrainerState(step=step), optim=optim).learning_rate for step in (0, 1, 2, 3, 4)]
@@ -53,7 +51,7 @@ def test_the_learning_rate_is_that_of_the_next_step(start: Callable[..., Trainin
         ("val/loss", None, 9.0, True),
     ],
 )
-def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
+def test_best_is_lowest_loss_or_highest_accuracy(
     start: Callable[..., TrainingRun[SFTConfig]], metric: str, best: float | None, value: float, improved: bool
 ) -> None:
     metrics = {"val/loss": 1.0, "val/accuracy": 0.0, metric: value}
@@ -63,15 +61,13 @@ def test_the_best_is_the_lowest_loss_or_the_highest_accuracy(
     assert (run.state.best_metric, run.state.best_step) == ((value, 7) if improved else (best, 2))
 
 
-def test_the_model_that_training_begins_with_is_never_the_best(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
+def test_initial_model_is_never_the_best(start: Callable[..., TrainingRun[SFTConfig]]) -> None:
     run = start(TrainerState())
     assert run.validate(lambda step: ValidationResult({"val/loss": 0.1}, [], {})) is False
     assert run.state.best_step is None
 
 
-def test_the_best_of_now_and_that_of_the_checkpoint_and_what_is_uploaded_are_spared(
-    start: Callable[..., TrainingRun[SFTConfig]], tmp_path: Path
-) -> None:
+def test_best_and_uploading_checkpoints_are_kept(start: Callable[..., TrainingRun[SFTConfig]], tmp_path: Path) -> None:
     saved = SavedRun(TrainerState(best_step=4), world_size=1, zero_stage=3, precision="bf16", parameters={})
     written = tmp_path / "checkpoints" / "step_6"
     written.mkdir(parents=True)
@@ -130,7 +126,7 @@ class Saved:
         ({"every": 0, "keep_best": False}, [10]),
     ],
 )
-def test_checkpoints_are_written_on_the_way_of_the_best_and_of_the_last_step(
+def test_periodic_best_and_last_checkpoints_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: list[int]
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, **settings).train()
@@ -148,7 +144,7 @@ def test_checkpoints_are_written_on_the_way_of_the_best_and_of_the_last_step(
         ({"export_keep": 1, "keep_best": False}, {"step_8", "final"}),
     ],
 )
-def test_the_newest_exports_stay_beside_the_final_one_and_that_of_the_best_step(
+def test_newest_best_and_final_exports_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: set[str]
 ) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all", **settings).train()
@@ -165,7 +161,7 @@ def test_the_newest_exports_stay_beside_the_final_one_and_that_of_the_best_step(
         (4, 3, {"export": "final"}, set()),
     ],
 )
-def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_continues(
+def test_killed_run_writes_missing_export_on_resume(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     step: int,
@@ -184,18 +180,14 @@ def test_a_run_killed_between_checkpoint_and_export_writes_the_export_when_it_co
     assert saved.exported == len(expected)
 
 
-def test_a_run_that_goes_on_from_another_run_s_checkpoint_does_not_export_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_checkpoint_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all")
     saved.run.state = replace(saved.run.state, step=4)
     saved.run.begin_steps(saved.validate)
     assert saved.exports == set()
 
 
-def test_exports_of_an_earlier_job_stay_where_only_the_final_one_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_exports_stay_when_exporting_only_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (2, 4):
         (tmp_path / "export" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "export" / f"step_{step}" / "config.json").touch()
@@ -203,14 +195,14 @@ def test_exports_of_an_earlier_job_stay_where_only_the_final_one_is_asked_for(
     assert saved.exports == {"step_2", "step_4", "final"}
 
 
-def test_an_export_that_waits_for_its_upload_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_waiting_for_upload_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = Saved(tmp_path, monkeypatch, every=2, export="all", export_keep=1, keep_best=False)
     saved.uploads.waiting = {tmp_path / "export" / "step_2"}
     assert saved.train().exports == {"step_2", "step_8", "final"}
 
 
 @pytest.mark.parametrize("clock", [1, -1], ids=["the clock goes on", "the clock is set back"])
-def test_of_exports_those_before_the_step_of_the_run_stay(tmp_path: Path, clock: int) -> None:
+def test_pruning_keeps_exports_before_current_step(tmp_path: Path, clock: int) -> None:
     for written, step in enumerate((200, 300, 150, 160)):  # resumed from step 100
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "config.json").touch()
@@ -220,7 +212,7 @@ def test_of_exports_those_before_the_step_of_the_run_stay(tmp_path: Path, clock:
 
 
 @pytest.mark.parametrize(("last", "saved", "text"), [(True, [4], "which is saved"), (False, [], "nothing is saved")])
-def test_a_stop_saves_where_the_run_has_checkpoints_at_all(
+def test_stop_saves_only_with_checkpoints_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool, saved: list[int], text: str
 ) -> None:
     run = Saved(tmp_path, monkeypatch, stop_at=4, every=0, keep_best=False, last=last)
@@ -233,7 +225,7 @@ def test_a_stop_saves_where_the_run_has_checkpoints_at_all(
     ("folder", "metric", "best"),
     [("here", "val/loss", (0.4, 2)), ("here", "val/accuracy", (None, None)), ("elsewhere", "val/loss", (None, None))],
 )
-def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
+def test_resumed_best_needs_same_metric_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, metric: str, best: tuple[float | None, int | None]
 ) -> None:
     saved = TrainerState(step=3, best_metric=0.4, best_name="val/loss", best_step=2)
@@ -246,7 +238,7 @@ def test_a_resumed_run_has_its_best_where_that_is_of_this_metric_and_folder(
     assert (state.step, state.best_metric, state.best_step) == (3, *best)
 
 
-def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> None:
+def test_outdated_export_is_written_again(tmp_path: Path) -> None:
     export, checkpoint = tmp_path / "export/final/config.json", tmp_path / "step_7"
     assert saving.is_outdated(export, checkpoint)
     export.parent.mkdir(parents=True)
@@ -261,7 +253,7 @@ def test_an_export_is_written_again_after_a_newer_checkpoint(tmp_path: Path) -> 
     assert not saving.is_outdated(export, checkpoint)
 
 
-def test_uses_of_a_row_are_all_counted_and_named_once(
+def test_repeated_skips_are_counted_but_logged_once(
     start: Callable[..., TrainingRun[SFTConfig]], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start(TrainerState())

@@ -20,7 +20,7 @@ def warned(now: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture, 
     return [message.partition(" rows are not those that this run began with ")[2][:40] for message in caplog.messages]
 
 
-def test_rows_that_changed_are_told_and_others_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_changed_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert warned(BEFORE, tmp_path, caplog, rows=BEFORE) == []
     fewer = BEFORE | {"training": {"count": 5, "digest": "cc"}}
     assert warned(fewer, tmp_path, caplog, rows=BEFORE) == ["(8 then, 5 now), so its results will dif"]
@@ -29,7 +29,7 @@ def test_rows_that_changed_are_told_and_others_are_not(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("record", [{}, {"rows": None}, {"rows": [1]}, {"rows": {}}], ids=str)
-def test_a_run_that_does_not_say_its_rows_goes_on(
+def test_missing_row_record_gives_no_warning(
     record: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert warned(BEFORE, tmp_path, caplog, **record) == []

@@ -1,4 +1,4 @@
-"""How a run decides what leaves the GPU during rollouts."""
+"""Decision of a run about what leaves the GPU during rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FITTING = RolloutMemory(
     total=80 * GIB, vllm=40 * GIB, fixed=0, gradients=4 * GIB, moments=8 * GIB, masters=4 * GIB, sync=0, outside=0
 )
 TIGHT = replace(FITTING, outside=30 * GIB)
-"""With 5 % of training's 16 GiB, 86.8 GiB: 6.8 too many, 2.8 without gradients."""
+"""Memory that does not fit: 86.8 GiB with 5 % of training's 16 GiB, 6.8 GiB too much, 2.8 GiB without gradients."""
 
 
 def open_offload(mode: OffloadMode, share: float | None, device: str = "cuda") -> StateOffload:
@@ -34,7 +34,7 @@ def open_offload(mode: OffloadMode, share: float | None, device: str = "cuda") -
         return sampler.open_offload(engine, mode, share, bucket_bytes=0, num_ranks=2)
 
 
-def test_every_rank_moves_as_much_as_the_fullest(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_rank_offloads_like_the_fullest(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         amount = open_offload("auto", 0.5).amount
     assert amount.drop_gradients
@@ -48,7 +48,7 @@ def test_always_moves_the_whole_optimizer() -> None:
     assert open_offload("always", 0.5).amount == OffloadAmount(True, 12 * GIB)
 
 
-def test_never_is_rejected_if_one_rank_lacks_memory() -> None:
+def test_never_is_rejected_when_memory_is_short() -> None:
     with pytest.raises(ConfigError, match=r"2\.80 GiB are still missing"):
         open_offload("never", 0.5)
 

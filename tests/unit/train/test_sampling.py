@@ -1,4 +1,4 @@
-"""What a rollout asks of the engine, and which of it is trained."""
+"""Requests of a rollout to the engine, and the completions that are trained on."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "reduce_sum", float)
 
 
-def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is() -> None:
+def test_completion_streams_follow_prompt_position() -> None:
     # Rank 1 of 2: it has the prompts 1 and 3 of the batch.
     engine = Engine()
     batch = Prompts(6, [prompt("b"), prompt("d")], [1, 3], [])
@@ -102,7 +102,7 @@ def test_every_completion_draws_from_a_stream_of_its_own_wherever_its_prompt_is(
     assert [[item.completion.text for item in group] for group in groups] == [["b 2", "b 3"], ["d 6", "d 7"]]
 
 
-def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
+def test_seed_differs_between_prompt_batches() -> None:
     engine = Engine()
     sampler = make_sampler(engine, [])
     for number in (6, 7, 6):
@@ -112,7 +112,7 @@ def test_every_batch_of_prompts_and_every_run_has_another_seed() -> None:
     assert first == second != other
 
 
-def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> None:
+def test_groups_of_equal_rewards_are_replaced() -> None:
     engine = Engine()
     batches = [
         Prompts(number, [prompt(name), prompt(f"{name}{name}")], [0, 1], []) for number, name in enumerate("abc")
@@ -137,7 +137,7 @@ def test_groups_of_equal_rewards_are_replaced_by_those_of_the_next_prompts() -> 
     assert sampler.next_batch == 2
 
 
-def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() -> None:
+def test_sequence_parallel_ranks_split_their_prompts() -> None:
     for rank, requested in ((0, ["a", "a", "c", "c"]), (1, ["b", "b"])):
         engine = Engine()
         sampler = make_sampler(engine, [Prompts(0, [prompt(name) for name in "abc"], [0, 2, 4], [])])
@@ -148,7 +148,7 @@ def test_ranks_that_compute_rows_together_sample_some_of_their_prompts_each() ->
         assert list(sampled.prompts) == [(0, 0), (0, 2), (0, 4)]
 
 
-def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
+def test_sampling_stops_at_refill_limit() -> None:
     engine = Engine()
     batches = [Prompts(number, [prompt("a"), prompt("b")], [0, 1], [f"row {number}"]) for number in range(9)]
     sampler, skipped = (
@@ -162,7 +162,7 @@ def test_no_more_prompts_are_sampled_than_the_refills_allow() -> None:
 
 
 @pytest.mark.parametrize(("overlong_filter", "trained"), [(True, ["stop"]), (False, ["stop", "length"])])
-def test_what_was_cut_off_is_not_trained_where_the_filter_is_on(
+def test_truncated_completion_is_skipped_with_overlong_filter(
     monkeypatch: pytest.MonkeyPatch, overlong_filter: bool, trained: list[str]
 ) -> None:
     config = make_config(overlong_filter=overlong_filter)

@@ -80,9 +80,7 @@ def rollout(encoder: Encoder, conversation: Sample) -> Rollout:
     return Rollout(prompt, cut_into_segments(encoder.encode(conversation), prompt), 1.0, {}, advantage=0.5)
 
 
-def test_segments_are_the_sample_that_the_whole_conversation_is(
-    encoder: Encoder, conversation: Sample, rollout: Rollout
-) -> None:
+def test_segments_match_whole_conversation(encoder: Encoder, conversation: Sample, rollout: Rollout) -> None:
     full, sample = encoder.encode(conversation), join_parent(build_training_sample(rollout))
     assert [segment.logprobs is None for segment in rollout.completion.segments][:3] == [False, True, False]
     for name in ("input_ids", "loss_mask", "position_ids", "mm_token_type_ids"):
@@ -101,7 +99,7 @@ def test_only_sampled_tokens_count(rollout: Rollout) -> None:
     assert (mismatch.num_tokens, mismatch.largest) == (len(completion.logprobs), pytest.approx(0.0, abs=1e-6))
 
 
-def test_packed_behind_a_shared_prompt_they_have_the_log_probabilities_of_the_conversation(
+def test_packed_segments_match_conversation_logprobs(
     model_path: Path, encoder: Encoder, conversation: Sample, rollout: Rollout
 ) -> None:
     policy = Policy(load_model(model_path, dtype=torch.float32).eval())

@@ -19,7 +19,7 @@ def row(reward: float, length: int, finish: str = "stop", trained: bool = True) 
     }
 
 
-def test_metrics_are_of_all_completions_also_of_those_that_are_not_trained() -> None:
+def test_metrics_include_untrained_completions() -> None:
     rows = [row(1, 4), row(0, 8, "length"), row(1, 2, trained=False), row(1, 2, trained=False)]
     assert summarise(rows, num_generations=2) == pytest.approx(
         {
@@ -35,10 +35,10 @@ def test_metrics_are_of_all_completions_also_of_those_that_are_not_trained() -> 
     )
 
 
-def test_a_rollout_whose_prompts_were_all_left_out_has_no_numbers() -> None:
+def test_empty_rollout_has_no_metrics() -> None:
     assert summarise([], num_generations=2) == {}
 
 
-def test_what_rewards_measure_is_averaged_over_the_calls_of_all_ranks() -> None:
+def test_reward_measures_are_averaged_across_ranks() -> None:
     sums = [{"judge/words": (30.0, 3)}, {"judge/words": (2.0, 1), "judge/tone": (1.0, 2)}, {}]
     assert compute_reward_means(sums) == {"reward/judge/words": 8.0, "reward/judge/tone": 0.5}

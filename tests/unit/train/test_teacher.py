@@ -66,7 +66,7 @@ def test_what_makes_no_sense_is_refused(document: dict[str, Any], said: str) -> 
         ({"preset": "dapo"}, '^grpo.preset = "dapo" rep'),
     ],
 )
-def test_dynamic_sampling_would_leave_out_what_a_teacher_says(grpo: dict[str, Any], said: str) -> None:
+def test_dynamic_sampling_is_rejected_with_a_teacher(grpo: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_distillation(GRPOConfig.model_validate({"distill": {"teacher": "t"}, "grpo": grpo}))
     check_distillation(GRPOConfig.model_validate({"distill": {"teacher": "t"}}))
@@ -87,7 +87,7 @@ def test_another_vocabulary_is_named(teacher: dict[str, int], said: str) -> None
     check_vocabularies("distill.teacher (t)", {"b": 1, "a": 0}, {"a": 0, "b": 1})
 
 
-def test_a_teacher_that_reads_otherwise_is_refused_without_its_weights(tiny_qwen2_5_vl: Path, tmp_path: Path) -> None:
+def test_teacher_with_different_inputs_is_rejected_early(tiny_qwen2_5_vl: Path, tmp_path: Path) -> None:
     settings = config(tiny_qwen2_5_vl, teacher=str(tiny_qwen2_5_vl))
     encoder = build_encoder(settings, tiny_qwen2_5_vl)
     check_teacher(settings, encoder, tiny_qwen2_5_vl)
@@ -113,7 +113,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def said(ids: list[int], *, decoded: Any = None, **changes: Any) -> tuple[int, Any]:
-    """As vLLM does: nothing of the first, of each other its log-probability, here minus a tenth of its id."""
+    """Build a response like vLLM's.
+
+    The first token has no entry; each other one has its log-probability, here minus a tenth of its id.
+    """
     entries = [
         None,
         *({str(item): {"logprob": -item / 10, "decoded_token": decoded and decoded(item)}} for item in ids[1:]),
@@ -133,14 +136,14 @@ def rollout(prompt: list[int], completion: tuple[int, ...]) -> Any:
     )
 
 
-def test_a_server_is_asked_for_a_completion_behind_its_prompt(server: StandIn) -> None:
+def test_server_gets_prompt_followed_by_completion(server: StandIn) -> None:
     server.respond = lambda path, body: said(body["prompt"])
     assert client(server).ask(rollout([5, 6], (20, 30, 40))) == [-2.0, -3.0, -4.0]
     requested = {"model": "big", "prompt": [5, 6, 20, 30, 40], "max_tokens": 1, "prompt_logprobs": 0}
     assert server.requests == [requested]
 
 
-def test_a_server_is_asked_for_given_tokens_too_but_not_for_their_log_probabilities(server: StandIn) -> None:
+def test_inserted_tokens_are_sent_but_not_scored(server: StandIn) -> None:
     server.respond = lambda path, body: said(body["prompt"])
     segments = (CompletionSegment((20,), (-1.0,)), CompletionSegment((30, 40), None), CompletionSegment((50,), (-1.0,)))
     requested = rollout([5, 6], ())
@@ -149,9 +152,7 @@ def test_a_server_is_asked_for_given_tokens_too_but_not_for_their_log_probabilit
     assert server.requests[0]["prompt"] == [5, 6, 20, 30, 40, 50]
 
 
-def test_micro_batches_get_theirs_whatever_the_order_of_the_answers(
-    server: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_get_their_logprobs_in_order(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import nullcontext
 
     monkeypatch.setattr(teacher_server, "share_errors", nullcontext)
@@ -166,7 +167,7 @@ def test_micro_batches_get_theirs_whatever_the_order_of_the_answers(
     assert [logprob.tolist() for logprob in teacher.logprobs(batches)] == [[-1.0, -2.0, -3.0], [], [-4.0]]
 
 
-def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_named(server: StandIn) -> None:
+def test_busy_server_is_retried_and_then_named(server: StandIn) -> None:
     answers = iter([(503, {}), (429, {})])
     server.respond = lambda path, body: next(answers, said(body["prompt"]))
     assert client(server).ask(rollout([5], (20,))) == [-2.0]
@@ -192,16 +193,14 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_named(server: Sta
         ((401, {}), "check TEACHER_API_KEY"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_an_error_that_names_the_sample(
-    server: StandIn, response: tuple[Any, ...], problem: str
-) -> None:
+def test_invalid_response_is_reported_with_sample(server: StandIn, response: tuple[Any, ...], problem: str) -> None:
     server.respond = lambda path, body: response
     with pytest.raises(DsReasonError, match=f"sample '7': .*({problem})"):
         client(server).ask(rollout([5], (20,)))
     assert len(server.requests) == 1
 
 
-def test_the_key_comes_from_the_environment_and_is_not_shown(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_from_environment_is_hidden(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_API_KEY", "very-secret")
     server.respond = lambda path, body: (400, "no such model for very-secret")
     with pytest.raises(DsReasonError) as error:
@@ -217,7 +216,7 @@ def tokenizer(words: dict[str, int]) -> Any:
     )
 
 
-def test_a_server_of_another_vocabulary_is_refused_at_the_start(server: StandIn) -> None:
+def test_server_with_other_vocabulary_is_rejected(server: StandIn) -> None:
     words = {"<end>": 0, "a": 1, "b": 2, "\N{REPLACEMENT CHARACTER}": 3, "d": 4}
     settings = client(server).config
     server.respond = lambda path, body: said(body["prompt"], decoded=lambda one: {2: "b", 3: "?", 4: "d"}[one])
@@ -231,7 +230,7 @@ def test_a_server_of_another_vocabulary_is_refused_at_the_start(server: StandIn)
         check_server(settings, tokenizer(words))
 
 
-def test_rows_with_media_are_not_for_a_server() -> None:
+def test_rows_with_media_are_rejected_for_server() -> None:
     check_no_media(Sample("1", [{"role": "user", "content": "Why?"}]))
     displayed = Sample("1", [{"role": "user", "content": [{"type": "video", "video": "drive.mp4"}]}])
     with pytest.raises(DataError, match=r"sample '1': shows drive.mp4, but distill.teacher is a server"):

@@ -36,7 +36,7 @@ PROMPT = EncodedPrompt(
 
 
 class Engine:
-    """Gives the log-probabilities of each micro-batch in turn, and an entropy of 2 a token."""
+    """An engine that returns the log-probabilities of each micro-batch in turn, and an entropy of 2 per token."""
 
     device = torch.device("cpu")
 
@@ -91,7 +91,7 @@ def with_other_rank(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
 NOTHING_ELSE: Any = ({"train/loss": 0.0, "policy/entropy": 0.0, "policy/clip_fraction": 0.0, "policy/kl": 0.0}, [])
 
 
-def test_the_loss_is_divided_by_the_tokens_of_all_ranks_and_its_gradient_is_not_averaged_over_them(
+def test_loss_is_normalized_by_global_token_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # 3 tokens here and 5 on the other rank. At a ratio of 1 the gradient of a token is -A / 8; DeepSpeed divides by 2 ranks.
@@ -121,7 +121,7 @@ def test_sequences_are_counted_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert engine.logprobs[0].grad.tolist() == [-1 / 8, -1 / 8]
 
 
-def test_a_correction_weighs_the_policy_that_sampled_over_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correction_weighs_old_policy_against_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     # π_old / π_rollout = e^-0.5 = 0.60653 and e^0.1 = 1.10517; the gradient is -w A / 2 tokens.
     monkeypatch.setattr(update, "gather_objects", lambda own: [own])
     engine = Engine([-1.5, -2.0])
@@ -136,7 +136,7 @@ def test_a_correction_weighs_the_policy_that_sampled_over_the_engine(monkeypatch
     assert engine.logprobs[0].grad.tolist() == pytest.approx([-0.60653 / 2, -1.10517 / 2], abs=1e-5)
 
 
-def test_ratio_and_kl_are_to_the_policies_measured_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_and_kl_use_fixed_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ratios e^0.1 and e^0.5, the latter clipped at 1.28; k3 with d = 0.5 is 0.148721, with d = 0 it is 0.
     monkeypatch.setattr(update, "gather_objects", lambda own: [own])
     engine = Engine([-1.0, -2.0])
@@ -153,7 +153,7 @@ def test_ratio_and_kl_are_to_the_policies_measured_before_the_first_step(monkeyp
     assert metrics["train/loss"] == pytest.approx(-(1.105171 + 1.28) / 2, abs=1e-6)
 
 
-def test_old_log_probabilities_are_measured_for_several_steps_and_the_references_while_it_is_in_place() -> None:
+def test_fixed_logprobs_are_measured_only_when_needed() -> None:
     engine, inside = Engine([-1.0]), []
 
     class Reference:

@@ -1,4 +1,4 @@
-"""What counts as a right answer, what the accuracies are, and what blanked media look like."""
+"""Right answers, accuracies, and blanked media in validation."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_accuracies_overall_by_modality_and_by_kind() -> None:
     }
 
 
-def test_the_summary_is_one_line_for_a_person() -> None:
+def test_summary_is_one_readable_line() -> None:
     answers = [answer(0, True, "video"), answer(1, False), answer(2, True)]
     result = ValidationResult({"val/loss": 0.25} | compute_accuracies(answers), answers, {})
     assert result.summary(60) == "validation at step 60: loss 0.2500, accuracy 66.7 % (text 50.0 %, video 100.0 %)"
     assert ValidationResult({"val/loss": 0.25}, [], {}).summary(0) == "validation at step 0: loss 0.2500"
 
 
-def test_answers_without_a_reference_count_for_no_accuracy_but_for_the_reward() -> None:
+def test_answers_without_reference_count_only_for_reward() -> None:
     unknown = GeneratedAnswer(
         9, "9", "image", None, "which way?", "left", None, None, "stop", [], {"": 0.5, "short": 1.0}
     )
@@ -95,7 +95,7 @@ def test_no_answers_give_no_accuracy() -> None:
         (0, 4, [[], []]),
     ],
 )
-def test_every_rank_has_as_many_groups(num_rows: int, size: int, groups: list[list[list[int]]]) -> None:
+def test_every_rank_has_same_group_count(num_rows: int, size: int, groups: list[list[list[int]]]) -> None:
     config = SFTConfig.model_validate({"validation": {"micro_batch_size": size}})
     for rank in range(2):
         world = World(rank, rank, 2, torch.device("cpu"))
@@ -109,7 +109,7 @@ def test_max_samples_and_show_limit_the_rows() -> None:
     assert held_out.shown == {0, 29, 59}
 
 
-def test_results_are_written_with_every_answer_and_the_shown_sheets(tmp_path: Path) -> None:
+def test_results_hold_every_answer_and_contact_sheets(tmp_path: Path) -> None:
     sheet = draw_contact_sheet([Image.new("RGB", (56, 28), "red")], "which way?\n" + "long " * 60)
     assert sheet.width == 640
     assert sheet.getpixel((20, 20)) == (255, 0, 0)
@@ -135,7 +135,7 @@ class Rows(HeldOut):
 
 
 @pytest.mark.parametrize(("need_reference", "rows"), [(True, [1]), (False, [0, 1])])
-def test_rows_without_an_answer_are_asked_where_there_are_rewards(need_reference: bool, rows: list[int]) -> None:
+def test_rows_without_answer_are_read_for_rewards(need_reference: bool, rows: list[int]) -> None:
     prompts = [SimpleNamespace(sample=sample("text", reply=reply)) for reply in (None, "left")]
     held_out = Rows(prompts, SimpleNamespace(encode_prompt=None), SFTConfig(), World(0, 0, 1, torch.device("cpu")))
     done: list[int] = []
@@ -162,7 +162,7 @@ class Policy:
 
 
 @pytest.mark.parametrize(("num_tokens", "loss"), [(0, None), (3, 0.5)])
-def test_rows_of_which_nothing_is_trained_have_no_loss(
+def test_rows_without_trained_tokens_have_no_loss(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, loss: float | None
 ) -> None:
     batch = SimpleNamespace(to=lambda device: None)

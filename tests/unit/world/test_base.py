@@ -33,21 +33,19 @@ def resolve(path: Path, cache: Path) -> Path:
     return resolve_world_model(WorldModelConfig(path=str(path)), cache)
 
 
-def test_an_export_is_joined_with_its_base_model(export: Path, tmp_path: Path) -> None:
+def test_export_is_joined_with_base_model(export: Path, tmp_path: Path) -> None:
     folder = resolve(export, tmp_path / "cache")
     origins = {part.name: (part / "origin").read_text() for part in folder.iterdir() if (part / "origin").is_file()}
     assert origins == {"transformer": "export", "vae": "base", "tokenizer": "base", "scheduler": "base"}
     assert resolve(export, tmp_path / "cache") == folder
 
 
-def test_an_export_of_an_export_names_the_first_model(export: Path, tmp_path: Path) -> None:
+def test_export_of_export_names_first_model(export: Path, tmp_path: Path) -> None:
     joined = resolve(export, tmp_path / "cache")
     assert json.loads(describe_base({"path": str(export)}, joined))["path"] == str(tmp_path / "base")
 
 
-def test_a_name_of_the_hub_is_kept_and_a_folder_becomes_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_stays_and_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert json.loads(describe_base({"path": "nvidia/x", "revision": "r"}, tmp_path)) == {
@@ -58,25 +56,25 @@ def test_a_name_of_the_hub_is_kept_and_a_folder_becomes_absolute(
     assert json.loads(describe_base({}, tmp_path))["path"] == str(tmp_path)
 
 
-def test_a_base_model_that_is_gone_is_an_error_that_says_where_to_write_its_place(export: Path, tmp_path: Path) -> None:
+def test_missing_base_model_error_explains_fix(export: Path, tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=rf"{FILE}: .*write there where the model is now"):
         resolve(export, tmp_path / "cache")
 
 
-def test_an_adapter_is_not_trained_further(export: Path, tmp_path: Path) -> None:
+def test_adapter_export_is_not_trained_further(export: Path, tmp_path: Path) -> None:
     (export / "transformer" / "origin").unlink()
     (export / "transformer").rmdir()
     with pytest.raises(CheckpointError, match="is an export of an adapter"):
         resolve(export, tmp_path / "cache")
 
 
-def test_a_complete_folder_is_taken_as_it_is(export: Path, tmp_path: Path) -> None:
+def test_complete_folder_is_used_unchanged(export: Path, tmp_path: Path) -> None:
     assert resolve(tmp_path / "base", tmp_path / "cache") == tmp_path / "base"
 
 
-def test_an_export_that_names_an_export_is_refused(export: Path, tmp_path: Path) -> None:
-    """Also itself, without end."""
+def test_export_that_names_export_is_rejected(export: Path, tmp_path: Path) -> None:
+    """Check an export that names itself, which would never end."""
     (export / FILE).write_text(json.dumps({"path": str(export)}))
     with pytest.raises(CheckpointError, match="names an export, .*; write the path of the model that it began with"):
         resolve(export, tmp_path / "cache")

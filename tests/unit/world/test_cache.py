@@ -29,7 +29,7 @@ def counting(family: WorldFamily, encoded: list[str]) -> WorldFamily:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_prompts_are_encoded_once_and_shared_by_ranks(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_prompts_are_encoded_once_across_ranks(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
     encoded: list[str] = []
     family = counting(FAMILIES[name], encoded)
     cache = TextCache.open(family, tiny_worlds[name], 64, torch.float32, tmp_path)
@@ -54,7 +54,7 @@ def test_prompts_that_are_cut_before_they_differ(tiny_worlds: dict[str, Path], t
         cache.check_different(PROMPTS)
 
 
-def test_a_few_prompts_that_are_cut_alike_are_shown(
+def test_identically_cut_prompts_are_reported(
     tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 8, torch.float32, tmp_path)
@@ -66,7 +66,7 @@ def test_a_few_prompts_that_are_cut_alike_are_shown(
     assert "1 of 122 prompts have the embedding of another one" in caplog.text
 
 
-def test_prompts_that_differ_in_spaces_only_are_one(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_prompts_differing_in_spaces_are_equal(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     cache = TextCache.open(FAMILIES["wan"], tiny_worlds["wan"], 64, torch.float32, tmp_path)
     prompts = ["a  red ball", "a red ball", "a red &amp; blue ball", "a red & blue ball"]
     cache.encode(prompts)
@@ -74,7 +74,7 @@ def test_prompts_that_differ_in_spaces_only_are_one(tiny_worlds: dict[str, Path]
 
 
 @pytest.mark.parametrize(("name", "length"), [("cosmos_predict2_5", 64), ("wan", 8)])
-def test_prompts_that_are_cut_are_counted_and_shown(
+def test_cut_prompts_are_counted_and_shown(
     tiny_worlds: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, length: int
 ) -> None:
     cache = TextCache.open(FAMILIES[name], tiny_worlds[name], length, torch.float32, tmp_path)
@@ -88,7 +88,7 @@ def test_prompts_that_are_cut_are_counted_and_shown(
     assert len(caplog.messages) == 1
 
 
-def test_another_length_dtype_or_encoder_is_another_cache(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_length_dtype_and_encoder_separate_caches(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     name = "wan"
     other = tmp_path / "other"
     shutil.copytree(tiny_worlds[name], other)
@@ -146,7 +146,7 @@ def test_latents_are_encoded_once(tiny_worlds: dict[str, Path], tmp_path: Path) 
     ("name", "project", "num_bytes"),
     [("wan", False, 32 * 32 * 4), ("cosmos_predict2_5", False, 32 * 128 * 4), ("cosmos_predict2_5", True, 32 * 32 * 4)],
 )
-def test_prompts_that_do_not_fit_on_the_disk_are_told_before_they_are_encoded(
+def test_insufficient_disk_is_reported_before_encoding(
     tiny_worlds: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -54,7 +54,7 @@ def test_one_frame_is_an_image(codec: LatentCodec) -> None:
     assert codec.decode(latents).shape == (1, 3, 1, 32, 48)
 
 
-def test_nothing_is_drawn_and_clips_do_not_depend_on_each_other(codec: LatentCodec) -> None:
+def test_encoding_is_deterministic_and_independent_per_clip(codec: LatentCodec) -> None:
     clips = squares(3)
     together = codec.encode(clips)
     torch.testing.assert_close(torch.cat([codec.encode(clip[None]) for clip in clips]), together)
@@ -85,7 +85,7 @@ def test_linear_codec_restores_clips_of_its_kind(linear: LinearCodec) -> None:
     assert error < 0.25 * (clips / 2 + 0.5).var().item()
 
 
-def test_linear_codec_is_saved_in_a_models_folder(linear: LinearCodec, tmp_path: Path) -> None:
+def test_linear_codec_is_saved_in_model_folder(linear: LinearCodec, tmp_path: Path) -> None:
     linear.save(tmp_path / "vae")
     vae = load_vae(tmp_path, "cpu", torch.bfloat16)
     assert torch.equal(vae.encode(squares(1)), linear.encode(squares(1)))

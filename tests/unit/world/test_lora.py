@@ -31,7 +31,7 @@ def adapted(folder: Path, alpha: float, seed: int = 3) -> Any:
     return transformer
 
 
-def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(tiny_worlds: dict[str, Path]) -> None:
+def test_new_adapter_is_neutral_and_exclusively_trained(tiny_worlds: dict[str, Path]) -> None:
     base, transformer = load_transformer(tiny_worlds[NAME], torch.float32), adapted(tiny_worlds[NAME], 16)
     assert output(base).equal(output(transformer))
     trained = [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
@@ -39,7 +39,7 @@ def test_an_adapter_changes_nothing_at_first_and_is_trained_alone(tiny_worlds: d
     assert all(".lora_" in name for name in trained)
 
 
-def test_its_first_values_depend_on_the_seed_alone(tiny_worlds: dict[str, Path]) -> None:
+def test_initial_adapter_values_depend_only_on_seed(tiny_worlds: dict[str, Path]) -> None:
     result = []
     for seed in (3, 3, 4):
         torch.manual_seed(len(result))
@@ -52,9 +52,7 @@ def test_its_first_values_depend_on_the_seed_alone(tiny_worlds: dict[str, Path])
 
 
 @pytest.mark.parametrize("alpha", [1.0, 4.0, 16.0])
-def test_diffusers_loads_the_file_exactly_whatever_alpha_is(
-    tiny_worlds: dict[str, Path], tmp_path: Path, alpha: float
-) -> None:
+def test_diffusers_loads_any_alpha_exactly(tiny_worlds: dict[str, Path], tmp_path: Path, alpha: float) -> None:
     transformer = adapted(tiny_worlds[NAME], alpha)
     for name, parameter in transformer.named_parameters():
         if "lora_B" in name:
@@ -82,7 +80,7 @@ def test_a_pipeline_loads_it_too(tiny_worlds: dict[str, Path], tmp_path: Path) -
     assert all(name.startswith("transformer.") for name in state)
 
 
-def test_a_name_that_no_layer_has_is_told(tiny_worlds: dict[str, Path]) -> None:
+def test_unmatched_target_name_is_rejected(tiny_worlds: dict[str, Path]) -> None:
     transformer = load_transformer(tiny_worlds[NAME], torch.float32)
     with pytest.raises(ConfigError, match="lora.targets .to_x."):
         add_lora(transformer, rank=4, alpha=8, targets=("to_x",), seed=0)

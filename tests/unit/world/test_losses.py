@@ -71,14 +71,14 @@ def test_policy_loss_of_two_clips() -> None:
         (0.9900498337491681, -2.0, 1.9800996674983362, False),
     ],
 )
-def test_the_clip_holds_back_what_goes_on_in_its_direction(
+def test_clipping_stops_further_movement_in_same_direction(
     ratio: float, advantage: float, loss: float, clipped: bool
 ) -> None:
     result = compute_policy_loss(vector(ratio).log(), vector(0.0), vector(advantage), 0.2)
     assert (result.loss.item(), result.clipped.item()) == (pytest.approx(loss), clipped)
 
 
-def test_on_policy_the_gradient_is_that_of_the_weighted_log_probability() -> None:
+def test_on_policy_gradient_is_advantage_weighted() -> None:
     log_prob = vector(-1.0, 0.5).requires_grad_()
     result = compute_policy_loss(log_prob, log_prob.detach(), vector(2.0, -3.0), 1e-4)
     result.loss.sum().backward()
@@ -98,7 +98,7 @@ def test_kl_of_means_and_of_velocities() -> None:
     assert compute_kl_velocity(mean, reference).item() == pytest.approx(0.0601333333333333, rel=1e-12)
 
 
-def test_the_velocitys_error_is_the_weighted_error_of_the_clean_clip() -> None:
+def test_velocity_error_equals_weighted_clip_error() -> None:
     clean, noise, s = clips([1.0, -1.0]), clips([0.5, 0.25]), 0.75
     velocity = clips([-0.4, 1.1])
     error = compute_flow_matching_loss(velocity, clean, noise).item()
@@ -175,7 +175,7 @@ def test_nft_with_other_betas(
 @pytest.mark.parametrize(
     ("optimal", "gradient"), [(0.5, [0, 0]), (0.7, [1.0666667, -0.5333333]), (0.3, [-1.0666667, 0.5333333])]
 )
-def test_on_policy_nft_has_one_value_and_the_gradient_of_the_reward(optimal: float, gradient: list[float]) -> None:
+def test_on_policy_nft_gradient_follows_reward(optimal: float, gradient: list[float]) -> None:
     velocity = OLD.clone().requires_grad_()
     noisy = (1 - S) * CLEAN + S * NOISE
     result = compute_nft_loss(

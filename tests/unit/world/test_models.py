@@ -132,9 +132,7 @@ def test_a_revision_is_downloaded_without_pickles(
     assert not any("bin" in pattern or "pt" in pattern for pattern in MODEL_FILES)
 
 
-def test_a_repository_whose_diffusers_folder_is_another_revision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_revision_without_diffusers_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsreason.models.folder.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(
         CheckpointError, match=r"revision main has no model_index\.json.*model\.revision, such as diffusers/base"
@@ -203,16 +201,14 @@ def test_a_configuration_that_builds_nothing(folder: Path) -> None:
         load_transformer(folder, torch.float32)
 
 
-def test_a_cosmos_transformer_without_its_layer_for_text(folder: Path) -> None:
+def test_cosmos_transformer_without_text_layer_is_rejected(folder: Path) -> None:
     change(folder / "transformer" / "config.json", use_crossattn_projection=False)
     with pytest.raises(CheckpointError, match=r"config\.json: use_crossattn_projection is false"):
         check_components(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_that_config_json_leaves_out_have_the_classes_defaults(
-    tiny_worlds: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_missing_config_keys_use_class_defaults(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
     """diffusers builds the model, so what else is read of the file must be there, too."""
     (tmp_path / "transformer").mkdir()
     text: dict[str, Any] = {"use_crossattn_projection": True} if name == "cosmos_predict2_5" else {}
@@ -268,7 +264,7 @@ def test_only_schedulers_of_rectified_flow(folder: Path, values: dict[str, Any],
         load_scheduler(folder)
 
 
-def test_given_frames_need_the_noise_they_follow_from(tiny_worlds: dict[str, Path]) -> None:
+def test_conditioning_frames_require_initial_noise(tiny_worlds: dict[str, Path]) -> None:
     from dsreason.world.types import Conditioning
 
     conditioning = Conditioning(torch.zeros(1, 16, 3, 4, 4), torch.zeros(1, 1, 3, 1, 1))
@@ -300,7 +296,7 @@ WAN: dict[str, Any] = {"_class_name": "WanTransformer3DModel", "patch_size": [1,
 
 
 def cosmos_parameters(heads: int, layers: int) -> int:
-    """By hand from the architecture, with width d, 1024 text features and modulations of rank 256."""
+    """Count the parameters by hand from the architecture: width d, 1024 text features, modulations of rank 256."""
     d = 128 * heads
     modulations = 3 * (d * 256 + 256 * 3 * d)
     self_attention = 4 * d * d + 2 * 128
@@ -363,7 +359,7 @@ def test_a_real_clip_divides_among_eight_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lora_targets_are_linear_layers_of_attention_and_feed_forward(tiny_worlds: dict[str, Path], name: str) -> None:
+def test_lora_targets_are_linear_layers(tiny_worlds: dict[str, Path], name: str) -> None:
     modules = dict(load_transformer(tiny_worlds[name], torch.float32).named_modules())
     for target in FAMILIES[name].lora_targets:
         matches = [module for key, module in modules.items() if key.endswith(f".{target}")]

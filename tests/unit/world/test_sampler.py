@@ -61,7 +61,10 @@ def pipelines(tiny_worlds: dict[str, Path]) -> dict[str, Any]:
 
 
 def given_frames(folder: Path, image: Image.Image, mode: str) -> Conditioning | None:
-    """What the pipeline makes of an image (grey frames behind it) and of a video (its last five frames)."""
+    """Build the conditioning that the pipeline makes of an image or a video.
+
+    An image has grey frames behind it; a video gives its last five frames.
+    """
     if mode == "text":
         return None
     frame = torch.from_numpy(np.array(image)).permute(2, 0, 1)[:, None].float() / 127.5 - 1  # [3, 1, H, W]
@@ -122,7 +125,7 @@ def test_solver_equals_the_pipeline(
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_wan_supports_the_newer_scheduler(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
     folder, family = shutil.copytree(tiny_worlds["wan"], tmp_path / "wan"), FAMILIES["wan"]
@@ -155,7 +158,7 @@ def test_wan_with_the_scheduler_of_its_later_folders(tiny_worlds: dict[str, Path
     )
 
 
-def test_wan_pipeline_without_guidance_is_a_scale_of_one() -> None:
+def test_wan_guidance_scale_of_one_disables_guidance() -> None:
     v, negative = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0])
     torch.testing.assert_close(apply_guidance(v, negative, 1.0), v)
     torch.testing.assert_close(apply_guidance(v, negative, 3.0), torch.tensor([2.0, 6.0]))
@@ -170,7 +173,7 @@ def levels(count: int) -> list[float]:
     return [1 - i / count for i in range(count + 1)]
 
 
-def test_kept_steps_begin_and_end_where_the_rollout_was() -> None:
+def test_kept_steps_match_the_rollout() -> None:
     sigmas = levels(4)
     steps = [step_of("flow" if i in (1, 2) else "ode", sigmas[i], sigmas[i + 1], 0.7, sigmas[1]) for i in range(4)]
     drawn = {i: torch.randn(2, 3, 2, 2, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)}
@@ -191,7 +194,7 @@ def test_steps_without_noise_ask_for_none() -> None:
     sample(straight, torch.ones(1, 1, 1, 1, 1), sigmas, steps, {}.__getitem__, keep=())
 
 
-def test_given_frames_follow_the_ode_and_have_no_probability() -> None:
+def test_conditioning_frames_follow_ode_without_probability() -> None:
     sigmas, data = levels(4), torch.full((1, 1, 1, 1, 1), 5.0)
     noise = torch.randn(1, 1, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     free = torch.tensor([0.0, 1.0]).view(1, 1, 2, 1, 1)

@@ -33,7 +33,7 @@ def test_schedule_of_the_folder(tiny_worlds: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("steps", [1, 2, 10, 35, 50])
-def test_schedules_fall_from_at_most_one_to_zero(tiny_worlds: dict[str, Path], name: str, steps: int) -> None:
+def test_schedules_decrease_to_zero(tiny_worlds: dict[str, Path], name: str, steps: int) -> None:
     sigmas = FAMILIES[name].sigmas(tiny_worlds[name], steps)
     assert sigmas.shape == (steps + 1,)
     assert sigmas[0] <= 1
@@ -41,7 +41,7 @@ def test_schedules_fall_from_at_most_one_to_zero(tiny_worlds: dict[str, Path], n
     assert (sigmas.diff() < 0).all()
 
 
-def test_windows_lie_in_the_first_half_and_all_of_them_are_drawn() -> None:
+def test_windows_cover_only_the_first_half() -> None:
     drawn = {tuple(draw_window(2, 10, seed=0, step=step)) for step in range(100)}
     assert drawn == {(0, 1), (1, 2), (2, 3), (3, 4)}
     assert draw_window(2, 10, seed=0, step=7) == draw_window(2, 10, seed=0, step=7)

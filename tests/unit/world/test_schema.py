@@ -1,4 +1,4 @@
-"""What a world model's configuration refuses before anything is looked at."""
+"""Settings of a world model that are refused before anything is read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dsreason.world.schema import WorldConfig
         ({"lora": {"alpha": 8, "targets": ["to_q", "to_k"]}}, r"alpha .8. and targets .to_q, to_k. without rank.*them"),
     ],
 )
-def test_settings_that_would_be_lost_in_silence_are_refused(sections: dict[str, Any], said: str) -> None:
+def test_settings_without_effect_are_rejected(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         WorldConfig.model_validate(sections)
 
 
-def test_a_rank_of_0_turns_a_recipes_adapter_off() -> None:
+def test_rank_zero_disables_adapter_of_recipe() -> None:
     """`--set lora.rank=0` with a recipe that has an alpha: no --set can remove a key."""
     assert WorldConfig.model_validate({"lora": {"rank": 0, "alpha": 64}}).lora.rank == 0

@@ -76,7 +76,10 @@ def test_steps_in_forty_digits(
 
 
 def test_the_standard_deviation_is_in_the_ratio() -> None:
-    """Squared errors alone, without 2·std², would give −0.01875, and a size of the update that depends on the noise level."""
+    """Include the standard deviation in the ratio.
+
+    Squared errors without 2·std² would give −0.01875, and an update whose size depends on the noise level.
+    """
     x_next, new, old = (
         torch.tensor(values, dtype=torch.float64).view(1, 2, 1, 1, 1)
         for values in ([1.0, -2.0], [0.9, -1.8], [0.95, -1.9])
@@ -109,7 +112,7 @@ def test_the_last_step_adds_no_noise(kind: Kind) -> None:
         log_prob(X, X, step.std)
 
 
-def test_flow_does_not_explode_where_a_schedule_begins_just_below_one() -> None:
+def test_flow_stays_bounded_just_below_one() -> None:
     """Wan's schedules begin at 0.999999: 1 − s would make the standard deviation 130."""
     step, at_one = (step_of("flow", s, 0.9643, 0.7, s_cap=0.9643) for s in (0.999999, 1.0))
     assert step.std == pytest.approx(at_one.std, abs=1e-3)
@@ -120,9 +123,7 @@ def test_flow_does_not_explode_where_a_schedule_begins_just_below_one() -> None:
 @pytest.mark.parametrize(
     ("shift", "count", "number", "std"), [(12, 100, 2, 0.5015), (25, 50, 2, 0.5095), (17, 100, 3, 0.4116)]
 )
-def test_flow_adds_its_own_noise_after_the_first_steps_though_the_level_is_near_one(
-    shift: float, count: int, number: int, std: float
-) -> None:
+def test_flow_noise_is_uncapped_after_first_steps(shift: float, count: int, number: int, std: float) -> None:
     """1 − s of the second level is for the step that begins above it: eta·sqrt(s / (1 − s)·(s − s'))."""
     levels = compute_linear_sigmas(count, shift).tolist()
     s, s_next = levels[number], levels[number + 1]
@@ -132,8 +133,8 @@ def test_flow_adds_its_own_noise_after_the_first_steps_though_the_level_is_near_
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
-def test_more_than_all_of_the_noise_cannot_be_new(kind: Kind) -> None:
-    """Of cps, eta = 2 would add none: its standard deviation is a sine."""
+def test_eta_above_one_is_rejected(kind: Kind) -> None:
+    """Reject eta above 1: with cps, eta = 2 would add no noise, because its standard deviation is a sine."""
     with pytest.raises(ValueError, match=f"of {kind} is at most 1"):
         step_of(kind, 0.8, 0.6, 2.0)
 
@@ -145,13 +146,13 @@ def test_steps_that_cannot_be(s: float, s_next: float, eta: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cps", "ddim"])
-def test_a_share_of_the_noise_is_at_most_one(kind: Kind) -> None:
+def test_noise_share_above_one_is_rejected(kind: Kind) -> None:
     with pytest.raises(ValueError, match=f"{kind} is at most 1"):
         step_of(kind, 0.8, 0.5, 1.5)
 
 
 def exact_velocity(x: Tensor, s: float, centre: float = 2.0, spread: float = 0.5) -> Tensor:
-    """Of data from N(centre, spread²): E[noise − data | x]."""
+    """Return the exact velocity for data from N(centre, spread²): E[noise − data | x]."""
     variance = ((1 - s) * spread) ** 2 + s**2
     residual = (x - (1 - s) * centre) / variance
     return s * residual - (centre + (1 - s) * spread**2 * residual)
@@ -180,7 +181,7 @@ def cosmos_levels(count: int) -> list[float]:
         ("cosmos", "cps", 0.8, 10, 0.297, 0.006),
     ],
 )
-def test_samples_of_a_gaussian_have_its_mean_and_spread(
+def test_gaussian_samples_have_exact_mean_and_spread(
     grid: str, kind: Kind, eta: float, count: int, spread: float, tolerance: float
 ) -> None:
     """The exact velocity, float64: Euler's error at 10 steps is known, and gone at 200."""
@@ -196,7 +197,7 @@ def test_samples_of_a_gaussian_have_its_mean_and_spread(
     assert x.std().item() == pytest.approx(spread, abs=tolerance)
 
 
-def test_log_prob_is_a_mean_over_free_frames() -> None:
+def test_log_prob_averages_over_free_frames() -> None:
     x_next = torch.tensor([[1.0, 100.0], [3.0, 0.0]]).view(2, 1, 2, 1, 1)
     free = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).view(2, 1, 2, 1, 1)
     prob = log_prob(x_next, torch.zeros_like(x_next), 1.0, free)

@@ -1,4 +1,4 @@
-"""What a family gives its transformer, and what it makes of the answer."""
+"""The inputs that a family gives its transformer, and the use it makes of the output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "most"), [("cosmos_predict2_5", 1.0), ("wan", 1000.0)])
-def test_times_are_those_the_model_was_trained_with(name: str, most: float) -> None:
+def test_times_match_model_training(name: str, most: float) -> None:
     """One function serves sampling and training, so neither can give other times than the other."""
     recorder = Recorder()
     v = FAMILIES[name].velocity(recorder, draw(*SHAPE), S, draw(2, 8, 32))
@@ -49,7 +49,7 @@ def test_times_are_those_the_model_was_trained_with(name: str, most: float) -> N
     assert recorder.asked["hidden_states"].dtype == recorder.asked["encoder_hidden_states"].dtype == torch.bfloat16
 
 
-def test_without_given_frames_a_clip_has_one_time_for_all_tokens(tiny_worlds: dict[str, Path]) -> None:
+def test_clip_without_conditioning_has_one_time(tiny_worlds: dict[str, Path]) -> None:
     """The same function as with the time of each frame, for which the model keeps a modulation of every token."""
     recorder, family, none = Recorder(), FAMILIES["cosmos_predict2_5"], torch.zeros(2, 1, 3, 1, 1)
     x, text = draw(*SHAPE), draw(2, 8, 128)
@@ -62,7 +62,7 @@ def test_without_given_frames_a_clip_has_one_time_for_all_tokens(tiny_worlds: di
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_solver_is_given_times_of_the_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
+def test_solver_gets_times_of_schedule(tiny_worlds: dict[str, Path], name: str) -> None:
     from dsreason.world.families.components import load_scheduler
 
     scheduler = load_scheduler(tiny_worlds[name])
@@ -71,7 +71,7 @@ def test_the_solver_is_given_times_of_the_schedule(tiny_worlds: dict[str, Path],
     torch.testing.assert_close(FAMILIES[name].solver_times(scheduler).double(), sigmas[:-1], atol=1.1e-3, rtol=0)
 
 
-def test_given_frames_are_shown_at_their_own_time_and_move_as_they_must() -> None:
+def test_conditioning_frames_get_own_time_and_velocity() -> None:
     recorder, noise, latents = Recorder(), draw(*SHAPE, seed=1), draw(*SHAPE, seed=2)
     mask = torch.zeros(2, 1, 3, 1, 1)
     mask[0, :, :1] = 1  # of the first clip the first frame, of the second none
@@ -111,9 +111,7 @@ def test_projected_text_gives_the_same_velocity(tiny_worlds: dict[str, Path], tm
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_is_projected_where_it_would_not_become_smaller(
-    tiny_worlds: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_projection_is_skipped_without_size_reduction(tiny_worlds: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Wan has no such layer; one of Cosmos may keep the width, by which the transformer knows what is projected."""
     folder = shutil.copytree(tiny_worlds[name], tmp_path / "model")
     if name != "wan":
@@ -134,7 +132,7 @@ def keep_width(folder: Path, width: int) -> None:
     CosmosTransformer3DModel.from_config(config | widths).save_pretrained(folder)
 
 
-def test_text_is_projected_once_where_it_keeps_its_width(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
+def test_text_keeping_its_width_is_projected_once(tiny_worlds: dict[str, Path], tmp_path: Path) -> None:
     from diffusers import CosmosTransformer3DModel
 
     folder = shutil.copytree(tiny_worlds["cosmos_predict2_5"], tmp_path / "model")

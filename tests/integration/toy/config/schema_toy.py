@@ -1,4 +1,4 @@
-"""A section of its own, and what the run asks of every schema."""
+"""A custom section, and the parts that the run requires of every schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ToySection(Section):
     batch_size: int = Field(2, ge=1)
     """Rows of a step, over all ranks."""
     scale: float = Field(1.0, gt=0)
-    """Of the loss."""
+    """Factor of the loss."""
 
 
 class ToyConfig(RunConfig):

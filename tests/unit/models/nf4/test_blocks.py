@@ -19,7 +19,7 @@ PUBLISHED = (
 
 
 def reference(weight: torch.Tensor) -> np.ndarray:
-    """By search over the table, in numpy."""
+    """Quantize and dequantize by searching the table, in numpy."""
     values = weight.float().numpy().reshape(-1)
     empty_like = np.empty_like(values)
     table = np.array(PUBLISHED, dtype=np.float32)
@@ -39,7 +39,7 @@ def test_the_table_is_the_published_one() -> None:
     assert TABLE == PUBLISHED
 
 
-def test_a_block_holds_its_codes_high_half_first_and_then_its_scale() -> None:
+def test_block_layout_is_codes_then_scale() -> None:
     weight = torch.zeros(1, BLOCK)
     weight[0, :4] = torch.tensor([2.0, -2.0, 0.9, -1.0])  # of the scale 2: codes 15, 0, 12 (0.4407) and 2 (-0.5251)
     (row,) = quantize(weight)
@@ -51,7 +51,7 @@ def test_a_block_holds_its_codes_high_half_first_and_then_its_scale() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 96), (3, 33), (1, 1), (5, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_those_of_a_search_over_the_table(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_values_match_table_search(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     weight = weight_of(*shape, dtype=dtype)
     rows = quantize(weight)
     assert (rows.shape, rows.dtype) == ((count_blocks(weight.shape), ROW_BYTES), torch.uint8)
@@ -61,7 +61,10 @@ def test_values_are_those_of_a_search_over_the_table(shape: tuple[int, ...], dty
 
 
 def test_bytes_and_values_are_those_of_bitsandbytes() -> None:
-    """Of 0.50.2: `quantize_4bit(weight, blocksize=64, quant_type="nf4")` and `dequantize_4bit` of sin(1), sin(2), …"""
+    """Compare with bitsandbytes 0.50.2 for sin(1), sin(2), …
+
+    The expected values come from `quantize_4bit(weight, blocksize=64, quant_type="nf4")` and `dequantize_4bit`.
+    """
     weight = torch.arange(1, 129).float().sin().view(2, 64)
     rows = quantize(weight)
     codes, scales = rows[:, :CODE_BYTES].contiguous(), rows[:, CODE_BYTES:].contiguous().view(torch.float32)
@@ -81,12 +84,12 @@ def test_a_block_of_zeros_stays_one() -> None:
     assert torch.equal(dequantize(quantize(weight), weight.shape, torch.float32), weight)
 
 
-def test_what_a_block_stands_for_quantizes_to_itself() -> None:
+def test_dequantized_block_quantizes_to_itself() -> None:
     rows = quantize(weight_of(8, 64))
     assert torch.equal(quantize(dequantize(rows, torch.Size((8, 64)), torch.float32)), rows)
 
 
-def test_some_of_the_blocks_are_as_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subset_of_blocks_matches_full_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsreason.models.nf4.blocks.AT_ONCE", 3)
     weight = weight_of(10, 70)  # 11 blocks, the last one of 60 values
     rows = quantize(weight)

@@ -19,7 +19,7 @@ from dsreason.monitor.flops import compute_model_flops
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_computes_as_a_plain_one_with_what_its_codes_stand_for(bias: bool, dtype: torch.dtype) -> None:
+def test_layer_matches_plain_layer_with_dequantized_weight(bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 32, bias=bias, dtype=dtype), nn.Linear(32, 3, dtype=dtype))
     model.requires_grad_(False)
@@ -42,7 +42,7 @@ def test_a_layer_computes_as_a_plain_one_with_what_its_codes_stand_for(bias: boo
     assert type(model[1]) is nn.Linear
 
 
-def test_its_bytes_alone_wait_for_the_backward_pass() -> None:
+def test_only_bytes_are_saved_for_backward() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     model.requires_grad_(False)
     (layer,) = convert_to_nf4(model, "0", torch.float32)
@@ -53,7 +53,7 @@ def test_its_bytes_alone_wait_for_the_backward_pass() -> None:
     assert [(item.dtype, item.shape) for item in saved] == [(torch.uint8, (64, ROW_BYTES))]
 
 
-def test_a_loaded_model_has_its_language_layers_in_4_bits_and_all_else_as_it_was(tiny: Path) -> None:
+def test_only_language_layers_are_loaded_as_nf4(tiny: Path) -> None:
     plain: Any = load_model(tiny, dtype=torch.float32)
     model: Any = load_model(tiny, dtype=torch.float32, quantize="nf4")
     layers = {name for name, item in model.named_modules() if isinstance(item, NF4Linear)}
@@ -77,11 +77,11 @@ def test_a_loaded_model_has_its_language_layers_in_4_bits_and_all_else_as_it_was
         ("lm_head.weight", False),
     ],
 )
-def test_a_parameter_is_told_by_its_name(name: str, found: bool) -> None:
+def test_quantized_parameter_is_recognised_by_name(name: str, found: bool) -> None:
     assert is_quantized(name, r"\.language_model\..*\.(q|k|v|o|gate|up|down)_proj$") is found
 
 
-def test_work_and_shares_count_weights_and_not_bytes(tiny: Path) -> None:
+def test_flops_and_trained_share_ignore_quantization(tiny: Path) -> None:
     result = []
     for quantize in (None, "nf4"):
         model: Any = load_model(tiny, dtype=torch.float32, quantize=quantize)

@@ -96,11 +96,11 @@ def test_the_command_follows_from_the_sections(text: str, trainer: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[train]\nepochs = 3", '[model]\npath = "x"', "[policies]\na = 1", "train = 3"])
-def test_a_configuration_of_ours_is_not_taken_for_one_of_theirs(text: str) -> None:
+def test_dsreason_config_is_distinguished_from_cosmos_rl(text: str) -> None:
     assert not is_cosmos_rl(tomllib.loads(text))
 
 
-def test_a_batch_of_sft_is_of_a_data_parallel_rank() -> None:
+def test_sft_batch_counts_per_data_parallel_rank() -> None:
     parallel = {
         "n_init_replicas": 2,
         "tp_size": 2,
@@ -115,29 +115,29 @@ def test_a_batch_of_sft_is_of_a_data_parallel_rank() -> None:
     assert result.config["train"]["sequence_parallel_size"] == 2
 
 
-def test_tensor_parallelism_is_two_where_a_file_does_not_say() -> None:
+def test_tensor_parallelism_defaults_to_two() -> None:
     result = imported(SFT, policy__parallelism={"dp_shard_size": 4})
     assert (result.num_gpus, result.config["train"]["global_batch_size"]) == (8, 32)
 
 
-def test_automatic_shards_count_as_one_and_that_is_said() -> None:
+def test_automatic_shards_count_as_one_with_note() -> None:
     result = imported(SFT, policy__parallelism={"tp_size": 1, "dp_shard_size": -1})
     assert result.config["train"]["global_batch_size"] == 8
     assert "taken as 1" in note(SFT, "policy.parallelism.dp_shard_size", policy__parallelism={"dp_shard_size": -1})[1]
 
 
-def test_a_batch_of_grpo_is_completions_of_a_replica() -> None:
+def test_grpo_batch_counts_completions_per_replica() -> None:
     result = imported(GRPO, train__train_batch_per_replica=128, policy__parallelism__n_init_replicas=2)
     assert result.config["grpo"]["prompts_per_step"] == 2 * 128 // 8
     assert "global_batch_size" not in result.config["train"]
     assert result.num_gpus == 2 * 2 + 2
 
 
-def test_a_job_that_shares_its_gpus_has_no_further_ones_for_rollouts() -> None:
+def test_colocated_job_uses_no_extra_gpus() -> None:
     assert imported(GRPO, mode="colocated_separated").num_gpus == 2
 
 
-def test_completions_that_are_no_whole_groups_are_refused_with_those_that_are() -> None:
+def test_incomplete_groups_are_rejected_with_nearest_sizes() -> None:
     text = refused(GRPO, train__train_batch_per_replica=30)
     assert text.startswith(
         "cosmos.toml: train.train_batch_per_replica: 30 completions per step cannot be divided into groups of 8"
@@ -152,7 +152,7 @@ def test_several_updates_of_a_rollout() -> None:
     assert "whole groups" in refused(GRPO, train__train_policy__batch_size_per_optimize=4)
 
 
-def test_a_forward_holds_as_many_tokens_as_theirs_at_most() -> None:
+def test_forward_token_limit_matches_cosmos_rl() -> None:
     changed = config(SFT, train__train_policy__mini_batch=4, policy__model_max_length=1000)
     assert changed["train"]["max_tokens_per_micro_batch"] == 4000
     changed = config(GRPO, train__train_policy__max_token_len_per_mini_batch=777)
@@ -211,12 +211,12 @@ def test_what_is_refused_can_be_accepted() -> None:
     assert note(SFT, key, key, train__fp8={"enable_fp8": True})[0] == "differs"
 
 
-def test_accepting_a_key_that_is_not_there_is_an_error() -> None:
+def test_accepting_unknown_key_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--accept train.fp9"):
         convert(document(SFT), ["train.fp9"])
 
 
-def test_all_errors_are_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     text = refused(SFT, train__fp8={"enable_fp8": True}, train__optm_name="Adam8bit", train__ema_enable=True)
     assert text.startswith("3 problems in the configuration")
 
@@ -256,7 +256,7 @@ def test_the_objective(changes: dict[str, Any], expected: dict[str, Any]) -> Non
     assert {name: result.get(name) for name in expected} == expected
 
 
-def test_without_kl_there_is_nothing_of_it() -> None:
+def test_kl_settings_are_omitted_without_kl() -> None:
     assert {"kl_clamp", "kl_estimator", "reference_reset_every"} & config(GRPO)["grpo"].keys() == set()
 
 
@@ -293,7 +293,7 @@ def test_rewards_keep_their_weights(given: Any, functions: dict[str, float]) -> 
     assert config(GRPO, train__train_policy__reward_function=given)["reward"]["functions"] == functions
 
 
-def test_the_reward_without_a_name_is_the_choice() -> None:
+def test_unnamed_reward_defaults_to_single_choice() -> None:
     without = GRPO.replace('reward_function = "gsm8k"\n', "")
     assert config(without)["reward"]["functions"] == {"single_choice": 1.0}
 
@@ -307,7 +307,7 @@ def test_the_punishment_of_length_has_its_buffer() -> None:
     assert changed["reward"]["options"] == {"overlong": {"buffer": 512, "factor": 2.0}}
 
 
-def test_one_temperature_of_training_is_that_of_sampling_too_and_two_are_refused() -> None:
+def test_conflicting_temperatures_are_rejected() -> None:
     key = "train.train_policy.temperature"
     assert config(GRPO, train__train_policy__temperature=0.9)["rollout"]["temperature"] == 0.9
     assert note(GRPO, key, train__train_policy__temperature=0.9)[0] == "differs"
@@ -318,7 +318,7 @@ def test_one_temperature_of_training_is_that_of_sampling_too_and_two_are_refused
     assert changed["rollout"]["temperature"] == 0.7
 
 
-def test_sampling_from_a_part_of_the_tokens_has_no_correction() -> None:
+def test_truncated_sampling_disables_correction() -> None:
     changed = config(GRPO, rollout__sampling_config={"top_p": 0.9, "top_k": 20})
     assert (changed["rollout"]["top_p"], changed["rollout"]["top_k"], changed["grpo"]["correction"]) == (
         0.9,
@@ -369,7 +369,7 @@ def test_a_teacher() -> None:
 DPO = SFT.replace('type = "sft"', 'type = "sft"\ntrainer_type = "dpo"')
 
 
-def test_preferences_have_no_reference_there() -> None:
+def test_dpo_converts_without_a_reference() -> None:
     changed = config(DPO, custom__dpo_beta=0.2)
     assert changed["dpo"] == {"beta": 0.2, "loss_weights": {"sigmoid": 1.0}, "reference": "none"}
     assert changed["train"]["global_batch_size"] == 8
@@ -449,7 +449,7 @@ def test_checkpoints(ckpt: dict[str, Any], expected: dict[str, Any]) -> None:
     assert {name: result.get(name) for name in expected} == expected
 
 
-def test_an_upload_that_cosmos_rl_refuses_is_told_with_what_was_meant() -> None:
+def test_rejected_upload_value_suggests_intended_one() -> None:
     verdict, text = note(SFT, "train.ckpt.upload_s3", train__ckpt={"upload_s3": True, "s3_bucket": "bucket"})
     assert verdict == "differs"
     assert text.startswith('cosmos-rl refuses true; "final" or "all" was probably meant')
@@ -518,13 +518,13 @@ def test_a_trainer_of_their_own_is_refused() -> None:
     assert "'pi_sft' is a custom trainer" in refused(SFT, train__train_policy__trainer_type="pi_sft")
 
 
-def test_rewards_of_a_script_are_spoken_of_where_the_file_names_none() -> None:
+def test_unnamed_reward_mentions_script_rewards() -> None:
     without = GRPO.replace('reward_function = "gsm8k"\n', "")
     verdict, text = note(without, "train.train_policy.reward_function")
     assert (verdict, "launch_worker" in text) == ("differs", True)
 
 
-def test_a_folder_that_is_not_there_is_told() -> None:
+def test_missing_folder_is_reported() -> None:
     dataset = {"name": "/no/such/folder"}
     text = SFT.replace('annotation_path = "rows.json"', "")
     verdict, message = note(text, "train.train_policy.dataset.name", train__train_policy__dataset=dataset)
@@ -542,7 +542,7 @@ def test_columns_keep_the_names_of_the_rows() -> None:
     assert config(text, **names)["data"]["columns"] == {"conversations": "talk"}
 
 
-def test_rows_that_only_a_script_knows_are_refused() -> None:
+def test_rows_opened_by_script_are_rejected() -> None:
     text = SFT.replace('annotation_path = "rows.json"', "")
     assert "your script opens it" in refused(text)
 
@@ -580,7 +580,7 @@ def test_held_out_rows() -> None:
     assert (local["path"], local["split"], local["adapter"]) == ("a/b", "test", "conversations")
 
 
-def test_held_out_rows_of_grpo_are_answered_as_they_are_there() -> None:
+def test_grpo_validation_keeps_sampling_settings() -> None:
     on = {"enable": True, "temperature": 0.8, "top_k": -1, "top_p": 0.9}
     result = config(GRPO, validation=on)
     assert (result["validation"]["temperature"], result["validation"]["top_p"]) == (0.8, 0.9)
@@ -589,7 +589,7 @@ def test_held_out_rows_of_grpo_are_answered_as_they_are_there() -> None:
     assert config(GRPO, validation=on | {"top_k": 1})["validation"]["temperature"] == 0.0
 
 
-def test_weights_and_biases_where_it_was_used() -> None:
+def test_wandb_is_enabled_only_when_used() -> None:
     logging = {"logger": ["console", "wandb"], "project_name": "p", "experiment_name": "None"}
     assert config(SFT, logging=logging)["monitor"] == {"wandb": True, "wandb_project": "p"}
     assert "monitor" not in config(SFT, logging=logging | {"logger": ["console"]})

@@ -1,4 +1,4 @@
-"""Keys that cosmos-rl does not read: misspelt ones, and those of its own examples and guides."""
+"""Keys that cosmos-rl does not read: misspelt ones, and those in its examples and guides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ rollout_batch_size = 32
 num_samples_per_prompt = 4
 kl_penalty = 0.01
 """
-"""As the guide on post-training Cosmos-Reason1 has it."""
+"""Configuration in the guide on post-training Cosmos-Reason1."""
 
 
 def told(text: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def told(text: str) -> dict[str, str]:
     }
 
 
-def test_keys_of_the_guide_that_exist_nowhere_are_told_with_what_was_meant() -> None:
+def test_unknown_guide_keys_suggest_intended_keys() -> None:
     intended = {
         "train.train_policy.rollout_batch_size": ("rollout.batch_size", 1),
         "grpo.num_samples_per_prompt": ("rollout.n_generation", 16),
@@ -72,17 +72,17 @@ def test_keys_of_the_guide_that_exist_nowhere_are_told_with_what_was_meant() -> 
         ("[custom]\nmine = 3", "custom.mine", "gives [custom] to your script"),
     ],
 )
-def test_a_key_that_is_not_read_is_told_with_the_one_that_was_probably_meant(text: str, key: str, meant: str) -> None:
+def test_unread_key_is_reported_with_suggestion(text: str, key: str, meant: str) -> None:
     assert meant in told(text + "\n[train.train_policy]\ntype = 'sft'")[key]
 
 
-def test_a_key_that_is_not_read_changes_nothing() -> None:
+def test_unread_key_changes_nothing() -> None:
     with_it, without = convert(tomllib.loads(GUIDE)), GUIDE[: GUIDE.index("[grpo]")]
     assert with_it.config == convert(tomllib.loads(without)).config
     assert with_it.config["grpo"]["num_generations"] == 16
 
 
-def test_keys_of_grpo_in_a_file_of_sft_are_told_as_such() -> None:
+def test_grpo_keys_in_sft_file_are_reported() -> None:
     result = {
         finding.key: finding
         for finding in convert(tomllib.loads(SFT + "kl_beta = 0.1\n[rollout]\nbatch_size = 2")).findings

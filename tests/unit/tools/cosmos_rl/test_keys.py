@@ -55,7 +55,7 @@ def leaves(
 
 
 @needs_configs
-def test_every_leaf_of_cosmos_rls_schema_has_an_entry() -> None:
+def test_every_leaf_of_schema_has_entry() -> None:
     schema = json.loads((SHARED / "cosmos_rl_config.schema.json").read_text())
     result = {key for key, _ in leaves(schema, schema["$defs"])}
     assert len(result) == 186
@@ -107,7 +107,7 @@ BEYOND_THE_SCHEMA = [
 
 
 @pytest.mark.parametrize("key", BEYOND_THE_SCHEMA)
-def test_what_the_schema_lacks_has_an_entry_too(key: str) -> None:
+def test_keys_beyond_schema_have_entries(key: str) -> None:
     assert key in LANGUAGE_KEYS
 
 
@@ -141,7 +141,7 @@ def test_world_models_have_theirs(keys: dict[str, Key], name: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [LANGUAGE_KEYS, WORLD_KEYS, PREDICT_KEYS], ids=["language", "world", "predict"])
-def test_an_entry_says_what_becomes_of_the_key_or_why_nothing_does(keys: dict[str, Key]) -> None:
+def test_entry_states_target_or_reason(keys: dict[str, Key]) -> None:
     for name, key in keys.items():
         assert bool(key.becomes) != bool(key.because), name
         assert (key.only is None) == (key.instead == ""), name
@@ -257,7 +257,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "logging.": {"logging__logger": ["wandb"]},
     "logging.logger": {},
 }
-"""By the beginning of the key: what must stand beside it for it to count. The longest beginning decides."""
+"""Settings that must accompany a key for it to take effect, by key prefix. The longest prefix applies."""
 
 NAMED = {"train.train_policy.dataset.", "train.train_policy.conversation_column_name"}
 NOTHING_TO_SEE = {
@@ -306,7 +306,7 @@ MAPPED = [
 
 
 @pytest.mark.parametrize(("key", "trainer"), MAPPED)
-def test_a_mapped_key_changes_the_configuration_or_is_spoken_of(key: str, trainer: str) -> None:
+def test_mapped_key_changes_config_or_is_reported(key: str, trainer: str) -> None:
     language_keys = LANGUAGE_KEYS[key]
     text, beside = setting_for(key, trainer)
     name = key.replace(".", "__")
@@ -323,7 +323,7 @@ def effect(found: Imported) -> tuple[object, ...]:
 
 @needs_configs
 @pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*.toml")) if SHARED.is_dir() else [])
-def test_no_key_of_a_real_file_is_without_a_finding(name: str) -> None:
+def test_every_key_of_real_file_has_finding(name: str) -> None:
     findings = convert(tomllib.loads((SHARED / name).read_text())).findings
     assert all(finding.text for finding in findings)
     assert [finding for finding in findings if finding.verdict == "error"] == []
@@ -363,7 +363,7 @@ ODD_VALUES: list[Any] = [
     ids=["sft", "dpo", "grpo", "world", "predict"],
 )
 def test_no_value_ends_in_a_traceback(keys: dict[str, Key], text: str) -> None:
-    """What is wrong is a ConfigError, from the import or from our own schema."""
+    """Check that a wrong value raises only ConfigError, from the import or from our own schema."""
     for key in keys:
         taken_value, used = None, None
         for value in ODD_VALUES:

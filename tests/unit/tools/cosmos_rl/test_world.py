@@ -23,7 +23,7 @@ def recipe(name: str) -> dict[str, Any]:
 
 
 def compared(found: dict[str, Any], shipped: dict[str, Any], *sections: str) -> dict[str, tuple[Any, Any]]:
-    """What differs between an import and a recipe that was written by hand, both with all defaults."""
+    """Return the differences between an import and a hand-written recipe, both with all defaults."""
     dsreason_result, reference = (read_values(WorldConfig, document, "x").model_dump() for document in (found, shipped))
     return {
         f"{section}.{name}": (value, reference[section][name])
@@ -34,7 +34,7 @@ def compared(found: dict[str, Any], shipped: dict[str, Any], *sections: str) -> 
 
 
 @needs_configs
-def test_diffusion_nft_becomes_the_recipe_that_was_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diffusion_nft_import_matches_handwritten_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COSMOS_CACHE", "/cache")
     result = convert(file("cosmos-predict2-5-2b-720-nft.toml"))
     shipped = recipe("world_cosmos_predict2_5_2b_nft.toml")
@@ -50,7 +50,7 @@ def test_diffusion_nft_becomes_the_recipe_that_was_written_by_hand(monkeypatch: 
 
 
 @needs_configs
-def test_flow_grpo_on_mock_data_becomes_the_recipe_that_was_written_by_hand() -> None:
+def test_mock_flow_grpo_import_matches_handwritten_recipe() -> None:
     result = convert(file("cosmos-predict2-5-2b-480-grpo-mock-data.toml"))
     shipped = recipe("world_cosmos_predict2_5_2b_mock.toml")
     different = compared(result.config, shipped, "model", "data", "optim", "train", "world", "reward")
@@ -61,7 +61,7 @@ def test_flow_grpo_on_mock_data_becomes_the_recipe_that_was_written_by_hand() ->
     }
 
 
-def test_the_sampler_is_told_to_be_another() -> None:
+def test_different_sampler_is_reported() -> None:
     result = convert(tomllib.loads("[model.rl]\nsolver_option = '2ab'\ns_churn = 1.0"))
     message = {finding.key: finding for finding in result.findings}
     assert message["model.rl.solver_option"].verdict == "differs"
@@ -142,7 +142,7 @@ def test_ddrl() -> None:
         ("enabled = true", "on_policy = false", "drawn from the weights"),
     ],
 )
-def test_what_a_file_of_the_older_trainer_cannot_have(before: str, after: str, text: str) -> None:
+def test_unsupported_settings_of_older_trainer_are_rejected(before: str, after: str, text: str) -> None:
     result = convert(tomllib.loads(DDRL.replace(before, after)))
     errors = [finding.text for finding in result.findings if finding.verdict == "error"]
     assert any(text in error for error in errors) if text else errors == []
@@ -199,7 +199,7 @@ def test_settings_of_diffusion_nft(addition: str, expected: dict[str, Any]) -> N
         ("kl_beta = 0.1", "[policy.diffusers]\ninference_size = [1]", "[1] is not [height, width]"),
     ],
 )
-def test_what_a_file_of_diffusion_nft_cannot_have(before: str, after: str, text: str) -> None:
+def test_unsupported_settings_of_diffusion_nft_are_rejected(before: str, after: str, text: str) -> None:
     result = convert(tomllib.loads(NFT.replace(before, after)))
     assert any(text in finding.text for finding in result.findings if finding.verdict == "error")
 

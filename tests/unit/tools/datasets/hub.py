@@ -20,13 +20,13 @@ class Hub:
     large: int = 1000
     gated: bool = False
     token: str | None = None
-    """Which a request must have to get a gated file."""
+    """The token that a request must carry to get a gated file."""
     cut_at: int | None = None
-    """The next answer with more of a file's content than this ends after so many bytes."""
+    """The number of content bytes after which the next answer that has more is cut off."""
     refuse: int | None = None
     """The status that every request for a file's content gets from now on, once an answer was cut."""
     tells_sizes: bool = True
-    """Whether an answer with a part of a file says how large the whole is."""
+    """A flag: answers with a part of a file state the size of the whole file."""
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Range header of every request for a file's content."""
     plain: dict[str, bytes] = field(default_factory=dict)

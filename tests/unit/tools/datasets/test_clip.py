@@ -21,12 +21,12 @@ from tests.unit.media.videos import number_frame, read_number, write_video
 
 
 def numbers(path: Path) -> list[int]:
-    """Which frames of the raw video are shown."""
+    """Return the numbers of the raw video's frames that the clip shows."""
     return [read_number(frame) for frame in load_video(path, range(probe_video(path).num_frames))]
 
 
 def times(path: Path) -> list[int]:
-    """In milliseconds."""
+    """Return the times of the frames in milliseconds."""
     with av.open(str(path)) as container:
         return [round(1000 * frame.pts * frame.time_base) for frame in container.decode(video=0)]
 
@@ -48,7 +48,7 @@ def write(file: Path, content: bytes = b"") -> Path:
         "observations/327/648642/head_color.mkv",
     ],
 )
-def test_agibot_names_give_the_frames_of_a_view(tmp_path: Path, raw_file: str) -> None:
+def test_agibot_names_resolve_to_view_frames(tmp_path: Path, raw_file: str) -> None:
     source = write(tmp_path / raw_file)
     for name in ("327-648642-head-120-260", "327-648642-head-120-260-8"):
         assert choose_rule("agibot", tmp_path)(name) == Cut(source, 120, 260, "frames")
@@ -80,7 +80,7 @@ def test_published_names_follow_the_rules(dataset: str, name: str) -> None:
         "v2.kitchen.stack/12/images0",
     ],
 )
-def test_bridge_names_give_the_first_frames_of_an_episode(tmp_path: Path, raw_file: str) -> None:
+def test_bridge_names_resolve_to_first_frames(tmp_path: Path, raw_file: str) -> None:
     source = write(tmp_path / raw_file / "im_0.jpg").parent if raw_file.endswith("0") else write(tmp_path / raw_file)
     names = ["v2.kitchen.stack.12._.totalframe050.clipframe032", "v2.kitchen.stack.12.totalframe050.clipframe032"]
     if "." not in raw_file.split("/")[0]:
@@ -109,7 +109,7 @@ def test_fine_actions_are_known_by_their_id() -> None:
         ("videos/R1.mp4", "R1_coarse_1_fine_41", (10.0, 12.5)),
     ],
 )
-def test_holoassist_names_give_the_seconds_of_an_action(
+def test_holoassist_names_resolve_to_action_seconds(
     tmp_path: Path, raw_file: str, name: str, seconds: tuple[float, float]
 ) -> None:
     source = write(tmp_path / raw_file)
@@ -124,7 +124,7 @@ def test_holoassist_names_give_the_seconds_of_an_action(
         ("R2_coarse_0_fine_0", "the recording R2 has no annotated actions"),
     ],
 )
-def test_actions_that_are_not_annotated_are_told(tmp_path: Path, name: str, words: str) -> None:
+def test_unannotated_actions_are_reported(tmp_path: Path, name: str, words: str) -> None:
     write(tmp_path / "R1.mp4"), write(tmp_path / "R2.mp4")
     (tmp_path / "actions.json").write_text(json.dumps([{"video_name": "R1", "events": EVENTS}]))
     with pytest.raises(DataError, match=words):
@@ -132,7 +132,7 @@ def test_actions_that_are_not_annotated_are_told(tmp_path: Path, name: str, word
 
 
 @pytest.mark.parametrize("content", ["{", '{"R1": []}', "[3]"])
-def test_a_file_of_actions_in_another_form_is_told(tmp_path: Path, content: str) -> None:
+def test_invalid_action_file_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "data-annotation.json").write_text(content)
     with pytest.raises(DataError, match="is not an annotation of HoloAssist"):
         choose_rule("holoassist", tmp_path)
@@ -156,7 +156,7 @@ def test_holoassist_needs_its_file_of_actions(tmp_path: Path) -> None:
         ("bridgev2", "-home-me.1.totalframe050.clipframe010", "could lead out"),
     ],
 )
-def test_a_name_that_does_not_follow_its_rule_is_told_with_the_rule(dataset: str, name: str, words: str) -> None:
+def test_invalid_clip_name_is_reported_with_rule(dataset: str, name: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         check_name(name, dataset)
 
@@ -168,13 +168,13 @@ def test_a_name_that_does_not_follow_its_rule_is_told_with_the_rule(dataset: str
         ("bridgev2", "a.1._.totalframe008.clipframe009", r"clipframe \(9\) is beyond totalframe \(8\)"),
     ],
 )
-def test_a_range_that_cannot_be_is_told(tmp_path: Path, dataset: str, name: str, words: str) -> None:
+def test_impossible_range_is_reported(tmp_path: Path, dataset: str, name: str, words: str) -> None:
     write(tmp_path / "1/2/head.mp4"), write(tmp_path / "a/1.mp4")
     with pytest.raises(DataError, match=words):
         choose_rule(dataset, tmp_path)(name)
 
 
-def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
+def test_missing_raw_video_raises_missing_raw(tmp_path: Path) -> None:
     with pytest.raises(MissingRaw, match=r"^no raw video, such as .*observations/1/2/videos/head\.mp4"):
         choose_rule("agibot", tmp_path)("1-2-head-3-4")
     with pytest.raises(MissingRaw):
@@ -187,7 +187,7 @@ def test_a_missing_raw_video_is_its_own_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start", "end"), [(0, 1), (0, 100), (37, 61), (64, 65), (99, 100), (31, 33), (32, 64)], ids=str
 )
-def test_exactly_the_frames_from_start_to_before_end_are_cut(tmp_path: Path, start: int, end: int) -> None:
+def test_cut_has_exactly_the_requested_frames(tmp_path: Path, start: int, end: int) -> None:
     raw = write_video(tmp_path / "raw.mp4", 100, gop=32)
     cut_clip(Cut(raw, start, end, "frames"), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == list(range(start, end))
@@ -213,15 +213,13 @@ def test_a_variable_frame_rate_keeps_its_times(tmp_path: Path) -> None:
     ("start", "end", "expected"),
     [(0.14, 0.51, [2, 3, 4]), (0.141, 0.6, [3, 4, 5, 6]), (0.0, 0.1, [0]), (0.52, 1.22, [6, 7, 8])],
 )
-def test_seconds_choose_the_frames_shown_from_start_to_before_end(
-    tmp_path: Path, start: float, end: float, expected: list[int]
-) -> None:
+def test_seconds_select_frames_shown_in_range(tmp_path: Path, start: float, end: float, expected: list[int]) -> None:
     raw = write_video(tmp_path / "raw.mp4", [0, 100, 140, 180, 500, 510, 520, 1000, 1100])
     cut_clip(Cut(raw, start, end, "seconds"), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == expected
 
 
-def test_frames_hidden_by_an_edit_list_do_not_count(tmp_path: Path) -> None:
+def test_frames_hidden_by_edit_list_are_skipped(tmp_path: Path) -> None:
     raw = write_video(tmp_path / "raw.mp4", 40, gop=40, drop_before=700)
     cut_clip(Cut(raw, 3, 8, "frames"), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == [10, 11, 12, 13, 14]
@@ -245,7 +243,7 @@ def write_images(folder: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("end", [1, 11, 12])
-def test_images_become_a_clip_in_the_order_of_their_numbers(tmp_path: Path, end: int) -> None:
+def test_images_become_clip_in_numeric_order(tmp_path: Path, end: int) -> None:
     raw = write_images(tmp_path / "images0", 12)
     cut_clip(Cut(raw, 0, end, "frames", total=12), tmp_path / "clip.mp4")
     assert numbers(tmp_path / "clip.mp4") == list(range(end))
@@ -271,20 +269,20 @@ def test_an_odd_side_loses_a_pixel(tmp_path: Path) -> None:
         ({"start": 0, "end": 5, "total": 14}, "has 12 frames, the clip's name says 14: not the same episode"),
     ],
 )
-def test_frames_that_the_raw_video_does_not_have_are_told(tmp_path: Path, cut: dict[str, Any], words: str) -> None:
+def test_frames_missing_from_raw_video_are_reported(tmp_path: Path, cut: dict[str, Any], words: str) -> None:
     raw = write_video(tmp_path / "raw.mp4", 12)
     with pytest.raises(DataError, match=words):
         cut_clip(Cut(source=raw, **{"unit": "frames", **cut}), tmp_path / "clip.mp4")
     assert [file.name for file in tmp_path.iterdir()] == ["raw.mp4"]
 
 
-def test_one_frame_more_than_the_name_says_is_the_same_episode(tmp_path: Path) -> None:
+def test_one_extra_frame_is_accepted(tmp_path: Path) -> None:
     raw = write_video(tmp_path / "raw.mp4", 12)
     cut_clip(Cut(raw, 0, 11, "frames", total=11), tmp_path / "clip.mp4")
     assert len(numbers(tmp_path / "clip.mp4")) == 11
 
 
-def test_a_frame_without_a_time_is_told(tmp_path: Path) -> None:
+def test_frame_without_time_is_reported(tmp_path: Path) -> None:
     frame = av.VideoFrame.from_ndarray(number_frame(0), format="rgb24")  # a decoder may leave the time out
     with pytest.raises(DataError, match=r"a frame has no time"):
         encode(iter([frame]), IMAGE_FPS, tmp_path / "clip.mp4")
@@ -321,18 +319,18 @@ def test_the_annotations_tell_which_clips_are_needed(tmp_path: Path) -> None:
         (None, "row 2: field 'video': needs the path of a clip, is None"),
     ],
 )
-def test_rows_that_name_no_clip_are_told(tmp_path: Path, video: str, words: str) -> None:
+def test_rows_without_clip_name_are_reported(tmp_path: Path, video: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         list_needed_clips(annotate(tmp_path, "1-2-head-3-8", video), "agibot")
 
 
-def test_no_annotations_are_told(tmp_path: Path) -> None:
+def test_missing_annotations_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no annotation file"):
         list_needed_clips(tmp_path, "agibot")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_clips_are_cut_once_and_what_cannot_be_is_told(tmp_path: Path, workers: int) -> None:
+def test_clips_are_cut_once_and_failures_reported(tmp_path: Path, workers: int) -> None:
     (tmp_path / "raw/1/2").mkdir(parents=True)
     write_video(tmp_path / "raw/1/2/head.mp4", 20)
     names = ["1-2-head-3-8", "1-2-head-0-2", "1-9-head-0-2", "1-2-head-15-25"]
@@ -364,7 +362,7 @@ def double_or_die(number: int) -> int:
     return 2 * number
 
 
-def test_a_process_that_dies_costs_its_task_only() -> None:
+def test_dead_process_fails_only_its_task() -> None:
     tasks = dict(run_tasks(double_or_die, range(13), "task {}".format, workers=2))
     assert {number: str(tasks.pop(number)) for number in (3, 5, 6, 12)} == {
         3: "task 3: the process that worked on it was killed by SIGKILL (often: out of memory; see the kernel log)",
@@ -382,7 +380,7 @@ def test_tasks_run_in_this_process_without_workers() -> None:
     assert list(run_tasks(lambda task: os.getpid(), [0], str, workers=0)) == [(0, os.getpid())]
 
 
-def test_processes_end_when_the_results_are_not_wanted_any_more() -> None:
+def test_processes_end_when_results_are_dropped() -> None:
     results = run_tasks(lambda task: os.getpid(), range(100), str, workers=1)
     pid = next(results)[1]
     results.close()

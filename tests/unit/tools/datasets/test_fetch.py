@@ -54,7 +54,7 @@ def plan(tmp_path: Path, **options: object) -> FetchPlan:
     return plan_fetch("benchmark", data_dir=tmp_path, **options)  # type: ignore[arg-type]
 
 
-def test_files_lie_where_the_evaluation_looks_and_archives_become_clips(hub: Hub, tmp_path: Path) -> None:
+def test_files_and_clips_land_in_evaluation_folders(hub: Hub, tmp_path: Path) -> None:
     fetch(plan(tmp_path))
     assert names(tmp_path) == [
         "benchmark/.fetched.json",
@@ -68,12 +68,12 @@ def test_files_lie_where_the_evaluation_looks_and_archives_become_clips(hub: Hub
     assert (tmp_path / "benchmark/robovqa/robovqa_benchmark_qa_pairs.json").read_bytes() == QUESTIONS
 
 
-def test_only_what_is_asked_for_is_fetched(hub: Hub, tmp_path: Path) -> None:
+def test_only_requested_files_are_fetched(hub: Hub, tmp_path: Path) -> None:
     fetch(plan(tmp_path, datasets=["robovqa"], patterns=["*.json"]))
     assert [name for name, _ in hub.ranges] == ["robovqa/robovqa_benchmark_qa_pairs.json"]
 
 
-def test_the_plan_tells_sizes_and_data_sets_without_clips(hub: Hub, tmp_path: Path) -> None:
+def test_plan_lists_sizes_and_missing_clips(hub: Hub, tmp_path: Path) -> None:
     requested = plan(tmp_path, datasets=["robovqa", "agibot"])
     size = len(hub.files["robovqa/clips.tar.gz"])
     assert requested.revision == COMMIT
@@ -83,7 +83,7 @@ def test_the_plan_tells_sizes_and_data_sets_without_clips(hub: Hub, tmp_path: Pa
     assert hub.ranges == []
 
 
-def test_clips_that_are_only_filtered_out_are_not_told_as_absent(hub: Hub, tmp_path: Path) -> None:
+def test_filtered_clips_are_not_reported_missing(hub: Hub, tmp_path: Path) -> None:
     assert plan(tmp_path, datasets=["robovqa"], patterns=["*.json"]).without_clips == []
 
 
@@ -110,7 +110,7 @@ def test_what_was_removed_is_fetched_again(hub: Hub, tmp_path: Path, path: str, 
     assert [file.path for file in plan(tmp_path).missing] == [path]
 
 
-def test_a_file_that_changed_on_the_hub_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_changed_file_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
     fetch(plan(tmp_path))
     hub.files["README.md"] = b"# CARD"
     fetch(plan(tmp_path))
@@ -124,7 +124,7 @@ def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path) -> None
     assert (tmp_path / "benchmark/robovqa/clips/b.mp4").read_bytes() == CLIP
 
 
-def test_a_download_that_was_cut_is_continued_by_the_next_call(hub: Hub, tmp_path: Path) -> None:
+def test_interrupted_download_is_continued(hub: Hub, tmp_path: Path) -> None:
     hub.cut_at, hub.refuse = 5000, 403
     with pytest.raises(DataError, match="the Hub answers 403"):
         fetch(plan(tmp_path, patterns=["*.tar.gz"]))
@@ -162,7 +162,7 @@ def test_damaged_content_is_refused_and_removed(hub: Hub, tmp_path: Path) -> Non
     assert names(tmp_path) == []
 
 
-def test_content_of_another_size_is_refused_and_removed(hub: Hub, tmp_path: Path) -> None:
+def test_wrong_size_content_is_rejected_and_removed(hub: Hub, tmp_path: Path) -> None:
     requested = plan(tmp_path, patterns=["README.md"])
     hub.files["README.md"] = b"#"
     with pytest.raises(DataError, match=r"README\.md: received 1 bytes, the Hub lists 6"):
@@ -178,14 +178,14 @@ def test_content_of_another_size_is_refused_and_removed(hub: Hub, tmp_path: Path
         (archive("one/a.mp4", "two/a.mp4"), "2 files with 1 names"),
     ],
 )
-def test_an_archive_that_cannot_be_used_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, words: str) -> None:
+def test_bad_archive_leaves_no_clips(hub: Hub, tmp_path: Path, content: bytes, words: str) -> None:
     hub.files["robovqa/clips.tar.gz"] = content
     with pytest.raises(DataError, match=words):
         fetch(plan(tmp_path, patterns=["*.tar.gz"]))
     assert not list(tmp_path.rglob("*.mp4"))
 
 
-def test_a_gated_repository_names_its_page_and_the_token(hub: Hub, tmp_path: Path) -> None:
+def test_gated_repository_error_names_page_and_token(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
     words = rf"{hub.repo}: is gated: accept its terms on {hub.address}/datasets/{hub.repo}, .*HF_TOKEN.*it is not set"
     with pytest.raises(DataError, match=words):
@@ -214,7 +214,7 @@ def test_the_token_opens_a_gated_repository(hub: Hub, tmp_path: Path, monkeypatc
         ({"datasets": ["agibot"], "patterns": ["*.tar"]}, r"--file \*\.tar: matches none of the 1 files"),
     ],
 )
-def test_what_the_hub_does_not_have_is_told(hub: Hub, tmp_path: Path, options: dict, words: str) -> None:
+def test_requests_unknown_to_hub_are_rejected(hub: Hub, tmp_path: Path, options: dict, words: str) -> None:
     with pytest.raises(DataError, match=words):
         plan(tmp_path, **options)
 
@@ -225,13 +225,13 @@ def test_a_path_that_leads_out_is_refused(hub: Hub, tmp_path: Path) -> None:
         plan(tmp_path)
 
 
-def test_no_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(DataError, match=r"check the connection.*run the same command again"):
         plan(tmp_path)
 
 
-def test_too_small_a_disk_is_told_before_anything_is_fetched(
+def test_insufficient_disk_is_reported_before_fetching(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=60_000_000)

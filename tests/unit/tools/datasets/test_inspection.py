@@ -1,4 +1,4 @@
-"""What inspecting data tells, and which rows rendering refuses."""
+"""Reports of data inspection, and the rows that rendering rejects."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def inspect(folder: Path, *rows: dict[str, Any], **options: Any) -> Inspection:
     return inspect_data({"training": open_rows(folder, *rows)}, **options)
 
 
-def test_a_spread_has_the_least_the_middle_the_95th_percentile_and_the_most() -> None:
+def test_spread_has_min_median_p95_and_max() -> None:
     assert compute_spread(range(1, 102)) == Spread(1, 51, 96, 101)
     assert compute_spread([]) is None
 
@@ -96,7 +96,7 @@ def test_rows_lengths_and_modalities_are_counted(folder: Path) -> None:
     assert part.tokens is None and part.too_long is None
 
 
-def test_of_preferences_the_lengths_of_both_answers_are_told(folder: Path) -> None:
+def test_preference_answer_lengths_are_reported(folder: Path) -> None:
     pairs = [("12", "1234"), ("12345", "1"), ("12", "12"), ("123", "1")]
     rows = [row(i, answer=choice, rejected=rejected) for i, (choice, rejected) in enumerate(pairs)]
     part = inspect(folder, *rows, row(9)).parts["training"]
@@ -118,7 +118,7 @@ def test_media_files_are_measured_once_each(folder: Path) -> None:
     assert media["image"].bytes == (folder / "c.png").stat().st_size
 
 
-def test_media_that_cosmos_rl_would_show_otherwise_are_told_with_both_numbers(folder: Path, encoder: Encoder) -> None:
+def test_media_sized_differently_by_qwen_are_listed(folder: Path, encoder: Encoder) -> None:
     """The tiny model's processor allows 1 to 256 tokens; qwen-vl-utils makes 128 to 768 of a frame, 4 and more of an image."""
     rows = [row(0, video="a.mp4"), row(1, video="b.mp4"), row(2, image="c.png"), row(3)]
     samples = open_rows(folder, *rows, vision={"min_frames": 6})
@@ -131,14 +131,14 @@ def test_media_that_cosmos_rl_would_show_otherwise_are_told_with_both_numbers(fo
     ]
 
 
-def test_media_that_it_would_show_alike_are_only_counted(folder: Path, encoder: Encoder) -> None:
+def test_media_sized_alike_are_only_counted(folder: Path, encoder: Encoder) -> None:
     large = {"min_pixels": 300 * 784, "max_pixels": 400 * 784}
     samples = open_rows(folder, row(0, video="a.mp4"), row(1, video="gone.mp4"), row(2), vision=large)
     pixels = inspect_data({"training": samples}, encoder).parts["training"].pixels
     assert pixels == PixelReport(compared=1, differing=0, examples=[])
 
 
-def test_what_it_would_refuse_and_other_frames_are_told(folder: Path, encoder: Encoder) -> None:
+def test_refused_media_and_differing_frames_are_reported(folder: Path, encoder: Encoder) -> None:
     same = {"min_pixels": 300 * 784, "max_pixels": 400 * 784}
     write_video(folder / "film.mp4", range(0, 960, 40), rate=25)
     samples = open_rows(folder, row(0, video="film.mp4"), vision={**same, "video_start": 0.28, "nframes": 4})
@@ -151,7 +151,7 @@ def test_what_it_would_refuse_and_other_frames_are_told(folder: Path, encoder: E
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, workers: int) -> None:
+def test_missing_and_unreadable_media_are_listed(folder: Path, workers: int) -> None:
     result = inspect(
         folder,
         row(0, video="a.mp4"),
@@ -180,7 +180,7 @@ def test_missing_and_unreadable_media_are_counted_and_listed(folder: Path, worke
         ("rows.jsonl, row 7: field 'question' is missing (adapter jsonl)", False),
     ],
 )
-def test_missing_media_are_told_from_other_reasons(reason: str, missing: bool) -> None:
+def test_missing_media_are_distinguished_from_other_reasons(reason: str, missing: bool) -> None:
     assert UnusableRow("", reason).is_missing_media is missing
 
 
@@ -194,7 +194,7 @@ def test_tokens_are_what_encoding_gives(folder: Path, encoder: Encoder) -> None:
     assert part.too_long == 1
 
 
-def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
+def test_option_letters_in_questions_are_counted(folder: Path) -> None:
     question = "Which?\n(A) one\n(B) two"
     rows = [row(i, question=f"{i} {question}", answer=answer) for i, answer in enumerate(["A", "(a)", "two", "no"])]
     part = inspect(folder, *rows).parts["training"]
@@ -204,7 +204,7 @@ def test_letters_of_options_in_the_question_are_counted(folder: Path) -> None:
     assert collect_facts(part, None)["answers that are none of the question's options"] == "1"
 
 
-def test_answers_that_differ_in_case_or_a_full_stop_are_one(folder: Path) -> None:
+def test_answers_are_merged_ignoring_case_and_period(folder: Path) -> None:
     answers = ["ja", "Ja.", "JA", "nein", "nein.", "<answer>ja</answer>"]
     part = inspect(folder, *(row(i, answer=answer) for i, answer in enumerate(answers))).parts["training"]
     assert part.answers == {"ja": 4, "nein": 2}
@@ -220,7 +220,7 @@ def test_letters_are_compared_with_even_chances(folder: Path) -> None:
     assert part.answers == {}
 
 
-def test_short_answers_system_prompts_and_tags_are_counted(folder: Path) -> None:
+def test_answers_system_prompts_and_tags_are_counted(folder: Path) -> None:
     part = inspect(
         folder,
         row(0, answer="<think>b</think> <answer>yes</answer>", system="Think."),
@@ -246,7 +246,7 @@ def test_short_answers_system_prompts_and_tags_are_counted(folder: Path) -> None
         ("x" * 41, None),
     ],
 )
-def test_the_answer_is_read_out_of_its_tags(text: str, answer: str | None) -> None:
+def test_answer_is_extracted_from_its_tags(text: str, answer: str | None) -> None:
     assert extract_short_answer(text) == answer
 
 
@@ -255,7 +255,7 @@ def test_questions_are_compared_by_their_words() -> None:
     assert normalise("Wohin geht's? 左") != normalise("Wohin geht's? 右")
 
 
-def test_duplicates_are_found_under_other_names_and_in_other_parts(folder: Path) -> None:
+def test_duplicates_are_found_across_names_and_parts(folder: Path) -> None:
     training = open_rows(
         folder,
         row(0, question="Which way?", video="a.mp4"),
@@ -282,7 +282,7 @@ def test_duplicates_are_found_under_other_names_and_in_other_parts(folder: Path)
     ]
 
 
-def test_another_part_of_a_clip_is_another_row_of_the_same_file(folder: Path) -> None:
+def test_different_clip_ranges_are_not_duplicates(folder: Path) -> None:
     def part(number: int, **seconds: float) -> dict[str, Any]:
         content = [{"type": "video", "video": "a.mp4", **seconds}, {"type": "text", "text": "Which way?"}]
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "left"}]
@@ -298,7 +298,7 @@ def test_another_part_of_a_clip_is_another_row_of_the_same_file(folder: Path) ->
     assert data.parts["training"].media["video"].files == 1
 
 
-def test_files_of_one_size_with_other_bytes_are_other_media(folder: Path) -> None:
+def test_equally_large_different_files_are_not_duplicates(folder: Path) -> None:
     for name, colour in (("x.bmp", "red"), ("y.bmp", "blue")):
         Image.new("RGB", (8, 8), colour).save(folder / name)
     rows = [row(0, question="q", image="x.bmp"), row(1, question="q", image="y.bmp")]
@@ -320,7 +320,7 @@ def test_real_media_are_measured(tmp_path: Path) -> None:
     assert media["video"].bytes == (SHARED / "sample.mp4").stat().st_size
 
 
-def test_a_contact_sheet_shows_media_and_what_cannot_be_shown(folder: Path) -> None:
+def test_contact_sheet_shows_media_and_placeholders(folder: Path) -> None:
     rows = [row(0, video="a.mp4"), row(1, image="c.png"), row(2, video="broken.mp4")]
     samples = open_rows(folder, *rows)
     page = np.asarray(draw_sample_sheets([samples[i] for i in range(3)]))
@@ -331,9 +331,7 @@ def test_a_contact_sheet_shows_media_and_what_cannot_be_shown(folder: Path) -> N
     assert draw_sample_sheets([]).size == (1280, 1)
 
 
-def test_a_contact_sheet_holds_media_at_the_size_at_which_it_shows_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contact_sheet_holds_media_at_displayed_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (400, 300)).save(folder / "large.png")
     frames = [np.zeros((240, 320, 3), np.uint8)] * 4
     write_video(folder / "large.mp4", 4, frames=frames)
@@ -351,7 +349,7 @@ def test_a_contact_sheet_holds_media_at_the_size_at_which_it_shows_them(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_row_that_training_would_refuse_is_named(folder: Path, encoder: Encoder, workers: int) -> None:
+def test_every_row_rejected_by_training_is_named(folder: Path, encoder: Encoder, workers: int) -> None:
     samples = open_rows(
         folder,
         row(0, image="c.png"),
@@ -367,7 +365,7 @@ def test_every_row_that_training_would_refuse_is_named(folder: Path, encoder: En
     assert all(re.search(pattern, text) for pattern, text in zip(words, bad, strict=True))
 
 
-def test_media_that_are_damaged_behind_their_header_are_found(folder: Path, encoder: Encoder) -> None:
+def test_media_damaged_behind_their_header_are_found(folder: Path, encoder: Encoder) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(folder / "whole.png")
     (folder / "half.png").write_bytes((folder / "whole.png").read_bytes()[:6000])
     samples = open_rows(folder, row(0, image="half.png"))
@@ -381,7 +379,7 @@ def die_on(name: str, sample: Sample) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_row_that_kills_its_process_is_named_and_the_others_are_rendered(folder: Path) -> None:
+def test_row_that_kills_its_process_is_named(folder: Path) -> None:
     samples = open_rows(folder, *[row(i) for i in range(6)])
     count, bad = render_rows("training", samples, partial(die_on, "3"), workers=2)
     assert count == 6

@@ -49,7 +49,7 @@ def episode(folder: str, number: int, *colours: str) -> bytes:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """With two tasks of AgiBot, recordings R1 and R2 of HoloAssist, and three shards of BridgeData V2."""
+    """Serve two tasks of AgiBot, recordings R1 and R2 of HoloAssist, and three shards of BridgeData V2."""
     files = {
         "observations/327/100-199.tar": tar_of(
             ("150/depth/0.png", b"d" * 700), ("150/videos/head_color.mp4", VIDEO), ("150/videos/back.mp4", b"b" * 999)
@@ -93,7 +93,7 @@ def requested(hub: Hub) -> list[str]:
 # ---------------------------------------------------------------- AgiBot
 
 
-def test_views_of_episodes_are_taken_out_of_the_tars_that_have_them(hub: Hub, tmp_path: Path) -> None:
+def test_episode_views_are_extracted_from_tars(hub: Hub, tmp_path: Path) -> None:
     names = ["327-150-head-1-2", "327-150-head-3-9", "327-200-head_color-0-5", "328-7-head_color-0-1"]
     assert fetch(tmp_path, "agibot", *names) == []
     assert source_of(tmp_path, "agibot", names[0]).read_bytes() == VIDEO
@@ -106,7 +106,7 @@ def test_views_of_episodes_are_taken_out_of_the_tars_that_have_them(hub: Hub, tm
     assert hub.ranges == []
 
 
-def test_what_the_publisher_does_not_offer_is_told_by_clip(hub: Hub, tmp_path: Path) -> None:
+def test_missing_raw_videos_are_reported_by_clip(hub: Hub, tmp_path: Path) -> None:
     missing = fetch(tmp_path, "agibot", "327-151-head-1-2", "999-1-head-1-2", "327-150-head-1-2")
     assert missing == [
         "327-151-head-1-2: its raw video 327/151/head is not in agibot-world/AgiBotWorld-Beta",
@@ -115,7 +115,7 @@ def test_what_the_publisher_does_not_offer_is_told_by_clip(hub: Hub, tmp_path: P
     assert source_of(tmp_path, "agibot", "327-150-head-1-2").read_bytes() == VIDEO
 
 
-def test_a_tar_that_was_looked_through_is_not_looked_through_again(hub: Hub, tmp_path: Path) -> None:
+def test_searched_tar_is_not_searched_again(hub: Hub, tmp_path: Path) -> None:
     fetch(tmp_path, "agibot", "327-151-head-1-2")
     hub.ranges.clear()
     assert len(fetch(tmp_path, "agibot", "327-151-head-1-2")) == 1
@@ -127,11 +127,11 @@ def test_a_tar_that_was_looked_through_is_not_looked_through_again(hub: Hub, tmp
 @pytest.mark.parametrize(
     ("episode", "tars"), [(100, ["o/100-199.tar"]), (250, ["o/200-299.tar"]), (500, ["o/more.tar"])]
 )
-def test_the_names_of_tars_say_which_episodes_they_have(episode: int, tars: list[str]) -> None:
+def test_tars_are_selected_by_episode_range(episode: int, tars: list[str]) -> None:
     assert select_tars(["o/100-199.tar", "o/200-299.tar", "o/more.tar"], episode) == tars
 
 
-def test_terms_that_were_not_accepted_are_told_with_what_to_do_by_hand(hub: Hub, tmp_path: Path) -> None:
+def test_unaccepted_terms_are_reported_with_manual_steps(hub: Hub, tmp_path: Path) -> None:
     hub.gated, hub.token = True, "hf_other"
     with pytest.raises(DataError) as error:
         fetch(tmp_path, "agibot", "327-150-head-1-2")
@@ -146,7 +146,7 @@ def test_terms_that_were_not_accepted_are_told_with_what_to_do_by_hand(hub: Hub,
 # ---------------------------------------------------------------- HoloAssist
 
 
-def test_recordings_and_their_actions_are_fetched_without_the_hub_s_token(hub: Hub, tmp_path: Path) -> None:
+def test_recordings_are_fetched_without_hub_token(hub: Hub, tmp_path: Path) -> None:
     assert fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4") == []
     cut = choose_rule("holoassist", tmp_path / "raw")("R1_coarse_0_fine_4")
     assert (cut.source.read_bytes(), cut.start, cut.end) == (b"R1" * 4000, 1, 2.5)
@@ -162,9 +162,7 @@ def test_a_connection_that_breaks_is_continued(hub: Hub, tmp_path: Path, cut_at:
     assert (tmp_path / "raw/videos/R2/Export_py/Video_pitchshift.mp4").read_bytes() == b"R2" * 4000
 
 
-def test_what_was_fetched_before_an_outage_is_not_fetched_again_and_needs_no_room(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_fetch_downloads_only_missing_bytes(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_raw("holoassist", ["R1_coarse_0_fine_4"], tmp_path / "clips", tmp_path / "raw")
     source = ranges.ServedFile(f"{plan.origin}/video_pitch_shifted.tar")
     fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4")
@@ -184,7 +182,7 @@ def test_what_was_fetched_before_an_outage_is_not_fetched_again_and_needs_no_roo
 
 
 @pytest.mark.parametrize("more", [0, 100])
-def test_nothing_is_continued_of_a_tar_that_the_server_has_replaced(hub: Hub, tmp_path: Path, more: int) -> None:
+def test_replaced_tar_is_not_continued(hub: Hub, tmp_path: Path, more: int) -> None:
     fetch(tmp_path, "holoassist", "R0_coarse_0_fine_4", "R9_coarse_0_fine_4")  # looks through all of it
     hub.cut_at, hub.refuse = 3000, 403
     with pytest.raises(DataError, match="403"):
@@ -197,7 +195,7 @@ def test_nothing_is_continued_of_a_tar_that_the_server_has_replaced(hub: Hub, tm
     assert (tmp_path / "raw/videos/R1/Export_py/Video_pitchshift.mp4").read_bytes() == b"new" * (2000 + more)
 
 
-def test_a_replaced_shard_is_fetched_from_its_beginning(hub: Hub, tmp_path: Path) -> None:
+def test_replaced_shard_is_fetched_from_start(hub: Hub, tmp_path: Path) -> None:
     name, shard = "a-b-val.9.totalframe001.clipframe001", "/bridge/bridge_dataset-val.tfrecord-00000-of-00001"
     hub.plain[shard] = episode("a/b/val", 8, *["green"] * 9) + episode("a/b/val", 9, "red")
     hub.cut_at, hub.refuse = 300, 403
@@ -209,20 +207,20 @@ def test_a_replaced_shard_is_fetched_from_its_beginning(hub: Hub, tmp_path: Path
     assert (source_of(tmp_path, "bridgev2", name) / "im_0.png").read_bytes() == png("blue")
 
 
-def test_a_server_that_does_not_tell_the_size_of_a_file_is_told(hub: Hub, tmp_path: Path) -> None:
+def test_server_without_file_sizes_is_rejected(hub: Hub, tmp_path: Path) -> None:
     hub.tells_sizes = False
     with pytest.raises(DataError, match=r"does not say how large the file is \(\*\).*By hand"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
 
-def test_a_server_without_ranges_is_told(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_ranges_is_rejected(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "build_hf_headers", dict)
     monkeypatch.setattr("tests.unit.tools.datasets.hub.re.fullmatch", lambda pattern, text: None)
     with pytest.raises(DataError, match="does not answer requests for a part of a file"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
 
-def test_no_connection_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connection_is_reported_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "PAUSE_S", 0.0)
     monkeypatch.setitem(raw.ORIGINS, "holoassist", "http://127.0.0.1:1")
     with pytest.raises(
@@ -234,7 +232,7 @@ def test_no_connection_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pyte
 # ---------------------------------------------------------------- BridgeData V2
 
 
-def test_frames_of_an_episode_are_kept_and_its_shard_is_not(hub: Hub, tmp_path: Path) -> None:
+def test_only_frames_of_shard_are_kept(hub: Hub, tmp_path: Path) -> None:
     name = "a-b-train.2._.totalframe002.clipframe002"
     assert fetch(tmp_path, "bridgev2", name) == []
     frames = sorted(source_of(tmp_path, "bridgev2", name).iterdir())
@@ -244,7 +242,7 @@ def test_frames_of_an_episode_are_kept_and_its_shard_is_not(hub: Hub, tmp_path: 
     assert "bridge_dataset-train.tfrecord-00001-of-00002" not in requested(hub)  # found in the first one
 
 
-def test_shards_that_are_known_are_fetched_first_or_not_at_all(hub: Hub, tmp_path: Path) -> None:
+def test_known_shards_avoid_needless_fetches(hub: Hub, tmp_path: Path) -> None:
     names = ["c-train.1.totalframe001.clipframe001", "a-b-val.9.totalframe001.clipframe001"]
     assert fetch(tmp_path, "bridgev2", *names) == []
     hub.ranges.clear()
@@ -254,7 +252,7 @@ def test_shards_that_are_known_are_fetched_first_or_not_at_all(hub: Hub, tmp_pat
     assert {name for name in requested(hub) if "tfrecord" in name} == {"bridge_dataset-train.tfrecord-00000-of-00002"}
 
 
-def test_a_damaged_shard_is_told_and_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_damaged_shard_is_reported_and_refetched(hub: Hub, tmp_path: Path) -> None:
     name, shard = "a-b-val.9.totalframe001.clipframe001", "/bridge/bridge_dataset-val.tfrecord-00000-of-00001"
     content, hub.plain[shard] = hub.plain[shard], b"damaged" * 99
     with pytest.raises(DataError, match="record 1: is no TFRecord"):
@@ -263,7 +261,7 @@ def test_a_damaged_shard_is_told_and_fetched_again(hub: Hub, tmp_path: Path) -> 
     assert fetch(tmp_path, "bridgev2", name) == []
 
 
-def test_episodes_that_lie_elsewhere_are_told_instead_of_fetching_every_shard(hub: Hub, tmp_path: Path) -> None:
+def test_unexpected_episode_paths_are_rejected_early(hub: Hub, tmp_path: Path) -> None:
     other = record(episode_metadata__file_path=[b"/data/a/out.npy"], episode_metadata__episode_id=[1])
     hub.plain["/bridge/bridge_dataset-train.tfrecord-00000-of-00002"] = other
     with pytest.raises(DataError, match=r"file_path is /data/a/out\.npy, in which no bridge_data_all/"):
@@ -273,7 +271,7 @@ def test_episodes_that_lie_elsewhere_are_told_instead_of_fetching_every_shard(hu
 # ---------------------------------------------------------------- all
 
 
-def test_clips_that_are_cut_and_raw_videos_that_are_there_need_nothing(tmp_path: Path) -> None:
+def test_existing_clips_and_raw_videos_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "327-150-head-1-2.mp4").write_bytes(b"")
     (tmp_path / "raw/327/200").mkdir(parents=True)
@@ -288,7 +286,7 @@ def test_clips_that_are_cut_and_raw_videos_that_are_there_need_nothing(tmp_path:
     ("file", "folder", "named"),
     [("raw/.partial", "raw", r"raw/\.partial"), ("raw", "raw/holoassist", r"raw(/holoassist)?")],
 )
-def test_a_folder_that_cannot_be_made_is_told(hub: Hub, tmp_path: Path, file: str, folder: str, named: str) -> None:
+def test_folder_creation_failure_is_reported(hub: Hub, tmp_path: Path, file: str, folder: str, named: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("")
     plan = plan_raw("holoassist", ["R1_coarse_0_fine_4"], tmp_path / "clips", tmp_path / folder)
@@ -296,7 +294,7 @@ def test_a_folder_that_cannot_be_made_is_told(hub: Hub, tmp_path: Path, file: st
         fetch_raw(plan)
 
 
-def test_an_empty_video_in_a_tar_is_not_offered(hub: Hub, tmp_path: Path) -> None:
+def test_empty_video_in_tar_is_ignored(hub: Hub, tmp_path: Path) -> None:
     hub.plain["/holo/video_pitch_shifted.tar"] = tar_of(("R1/Export_py/Video_pitchshift.mp4", b""))
     assert len(fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")) == 1
 
@@ -309,12 +307,12 @@ def test_an_empty_video_in_a_tar_is_not_offered(hub: Hub, tmp_path: Path) -> Non
         ("robovqa", "some/repo", "is not cut from raw videos"),
     ],
 )
-def test_a_place_that_a_data_set_cannot_come_from_is_refused(dataset: str, origin: str, text: str) -> None:
+def test_invalid_origin_of_dataset_is_rejected(dataset: str, origin: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check_origin(dataset, origin)
 
 
-def test_too_small_a_disk_is_told_before_anything_large_is_fetched(
+def test_insufficient_disk_is_reported_before_fetching(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raw, "SPARE_BYTES", 10**18)

@@ -74,7 +74,7 @@ def test_an_empty_file_has_no_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [record(id=[1])[:-6], b"no record at all", b"\x05" + bytes(11) + b"\xff" * 5 + bytes(4), b"\xff" * 40]
 )
-def test_a_damaged_file_is_told_with_the_record(tmp_path: Path, content: bytes) -> None:
+def test_damaged_file_is_reported_with_record(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a").write_bytes(record(id=[1]) + content)
     with pytest.raises(DataError, match="a, record 2: is no TFRecord of examples"):
         list(read_examples(tmp_path / "a", ("id",)))

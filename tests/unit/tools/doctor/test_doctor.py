@@ -57,7 +57,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("torch", "2.12.1", "pass"),
     ],
 )
-def test_versions_are_compared_with_those_that_are_claimed(
+def test_package_versions_are_checked_against_supported_ones(
     name: str, version: str | None, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = versions.get_version
@@ -67,7 +67,7 @@ def test_versions_are_compared_with_those_that_are_claimed(
 
 
 @pytest.mark.parametrize(("version", "verdict"), [("3.11.7", "warn"), ("3.11.8", "pass"), ("3.12.0", "pass")])
-def test_a_python_whose_forks_may_hang_is_named(version: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_with_hanging_forks_gets_warning(version: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.platform, "python_version", lambda: version)
     assert next(finding for finding in versions.check_python()).verdict == verdict
 
@@ -184,7 +184,7 @@ def test_what_the_driver_says_of_a_card(path: Path, facts: dict[str, Any], expec
     assert [finding.verdict for finding in gpus.check_card(card)] == expected
 
 
-def test_a_driver_that_does_not_answer_is_no_machine_without_gpus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_driver_is_reported_as_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "SECONDS", 0.3)
     program(path, "nvidia-smi", "exec sleep 30")
     assert only(gpus.check_driver_answers()).verdict == "fail"
@@ -225,7 +225,7 @@ def test_variables(given: dict[str, str], name: str, verdict: str) -> None:
     assert verdicts(environment.check_variables(given)) == [(name, verdict)]
 
 
-def test_tokens_are_told_as_present_and_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tokens_are_reported_without_their_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     secret = "hf_abcdefgh12345678"
     tokens = list(environment.check_tokens({"HF_TOKEN": secret, "WANDB_API_KEY": ""}))
@@ -250,7 +250,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("port", ["70000", "-1", "x", ""])
-def test_a_port_that_is_none(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_port_fails(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", port)
     assert verdicts(network.check_ports()) == [("ports", "fail")]
 
@@ -262,7 +262,7 @@ def test_a_hostfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "node-0", "node-0 slots=x", "node-0 8", "-oProxyCommand=x slots=8"])
-def test_a_hostfile_of_another_form_is_an_error(text: str, tmp_path: Path) -> None:
+def test_malformed_hostfile_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(text)
     with pytest.raises(ConfigError, match="node-0 slots=8"):
         network.read_hostfile(tmp_path / "hostfile")
@@ -279,7 +279,7 @@ def test_a_hostfile_of_another_form_is_an_error(text: str, tmp_path: Path) -> No
         ("exec sleep 30", "fail", "ssh does not answer"),
     ],
 )
-def test_hosts_are_asked_by_ssh(
+def test_hosts_are_checked_over_ssh(
     path: Path, script: str, verdict: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "SSH_SECONDS", 0.5)
@@ -322,12 +322,12 @@ def test_a_program_that_hangs_is_ended() -> None:
     assert run_program(["no-such-program"], 1)[0] == 127
 
 
-def test_what_a_program_printed_is_shown_without_control_characters() -> None:
+def test_control_characters_are_removed_from_output() -> None:
     assert find_last_line("a\nerror: b \x1b[31mred\nc") == "error: b [31mred"
     assert find_last_line("") == "nothing was printed"
 
 
-def test_a_check_that_does_not_work_is_a_line() -> None:
+def test_crashing_check_is_reported_as_finding() -> None:
     def broken() -> Any:
         yield report_pass("a", "b")
         raise OSError(5, "Input/output error")
@@ -379,7 +379,7 @@ def test_the_exit_code_says_whether_anything_fails(
     capsys.readouterr()
 
 
-def test_for_machines_there_is_a_json_object_a_line(
+def test_json_output_has_one_object_per_line(
     two_checks: list[DoctorFinding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("doctor", "--json", monkeypatch=monkeypatch) == 0
@@ -390,7 +390,7 @@ def test_for_machines_there_is_a_json_object_a_line(
 
 @pytest.mark.usefixtures("two_checks")
 @pytest.mark.parametrize("option", ["--hostfile", "--config"])
-def test_a_file_that_is_not_there_is_a_mistake_of_usage(
+def test_missing_file_is_a_usage_error(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("doctor", option, "no-such-file.toml", monkeypatch=monkeypatch) == 2

@@ -1,4 +1,4 @@
-"""Where a model's shape comes from."""
+"""The sources of a model's shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsreason.tools.planning.published import list_architectures
 from tests.unit.tools.planning.test_parameters import CONFIG
 
 
-def test_a_folder_needs_no_more_than_its_config(tmp_path: Path) -> None:
+def test_folder_needs_only_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     architecture = find_architecture(str(tmp_path))
     assert architecture.config.num_hidden_layers == 2
@@ -29,13 +29,13 @@ def test_the_hub_comes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None
     assert (result.config.hidden_size, result.source) == (64, "config.json of nvidia/Cosmos-Reason1-7B on the Hub")
 
 
-def test_where_the_hub_does_not_answer_the_table_does_and_says_so() -> None:
+def test_table_is_used_when_hub_is_unreachable() -> None:
     architecture = find_architecture("nvidia/cosmos-reason1-7b")
     assert architecture.config.text_config.hidden_size == 3584
     assert "shipped table" in architecture.source
 
 
-def test_a_model_that_nobody_knows_is_a_mistake() -> None:
+def test_unknown_model_is_rejected() -> None:
     with pytest.raises(CheckpointError, match=r"model.path mine/own: .*give model.path a folder"):
         find_architecture("mine/own")
 
@@ -59,11 +59,11 @@ def test_weights_in_s3_are_not_looked_at() -> None:
         ("Qwen/Qwen3-8B", 8_190_735_360),
     ],
 )
-def test_published_models_have_the_parameters_that_they_are_known_for(name: str, parameters: int) -> None:
+def test_published_models_have_known_parameter_counts(name: str, parameters: int) -> None:
     config = SFTConfig()
     assert count_parameters(build_meta_model(find_architecture(name), config), config).numel == parameters
 
 
-def test_every_entry_of_the_table_can_be_built() -> None:
+def test_every_table_entry_can_be_built() -> None:
     for values in list_architectures().values():
         assert architecture.build_from_table(values).get_text_config().vocab_size in (151936, 152064)

@@ -38,13 +38,13 @@ def sft_2b(gpus: int = 1, ds_config: str = "zero3.json", **train: Any) -> PlanRe
     ("ds_config", "tokens_per_sample", "measured"),
     [("zero3.json", 273, 1.37), ("zero2.json", 432, 1.16)],  # 17,500 and 27,641 tokens per step
 )
-def test_steps_of_sft_are_near_those_of_an_h200(ds_config: str, tokens_per_sample: int, measured: float) -> None:
+def test_sft_step_time_is_near_h200(ds_config: str, tokens_per_sample: int, measured: float) -> None:
     duration = on_h200(sft_2b(ds_config=ds_config), Load(tokens_per_sample, media_share=0.1))
     assert duration.seconds == pytest.approx(measured, rel=0.25)
     assert duration.tokens == 64 * tokens_per_sample
 
 
-def test_a_step_of_grpo_is_near_that_of_an_h200() -> None:
+def test_grpo_step_time_is_near_h200() -> None:
     request = grpo(
         TWO,
         1,
@@ -60,7 +60,7 @@ def test_a_step_of_grpo_is_near_that_of_an_h200() -> None:
     assert seconds["rollout: completions"] == pytest.approx(1.65, rel=0.2)
 
 
-def test_log_probabilities_of_a_reference_take_a_forward_more() -> None:
+def test_reference_logprobs_take_an_extra_forward() -> None:
     with_kl, without = (
         on_h200(grpo(TWO, 1, grpo={"kl_coef": kl, "prompts_per_step": 8}, model={"max_length": 2048}), Load(200))
         for kl in (0.1, 0.0)
@@ -69,7 +69,7 @@ def test_log_probabilities_of_a_reference_take_a_forward_more() -> None:
     assert extra == ["log-probabilities before training"]
 
 
-def test_flops_of_a_row_are_those_of_mfu() -> None:
+def test_row_flops_match_mfu() -> None:
     """Samples without media: 6 FLOPs per matrix value and token, and the forward once more for recomputation."""
     request = sft_2b()
     model = FlopsModel(request)
@@ -90,15 +90,15 @@ def test_a_slow_network_limits_many_hosts() -> None:
     assert slow.seconds > 5 * fast.seconds
 
 
-def test_weights_are_gathered_twice_and_gradients_reduced_once() -> None:
-    """Of 2 GPUs each sends half: 2 x 2 bytes of each weight, and 4 of each gradient, at 1 GB/s."""
+def test_exchange_gathers_twice_and_reduces_once() -> None:
+    """Check 2 GPUs, each of which sends half: 2 x 2 bytes of each weight, and 4 of each gradient, at 1 GB/s."""
     request = sft_2b(2)
     numel = request.parameters.numel
     seconds = exchange_seconds(request, replace(H200, between_gpus=GB), Load(273))
     assert seconds == pytest.approx(8 * numel / 2 / GB)
 
 
-def test_an_offloaded_optimizer_waits_for_the_hosts_memory() -> None:
+def test_offloaded_optimizer_waits_for_host_memory() -> None:
     request = sft_2b(ds_config="zero3_offload.json")
     step = time_optimizer_step(request, replace(H200, host_update=30 * GB))
     assert (step.seconds, step.limit) == (pytest.approx(request.parameters.num_trained / GB), "host memory")
@@ -123,5 +123,5 @@ def test_hours_need_a_number_of_steps(train: dict[str, Any], rows: int | None, s
         ("", 192, "b200"),
     ],
 )
-def test_a_card_is_found_by_name_or_memory(name: str, memory: float, card: str) -> None:
+def test_card_is_found_by_name_or_memory(name: str, memory: float, card: str) -> None:
     assert find_card(name, memory) == card and card in CARDS

@@ -26,7 +26,7 @@ MLP = 3 * 64 * 128
 LAYER = ATTENTION + MLP + 2 * 64  # two norms
 ALL = EMBEDDING + 2 * LAYER + 64
 MATRICES = 64 * 64 + 2 * 64 * 32 + 64 * 64 + MLP
-"""Of a layer, those that get adapters."""
+"""Parameters of the matrices of one layer that get adapters."""
 
 
 def counted(**sections: dict[str, Any]) -> Parameters:
@@ -34,29 +34,29 @@ def counted(**sections: dict[str, Any]) -> Parameters:
     return count_parameters(build_meta_model(Architecture(build_from_table(CONFIG), "here"), config), config)
 
 
-def test_all_weights_are_counted_and_a_tied_embedding_once() -> None:
+def test_all_weights_count_and_tied_embedding_once() -> None:
     result = counted()
     assert (result.numel, result.num_trained) == (ALL, ALL)
 
 
-def test_frozen_ones_are_told_apart() -> None:
+def test_frozen_parameters_are_counted_separately() -> None:
     result = counted(model={"freeze": ["embed_tokens"]})
     assert (result.num_trained, result.count_kind("frozen")) == (ALL - EMBEDDING, EMBEDDING)
 
 
-def test_adapters_are_two_matrices_a_layer_and_not_the_models() -> None:
+def test_adapter_parameters_are_two_matrices_per_layer() -> None:
     result = counted(lora={"rank": 4})
     ends = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)  # q, k and v, o, the feed-forward
     assert result.num_trained == result.count_kind("adapter") == 2 * 4 * ends
     assert result.numel == ALL
 
 
-def test_a_rank_of_its_own_counts() -> None:
+def test_rank_pattern_changes_adapter_parameter_count() -> None:
     more = counted(lora={"rank": 4, "rank_pattern": {"q_proj": 8}}).num_trained - counted(lora={"rank": 4}).num_trained
     assert more == 2 * 4 * (64 + 64)
 
 
-def test_4_bits_take_36_bytes_for_64_values() -> None:
+def test_nf4_takes_36_bytes_per_64_values() -> None:
     result = counted(lora={"rank": 4}, model={"quantize": "nf4"})
     in_bits = [item for item in result.all if item.kind == "nf4"]
     assert sum(in_bit.numel for in_bit in in_bits) == 2 * MATRICES

@@ -31,7 +31,7 @@ def item(plan: Plan, phase: str, name: str) -> int:
     )
 
 
-def test_7b_sft_on_two_gpus_of_80_gb_needs_offload() -> None:
+def test_7b_sft_on_two_gpus_needs_offload() -> None:
     plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
     assert not plan.fits
     assert plan.problems[0].startswith("forward and backward")
@@ -40,7 +40,7 @@ def test_7b_sft_on_two_gpus_of_80_gb_needs_offload() -> None:
     ]
 
 
-def test_7b_grpo_on_four_gpus_of_80_gb_fits() -> None:
+def test_7b_grpo_fits_on_four_gpus() -> None:
     plan = plan_run(grpo(gpus=4, train={"max_tokens_per_micro_batch": 16384}))
     assert plan.fits
     assert {phase.name.partition(" (")[0] for phase in plan.phases} == {
@@ -52,11 +52,11 @@ def test_7b_grpo_on_four_gpus_of_80_gb_fits() -> None:
 
 
 @pytest.mark.parametrize(("ds_config", "fits"), [("zero3_offload.json", True), ("zero3.json", False)])
-def test_32b_on_eight_gpus_of_80_gb_fits_with_offload(ds_config: str, fits: bool) -> None:
+def test_32b_fits_eight_gpus_with_offload(ds_config: str, fits: bool) -> None:
     assert plan_run(sft("Qwen/Qwen3-VL-32B-Instruct", 8, ds_config)).fits is fits
 
 
-def test_what_is_suggested_fits_when_it_is_planned_anew() -> None:
+def test_suggested_change_fits_when_planned_again() -> None:
     plan = plan_run(sft(gpus=2, train={"max_tokens_per_micro_batch": 16384}))
     result = list_suggestions(plan)
     assert result
@@ -70,19 +70,19 @@ def test_a_run_that_fits_needs_no_suggestion() -> None:
     assert list_suggestions(plan_run(sft(gpus=8))) == []
 
 
-def test_a_cache_without_room_for_one_sequence_is_told_and_more_is_suggested() -> None:
+def test_too_small_cache_is_reported_with_suggestion() -> None:
     plan = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.22}))
     assert any("less than one sequence" in text for text in plan.problems)
     keys = [key for suggestion in list_suggestions(plan) for key in suggestion.change.sets]
     assert "rollout.gpu_memory_utilization" in keys
 
 
-def test_too_much_for_vllm_is_told_by_its_phase() -> None:
+def test_vllm_shortage_is_reported_by_phase() -> None:
     plan = plan_run(grpo(gpus=1, lora={"rank": 16}, rollout={"gpu_memory_utilization": 0.9}))
     assert [text.partition(":")[0] for text in plan.problems] == ["rollout"]
 
 
-def test_inputs_of_layers_wait_on_the_host_where_it_is_asked_for() -> None:
+def test_layer_inputs_move_to_host_when_offloaded() -> None:
     """28 layers of 4,096 tokens of 3,584 values of 2 bytes; of one layer they are still there."""
     usual, moved = sft(), sft(train={"activation_offload": True})
     assert compute_activations(usual).inputs == 28 * 4096 * 3584 * 2
@@ -90,13 +90,13 @@ def test_inputs_of_layers_wait_on_the_host_where_it_is_asked_for() -> None:
     assert compute_activations(moved).on_host == 28 * 4096 * 3584 * 2
 
 
-def test_ranks_that_share_a_row_have_a_part_of_its_tokens() -> None:
+def test_sequence_parallel_rank_has_share_of_tokens() -> None:
     request = sft(train={"sequence_parallel_size": 4})
     assert request.tokens == 1024
     assert compute_activations(request).inputs == 28 * 1024 * 3584 * 2
 
 
-def test_a_kl_needs_two_copies_of_the_weights_on_the_host_and_adapters_none() -> None:
+def test_kl_needs_host_copies_except_with_adapters() -> None:
     name = "reference and policy while the other is in place, pinned"
 
     def copies(request: PlanRequest) -> int:
@@ -108,7 +108,7 @@ def test_a_kl_needs_two_copies_of_the_weights_on_the_host_and_adapters_none() ->
 
 
 @pytest.mark.parametrize(("offload", "on_gpu"), [(False, True), (True, False)])
-def test_a_teacher_lies_where_the_configuration_says(offload: bool, on_gpu: bool) -> None:
+def test_teacher_placement_follows_config(offload: bool, on_gpu: bool) -> None:
     plan = plan_run(grpo(gpus=8, distill={"teacher": SEVEN, "offload": offload}))
     share = pytest.approx(2 * 8_292_166_656 / 8, rel=1e-4)
     assert item(plan, "rollout", "teacher's weights") == (share if on_gpu else 0)
@@ -117,14 +117,14 @@ def test_a_teacher_lies_where_the_configuration_says(offload: bool, on_gpu: bool
     )
 
 
-def test_validation_by_answers_needs_a_whole_copy_of_the_model() -> None:
+def test_generating_validation_needs_whole_model_copy() -> None:
     plan = plan_run(sft(data={"validation": 100}))
     assert item(plan, "answers by transformers", "a whole copy of the model") == 2 * 8_292_166_656
     silent = plan_run(sft(data={"validation": 100}, validation={"generate": False}))
     assert item(silent, "answers by transformers", "a whole copy of the model") == 0
 
 
-def test_checkpoints_and_exports_take_14_and_2_bytes_a_parameter() -> None:
+def test_disk_estimate_uses_bytes_per_parameter() -> None:
     disk = plan_run(sft()).disk
     assert [item.nbytes for item in disk.items] == [4 * 14 * 8_292_166_656, 2 * 8_292_166_656]
 
@@ -135,7 +135,7 @@ def planned_recipes() -> list[Path]:
 
 
 @pytest.mark.parametrize("recipe", planned_recipes(), ids=lambda file: file.stem)
-def test_shipped_recipes_fit_the_gpus_that_they_were_sized_for(recipe: Path) -> None:
+def test_shipped_recipes_fit_their_stated_gpus(recipe: Path) -> None:
     trainer = choose_trainer(recipe, None, None)
     config = load_config(trainer.schema, recipe, (), default_recipe=trainer.recipe)
     sized = SIZED.search(recipe.read_text())
@@ -144,14 +144,14 @@ def test_shipped_recipes_fit_the_gpus_that_they_were_sized_for(recipe: Path) -> 
     assert plan.problems == []
 
 
-def test_the_forward_of_held_out_rows_is_a_phase_of_its_own() -> None:
+def test_held_out_forward_is_separate_phase() -> None:
     """Eight rows of 4,096 tokens, whatever a row of training has: their hidden states four times."""
     plan = plan_run(sft(data={"validation": 100}, train={"max_tokens_per_micro_batch": 4096}))
     assert item(plan, "validation", "hidden states") == 4 * 8 * 4096 * 3584 * 2
     assert item(plan_run(sft()), "validation", "hidden states") == 0
 
 
-def test_fewer_held_out_rows_are_suggested_where_they_alone_do_not_fit() -> None:
+def test_fewer_held_out_rows_are_suggested() -> None:
     plan = plan_run(sft(data={"validation": 100}, gpus=4, validation={"micro_batch_size": 256, "generate": False}))
     assert [text.partition(":")[0] for text in plan.problems] == ["validation"]
     assert "validation.micro_batch_size" in [

@@ -20,7 +20,7 @@ def engine(request: PlanRequest) -> VLLM:
     return VLLM(request, request.config)
 
 
-def test_a_token_has_keys_and_values_of_every_layer() -> None:
+def test_token_bytes_cover_all_layers() -> None:
     assert engine(grpo()).token_bytes == 2 * 28 * 4 * 128 * 2
 
 
@@ -30,20 +30,20 @@ def test_tensor_parallel_ranks_share_weights_and_heads() -> None:
     assert result.token_bytes == 28 * 4 * 128 * 2
 
 
-def test_the_cache_gets_what_is_left_of_the_share_in_whole_blocks() -> None:
+def test_cache_gets_remaining_share_in_blocks() -> None:
     result = engine(grpo(rollout={"gpu_memory_utilization": 0.5}))
     assert result.share == GPU // 2
     remaining = GPU // 2 - 2 * 8_292_166_656 - result.working - result.overhead
     assert result.cache_tokens == remaining // 57344 // 16 * 16
 
 
-def test_it_draws_what_a_rollout_asks_of_one_engine() -> None:
+def test_sequences_follow_rollout_share_per_engine() -> None:
     assert engine(grpo(gpus=1, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 128
     assert engine(grpo(gpus=8, grpo={"prompts_per_step": 16, "num_generations": 8})).sequences == 64
     assert engine(grpo(gpus=1, grpo={"prompts_per_step": 64, "num_generations": 8})).sequences == 256
 
 
-def test_sleep_level_1_keeps_its_weights_on_the_host() -> None:
+def test_sleep_level_1_keeps_weights_on_host() -> None:
     dropped, remaining = engine(grpo()), engine(grpo(rollout={"sleep_level": 1}))
     assert remaining.host - dropped.host == 2 * 8_292_166_656
 
@@ -59,7 +59,7 @@ def test_state_stays_beside_vllm_if_it_fits() -> None:
     assert '"auto" 0.0 GiB, "always" 11.6 GiB, "never" 0.0 GiB' in plan.notes[-1]
 
 
-def test_state_moves_as_far_as_vllm_needs_it() -> None:
+def test_state_is_offloaded_only_as_needed() -> None:
     auto = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7}))
     always = plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7, "offload": "always"}))
     assert always.offloaded == pytest.approx(12 * 8_292_166_656 / 4, rel=1e-3)
@@ -68,6 +68,6 @@ def test_state_moves_as_far_as_vllm_needs_it() -> None:
     assert '"never" does not fit' in auto.notes[-1]
 
 
-def test_plan_rejects_never_if_vllm_does_not_fit() -> None:
+def test_plan_rejects_never_without_enough_memory() -> None:
     with pytest.raises(ConfigError, match=r'rollout\.offload = "never": vLLM 55\.16'):
         plan_run(grpo(gpus=4, rollout={"gpu_memory_utilization": 0.7, "offload": "never"}))

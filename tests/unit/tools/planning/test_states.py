@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps where, by hand."""
+"""The placement of DeepSpeed's states, computed by hand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dsreason.tools.planning.states import compute_gathered, compute_states, rou
 from tests.unit.tools.planning.made_requests import sft
 
 NUMEL = 8_292_166_656
-"""Of the 7B model, all of it trained; small parameters and padding are less than a part in 10,000."""
+"""Parameters of the 7B model, all trained; small parameters and padding are less than a part in 10,000."""
 
 
 def about(number: float) -> object:
     return pytest.approx(number, rel=1e-4)
 
 
-def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
+def test_zero3_shards_18_bytes_per_parameter() -> None:
     states = compute_states(sft(gpus=4))
     assert states.weights == about(2 * NUMEL / 4)
     assert states.gradients == states.masters == about(4 * NUMEL / 4)
@@ -24,7 +24,7 @@ def test_zero3_cuts_18_bytes_a_parameter_over_the_ranks() -> None:
     assert states.host == 0
 
 
-def test_offload_leaves_the_gpu_the_bucket_and_small_parameters() -> None:
+def test_offload_keeps_bucket_and_small_parameters() -> None:
     states = compute_states(sft(gpus=2, ds_config="zero3_offload.json"))
     assert (states.weights, states.gradients, states.optimizer) == (0, 0, 0)
     assert 0 < states.persistent < 10_000_000
@@ -59,7 +59,7 @@ def test_pinned_blocks_are_powers_of_two(size: int, pinned: int) -> None:
     assert round_pinned_size(size) == pinned
 
 
-def test_one_rank_gathers_nothing_unless_its_weights_are_away() -> None:
+def test_single_rank_gathers_only_offloaded_weights() -> None:
     assert compute_gathered(sft(gpus=1)) == (0, 0)
     at_work, _ = compute_gathered(sft(gpus=1, ds_config="zero3_offload.json"))
     assert at_work == 2 * 152064 * 3584  # the output layer, more than the 500 million values that would be kept

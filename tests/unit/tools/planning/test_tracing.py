@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from dsreason.tools.planning.tracing import Traced, give_gradients_away, trace
 
 
-def test_what_waits_for_the_backward_pass_is_counted() -> None:
-    """relu keeps its result alone: 4 x 8 values of 2 bytes; what it was made of is gone."""
+def test_tensors_kept_for_backward_are_counted() -> None:
+    """Count only the result of relu, 4 x 8 values of 2 bytes; its input is gone."""
     result = trace(lambda given: (given * 2).relu(), (4, 8), torch.bfloat16)
     assert result.kept == 64
 
 
-def test_the_peak_has_what_lives_at_the_same_time() -> None:
-    """Result of the product and of relu, 64 bytes each, and forward alone nothing else."""
+def test_peak_counts_simultaneously_live_tensors() -> None:
+    """Count the results of the product and of relu, 64 bytes each; a forward pass without training keeps nothing."""
     assert trace(lambda given: (given * 2).relu(), (4, 8), torch.bfloat16, training=False) == Traced(0, 128)
 
 
-def test_the_gradient_of_a_weight_counts_once_and_not_beside_the_next() -> None:
-    """Backward of y = a(b(x)), 16 x 16 weights in fp32 and one row: 64 bytes a row, 1,024 a gradient."""
+def test_weight_gradients_are_counted_one_by_one() -> None:
+    """Trace y = a(b(x)) backwards, with 16 x 16 fp32 weights and one row: 64 bytes per row, 1,024 per gradient."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False, device="meta") for _ in range(2)))
     give_gradients_away(model)
     assert 1024 <= trace(model, (1, 16), torch.float32).peak < 2 * 1024

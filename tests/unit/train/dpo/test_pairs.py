@@ -55,7 +55,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def check_same(encoder: PairEncoder, sample: Sample, pair: Pair) -> None:
-    """The prompt and each answer are what a conversation of its own is, as far as anything of it is trained."""
+    """Check that the prompt and each answer match a separate conversation, as far as anything of it is trained."""
     for answer, messages in ((pair.chosen, sample.messages), (pair.rejected, sample.rejected or [])):
         full = encoder.encode(replace(sample, messages=messages))
         assert answer.parent is pair.chosen.parent
@@ -69,7 +69,7 @@ def check_same(encoder: PairEncoder, sample: Sample, pair: Pair) -> None:
         assert answer.loss_mask[-1]
 
 
-def test_both_answers_go_on_after_one_prompt_with_its_media(encoder: PairEncoder, media: list[dict[str, Any]]) -> None:
+def test_both_answers_share_one_prompt_with_media(encoder: PairEncoder, media: list[dict[str, Any]]) -> None:
     prompt = [says("system", "Be short."), says("user", [*media, {"type": "text", "text": "Which way?"}])]
     sample = Sample("7", [*prompt, LEFT], rejected=[*prompt, RIGHT])
     pair = encoder.encode_pair(sample)
@@ -80,7 +80,7 @@ def test_both_answers_go_on_after_one_prompt_with_its_media(encoder: PairEncoder
     assert pair.lengths == (len(pair.chosen), len(pair.rejected))
 
 
-def test_a_conversation_may_go_on_after_the_answer_that_differs(encoder: PairEncoder) -> None:
+def test_conversation_may_continue_after_differing_answer(encoder: PairEncoder) -> None:
     sample = preference(LEFT, says("user", "Sure?"), says("assistant", "yes"), rejected=[RIGHT])
     pair = encoder.encode_pair(sample)
     check_same(encoder, sample, pair)
@@ -114,18 +114,18 @@ def test_earlier_answers_belong_to_the_prompt(encoder: PairEncoder) -> None:
         (preference(LEFT, rejected=[says("assistant", " ")]), "the assistant's text is empty"),
     ],
 )
-def test_what_is_no_preference_is_refused(encoder: PairEncoder, sample: Sample, error: str) -> None:
+def test_invalid_preference_is_rejected(encoder: PairEncoder, sample: Sample, error: str) -> None:
     for use in (encoder.encode_pair, encoder.measure):
         with pytest.raises(DataError, match=f"sample '7'.*{error}"):
             use(sample)
 
 
-def test_answers_that_differ_in_what_the_template_takes_off_are_the_same() -> None:
+def test_answers_equal_after_templating_are_rejected() -> None:
     with pytest.raises(DataError, match="sample '7': fields 'chosen' and 'rejected' are the same answer"):
         check_differ(preference(LEFT, rejected=[RIGHT]), [1, 2], [1, 2])
 
 
-def test_a_pair_is_as_long_as_its_prompt_and_both_answers(encoder: PairEncoder) -> None:
+def test_pair_length_counts_prompt_and_answers(encoder: PairEncoder) -> None:
     sample = preference(LEFT, rejected=[RIGHT])
     size = encoder.measure(sample)
     replace(encoder, max_length=size).encode_pair(sample)
@@ -153,7 +153,7 @@ def test_precomputed_values_must_be_log_probabilities(encoder: PairEncoder, meta
         encode_row(config, None, encoder, preference(LEFT, rejected=[RIGHT], **meta))
 
 
-def test_a_file_of_references_that_does_not_fit_is_found_before_training(encoder: PairEncoder, tmp_path: Path) -> None:
+def test_mismatched_reference_file_is_found_before_training(encoder: PairEncoder, tmp_path: Path) -> None:
     sample, file = preference(LEFT, rejected=[RIGHT]), tmp_path / "given.jsonl"
     line = {"id": "7", "chosen": -1.0, "rejected": -2.0, "fingerprint": encoder.encode_pair(sample).fingerprint}
     config = DPOConfig.model_validate({"dpo": {"reference": "precomputed", "reference_file": str(file)}})
@@ -189,7 +189,10 @@ def make_pair(name: str, prompt: int, chosen: int, rejected: int) -> Pair:
 
 
 PAIRS = [make_pair("a", 10, 2, 3), make_pair("b", 20, 5, 5), make_pair("c", 4, 1, 2), make_pair("d", 6, 6, 1)]
-"""Of 15, 30, 7 and 13 tokens with a shared prompt, 26, 50, 12 and 24 padded, 25, 50, 11 and 19 each behind its own."""
+"""Pairs of 15, 30, 7 and 13 tokens with a shared prompt.
+
+Padded, they have 26, 50, 12 and 24 tokens; with each answer behind a separate prompt, 25, 50, 11 and 19.
+"""
 
 
 @pytest.mark.parametrize(
@@ -205,12 +208,12 @@ PAIRS = [make_pair("a", 10, 2, 3), make_pair("b", 20, 5, 5), make_pair("c", 4, 1
         ({"model": {"max_length": 46}}, ["ba", "dc"]),
     ],
 )
-def test_pairs_are_cut_by_what_a_forward_takes_and_never_apart(settings: dict[str, Any], expected: list[str]) -> None:
+def test_pairs_are_batched_whole_within_limits(settings: dict[str, Any], expected: list[str]) -> None:
     groups = cut_pairs(PAIRS, DPOConfig.model_validate(settings))
     assert ["".join(pair.id for pair in group) for group in groups] == expected
 
 
-def test_a_pair_that_fits_no_forward_is_named() -> None:
+def test_oversized_pair_is_named_in_error() -> None:
     config = DPOConfig.model_validate({"train": {"max_tokens_per_micro_batch": 29}})
     with pytest.raises(
         DataError, match=r"sample 'b': its pair has 30 tokens, more than train.max_tokens_per_micro_batch \(29"

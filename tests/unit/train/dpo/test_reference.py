@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_measured_is_found_by_part_and_row(run: Path) -> None:
+def test_measurements_are_found_by_part_and_row(run: Path) -> None:
     stored = open_stored(run, None, "model-1")
     assert stored.of(facts(), "training") == (-10.5, -9.25)
     assert stored.of(facts(fingerprint="cd"), "validation") == (-1.0, -2.0)
@@ -44,12 +44,12 @@ def test_what_was_measured_is_found_by_part_and_row(run: Path) -> None:
 
 
 @pytest.mark.parametrize("pair", [facts(fingerprint="xx"), facts(row=4)])
-def test_a_row_that_is_not_as_it_was_is_refused(run: Path, pair: PairFacts) -> None:
+def test_changed_row_is_rejected(run: Path, pair: PairFacts) -> None:
     with pytest.raises(DataError, match=rf"{pair.where} \(sample '7'\): the row has changed since .*reference\.jsonl"):
         open_stored(run, None, "model-1").of(pair, "training")
 
 
-def test_another_model_begins_anew_or_is_refused_to_a_resumed_run(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_model_is_remeasured_or_rejected(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = run / "checkpoints" / "step_3"
     with pytest.raises(ConfigError, match=r"\(fingerprint model-2, in .*reference\.jsonl model-1\)"):
         open_stored(run, checkpoint, "model-2")
@@ -59,7 +59,7 @@ def test_another_model_begins_anew_or_is_refused_to_a_resumed_run(run: Path, cap
     assert (run / "reference.jsonl").read_text() == '{"model": "model-2"}\n'
 
 
-def test_a_run_in_another_folder_takes_the_file_of_the_one_it_continues(run: Path, tmp_path: Path) -> None:
+def test_continued_run_copies_the_reference_file(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     assert open_stored(other, run / "checkpoints" / "step_3", "model-1").rows.keys() == {
@@ -69,7 +69,7 @@ def test_a_run_in_another_folder_takes_the_file_of_the_one_it_continues(run: Pat
     assert (other / "reference.jsonl").read_text() == (run / "reference.jsonl").read_text()
 
 
-def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
+def test_unfinished_line_is_measured_again(run: Path) -> None:
     with (run / "reference.jsonl").open("a") as file:
         file.write('{"part": "training", "row": 9')
     assert open_stored(run, None, "model-1") == StoredReference(
@@ -82,7 +82,7 @@ def test_a_line_that_was_not_finished_is_measured_again(run: Path) -> None:
     ]
 
 
-def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: Path) -> None:
+def test_given_file_is_read_by_id(run: Path, tmp_path: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     assert value.by_id == {"7": ReferenceLine(-10.5, -9.25, "ab"), "8": ReferenceLine(-1.0, -2.0, "cd")}
     assert value.of(facts()) == (-10.5, -9.25)
@@ -97,7 +97,7 @@ def test_a_file_of_a_run_or_of_plain_lines_is_given_by_id(run: Path, tmp_path: P
         value.of(facts(name="9"))
 
 
-def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> None:
+def test_changed_answers_in_given_file_are_rejected(run: Path) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     with pytest.raises(
         DataError, match=r"row 4 \(sample '7'\): the row has changed.*\(fingerprint xx, in the file ab\)"
@@ -105,7 +105,7 @@ def test_other_answers_under_the_ids_of_a_given_file_are_refused(run: Path) -> N
         value.of(facts(fingerprint="xx"))
 
 
-def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_given_file_of_another_model_warns(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     value = read_reference_file(str(run / "reference.jsonl"))
     value.warn_of_other_model("model-1")
     assert not caplog.records
@@ -113,7 +113,7 @@ def test_a_given_file_of_another_model_is_told(run: Path, caplog: pytest.LogCapt
     assert "another model (fingerprint model-1) than training starts with (model-2)" in caplog.text
 
 
-def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
+def test_unfinished_line_of_given_file_is_skipped(run: Path) -> None:
     with (run / "reference.jsonl").open("a") as file:
         file.write('{"part": "training", "row": 9')
     assert read_reference_file(str(run / "reference.jsonl")).by_id.keys() == {"7", "8"}
@@ -137,13 +137,13 @@ def test_a_given_file_of_a_killed_run_has_an_unfinished_line(run: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, error: str) -> None:
+def test_invalid_given_file_is_rejected(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "given.jsonl").write_text(text)
     with pytest.raises(DataError, match=rf"given\.jsonl, {error}"):
         read_reference_file(str(tmp_path / "given.jsonl"))
 
 
-def test_a_file_that_is_not_there_is_told() -> None:
+def test_missing_given_file_is_rejected() -> None:
     with pytest.raises(ConfigError, match="dpo.reference_file .*: no such file"):
         read_reference_file("nowhere.jsonl")
 
@@ -159,7 +159,7 @@ def test_a_file_that_is_not_there_is_told() -> None:
         '{"part": "training", "row": [3], "id": "7", "fingerprint": "ab", "chosen": -1, "rejected": -1}',
     ],
 )
-def test_a_file_that_holds_other_lines_is_no_reference_of_a_run(tmp_path: Path, line: str) -> None:
+def test_unmeasured_line_in_run_file_is_rejected(tmp_path: Path, line: str) -> None:
     (tmp_path / "reference.jsonl").write_text(f'{{"model": "model-1"}}\n{line}\n')
     with pytest.raises(DataError, match=r"reference\.jsonl, line 2: .* is not a measured row; remove the file"):
         open_stored(tmp_path, None, "model-1")

@@ -1,4 +1,4 @@
-"""What is shown of a step's pairs, BCO's running baseline, and the warning sign."""
+"""Metrics of a step's pairs, BCO's running baseline, and the warning sign."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_metrics_are_means_over_pairs() -> None:
     )
 
 
-def test_the_baseline_is_the_mean_reward_of_all_answers_before() -> None:
+def test_baseline_is_mean_reward_of_earlier_answers() -> None:
     baseline = Baseline()
     assert baseline.mean == 0
     baseline.add(PAIRS, 0.1)  # rewards .05, .05, -.02, .05
@@ -42,7 +42,7 @@ def test_the_baseline_is_the_mean_reward_of_all_answers_before() -> None:
     assert baseline.mean == pytest.approx((0.13 - 0.4) / 6)
 
 
-def test_the_baseline_does_not_depend_on_the_order_of_the_pairs() -> None:
+def test_baseline_does_not_depend_on_pair_order() -> None:
     values = [random.Random(0).uniform(-1e3, 1e3) for _ in range(64)]
     result = set()
     for seed in range(5):
@@ -53,7 +53,7 @@ def test_the_baseline_does_not_depend_on_the_order_of_the_pairs() -> None:
     assert len(result) == 1
 
 
-def test_a_reward_that_is_not_finite_leaves_the_baseline_as_it_was() -> None:
+def test_non_finite_reward_keeps_baseline() -> None:
     baseline = Baseline(0.5, 2)
     baseline.add(make_pairs([math.nan, -1.0], [-2.0, -2.0]), 0.1)
     assert baseline == Baseline(0.5, 2)
@@ -69,7 +69,7 @@ def test_a_reward_that_is_not_finite_leaves_the_baseline_as_it_was() -> None:
         (lambda i: -0.1 * i if i else math.nan, lambda i: 0.5 + i / 100, True),
     ],
 )
-def test_chosen_answers_that_fall_while_accuracy_rises_are_told_once(chosen, accuracy, warns) -> None:
+def test_falling_chosen_answers_are_reported_once(chosen, accuracy, warns) -> None:
     watch = ChosenWatch()
     message = [watch.look(chosen(i), accuracy(i)) for i in range(2 * WINDOW)]
     assert not any(message[: WINDOW - 1])

@@ -1,4 +1,4 @@
-"""Clips out of video files: which frames, which size, and what is said where a video does not suffice."""
+"""Clips from video files: their frames, their size, and the error if a video does not suffice."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def levels(clip: torch.Tensor) -> list[int]:
         (60, 10, 0.1, [6, 12, 18, 24, 30]),
     ],
 )
-def test_the_frame_is_taken_that_is_shown_at_each_moment(
-    fps: float, wanted: float, start: float, indices: list[int]
-) -> None:
+def test_frame_shown_at_each_moment_is_chosen(fps: float, wanted: float, start: float, indices: list[int]) -> None:
     info = VideoInfo(100, fps, 32, 64, 100 / fps)
     assert choose_frames(info, ClipSize(5, 32, 32, wanted), start) == indices
 
@@ -77,12 +75,12 @@ def test_the_frame_is_taken_that_is_shown_at_each_moment(
         (99, 12, 0, r"has 12 frames per second, fewer than data.fps \(16\).* lower data.fps to 12"),
     ],
 )
-def test_a_short_or_slow_video_is_told_with_both_numbers(frames: int, fps: float, start: float, said: str) -> None:
+def test_insufficient_video_is_reported_with_numbers(frames: int, fps: float, start: float, said: str) -> None:
     with pytest.raises(DataError, match=said):
         choose_frames(VideoInfo(frames, fps, 32, 64, frames / fps), ClipSize(5, 32, 32, 16.0), start)
 
 
-def test_a_video_with_exactly_the_frames_that_are_needed_is_read() -> None:
+def test_video_with_just_enough_frames_is_read() -> None:
     assert choose_frames(VideoInfo(93, 16, 1, 1, 5.8), ClipSize(93, 32, 32, 16.0), 0)[-1] == 92
 
 
@@ -111,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_folder_gives_prompts_and_the_middle_of_its_clips(folder: Path) -> None:
+def test_folder_yields_prompts_and_cropped_clips(folder: Path) -> None:
     rows, _ = open_world_data(WorldDataConfig(format="folder", path=str(folder)), 0)
     assert [(row.id, row.prompt) for row in rows.rows][0] == (f"{folder}/videos/a.mp4", "a grey box")
     clip = rows.read_clip(rows[0], SIZE)
@@ -140,7 +138,7 @@ def test_a_folder_tells_what_has_no_partner(tmp_path: Path, caplog: pytest.LogCa
         open_world_data(WorldDataConfig(format="folder", path=str(tmp_path / "videos")), 0)
 
 
-def test_a_prompt_that_cannot_be_read_is_a_bad_row(tmp_path: Path) -> None:
+def test_unreadable_prompt_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     (tmp_path / "videos" / "b.mp4").write_bytes(b"")
     (tmp_path / "metas" / "b.txt").mkdir(parents=True)
@@ -170,7 +168,7 @@ def opened(path: Path, **settings: Any) -> Any:
     return open_world_data(WorldDataConfig(format="shards", path=str(path), **settings), 0)[0]
 
 
-def test_rows_of_shards_are_read_in_place_and_in_any_order(tmp_path: Path, cache: Path) -> None:
+def test_shard_rows_are_readable_in_any_order(tmp_path: Path, cache: Path) -> None:
     content = video(tmp_path / "v.mp4").read_bytes()
     (tmp_path / "shards").mkdir()
     pack(
@@ -194,9 +192,7 @@ def test_rows_of_shards_are_read_in_place_and_in_any_order(tmp_path: Path, cache
         rows.read_clip(rows[1], SIZE)
 
 
-def test_an_index_is_made_once_for_each_version_of_a_shard(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shard_is_indexed_once_per_version(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = pack(tmp_path / "a.tar", {"0.txt": b"one"})
     made, make = [], shards.make_index
     monkeypatch.setattr(shards, "make_index", lambda *given: made.append(given) or make(*given))
@@ -207,25 +203,25 @@ def test_an_index_is_made_once_for_each_version_of_a_shard(
     assert [row.prompt for row in opened(shard).rows] == ["another"]
 
 
-def test_shards_that_webdataset_writes_and_those_with_long_names_are_read(tmp_path: Path, cache: Path) -> None:
+def test_webdataset_and_long_name_shards_are_read(tmp_path: Path, cache: Path) -> None:
     key = "x" * 150
     shard = pack(tmp_path / "a.tar", {f"./{key}.json": b'{"prompt": "long"}', f"./{key}.mp4": b"1"})
     assert [(row.prompt, row.clip is not None) for row in opened(shard).rows] == [("long", True)]
 
 
 @pytest.mark.parametrize("suffix", ["pickle", "pkl", "text.pyd", "latent.pth", "PT"])
-def test_a_shard_with_a_pickle_is_refused_by_name(tmp_path: Path, cache: Path, suffix: str) -> None:
+def test_shard_with_pickle_is_rejected(tmp_path: Path, cache: Path, suffix: str) -> None:
     shard = pack(tmp_path / "a.tar", {"0.json": b'{"prompt": "x"}', f"0.{suffix}": b"cos\nsystem\n"})
     with pytest.raises(DataError, match=rf"a.tar: its member '0.{suffix}' is a pickle, which could run code"):
         opened(shard)
 
 
-def test_a_row_with_latents_alone_is_one_without_a_clip(tmp_path: Path, cache: Path) -> None:
+def test_row_with_only_latents_has_no_clip(tmp_path: Path, cache: Path) -> None:
     (row,) = opened(pack(tmp_path / "a.tar", {"0.txt": b"x", "0.latent.npy": b"not read"})).rows
     assert row.clip is None
 
 
-def test_suffixes_in_capitals_are_those_in_small_letters(tmp_path: Path, cache: Path) -> None:
+def test_suffix_case_is_ignored(tmp_path: Path, cache: Path) -> None:
     content = video(tmp_path / "v.mp4").read_bytes()
     (tmp_path / "shards").mkdir()
     pack(tmp_path / "shards" / "A.TAR", {"0.MP4": content, "0.Json": b'{"prompt": "x"}'})
@@ -234,7 +230,7 @@ def test_suffixes_in_capitals_are_those_in_small_letters(tmp_path: Path, cache: 
     assert levels(rows.read_clip(rows[0], SIZE)) == [0, 1, 2, 3, 4]
 
 
-def test_shards_that_the_disk_has_no_room_for_are_not_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_too_large_for_disk_are_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def source(name: str) -> S3Object:
         return S3Object(S3Address("bucket", f"clips/{name}"), 4 * 10**17, "etag", name)
 
@@ -260,7 +256,7 @@ def test_rows_without_a_prompt_are_bad_rows(tmp_path: Path, cache: Path) -> None
     assert [row.prompt for row in opened(shard, on_bad_row="skip").rows] == ["good"]
 
 
-def test_shards_that_are_damaged_compressed_or_linked_are_named(tmp_path: Path, cache: Path) -> None:
+def test_unusable_shards_are_reported(tmp_path: Path, cache: Path) -> None:
     content = pack(tmp_path / "a.tar", {"0.txt": b"x" * 3000}).read_bytes()
     (tmp_path / "cut.tar").write_bytes(content[:1500])
     pack(tmp_path / "zipped.tar", {"0.txt": b"x"}, "w:gz")
@@ -283,7 +279,7 @@ def test_shards_that_are_damaged_compressed_or_linked_are_named(tmp_path: Path, 
             opened(path)
 
 
-def test_cosmos_layout_of_a_tar_for_each_kind_is_refused_with_advice(tmp_path: Path, cache: Path) -> None:
+def test_cosmos_shard_layout_is_rejected_with_advice(tmp_path: Path, cache: Path) -> None:
     for kind in ("metas", "video"):
         (tmp_path / kind).mkdir()
         pack(tmp_path / kind / "000.tar", {"0.json": b"{}"})

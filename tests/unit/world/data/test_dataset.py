@@ -24,7 +24,7 @@ from dsreason.world.types import ClipSize
 SIZE = ClipSize(9, 32, 32, 16.0)
 
 
-def test_a_built_in_clip_shows_a_square_that_moves_as_its_caption_says() -> None:
+def test_built_in_clip_matches_its_caption() -> None:
     training, held_out = open_world_data(WorldDataConfig(limit=48, validation=8), 0)
     assert (len(training), len(held_out)) == (40, 8)
     assert not {row.id for row in training.rows} & {row.id for row in held_out.rows}
@@ -52,7 +52,7 @@ def test_a_square_by_hand() -> None:
     assert clip[:, 8, 5, 12].tolist() == [255, 26, 26]
 
 
-def test_mislabelled_captions_are_wrong_as_often_as_they_should_and_the_clips_are_the_same() -> None:
+def test_mislabelled_captions_err_at_expected_rate() -> None:
     right, _ = open_world_data(WorldDataConfig(), 3)
     wrong, _ = open_world_data(WorldDataConfig(path="mislabelled"), 3)
     assert {row.prompt for row in right.rows} == {row.prompt for row in wrong.rows} == set(PROMPTS)
@@ -100,7 +100,7 @@ def test_prompts_are_lines_or_objects(tmp_path: Path) -> None:
         training.read_clip(training[0], SIZE)
 
 
-def test_bad_rows_are_named_or_left_out_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_are_reported_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "p.jsonl"
     deep = json.dumps({"prompt": "a", "note": 0}).replace("0", "[" * 900 + "]" * 900)
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n{"prompt": " "}\n[1]\n{"prompt"\n' + deep)
@@ -131,21 +131,19 @@ def test_data_that_cannot_be_opened(settings: dict[str, object], said: str) -> N
 
 @pytest.mark.parametrize("format", ["prompts", "folder", "shards"])
 @pytest.mark.parametrize("path", ["/nowhere", ""])
-def test_data_that_are_not_there_are_called_by_their_own_key(format: str, path: str) -> None:
+def test_missing_data_are_named_by_their_key(format: str, path: str) -> None:
     data = WorldDataConfig.model_validate({"format": format, "path": path})
     with pytest.raises(DataError, match=rf"^data\.validation: {path or 'is empty'}"):
         open_rows(data, 0, "data.validation")
 
 
 INSIDE = "\u0085", "\u2028", "\u2029", "\x0b", "\x0c", "\x1c"
-"""Where `splitlines` ends a line, and neither a text file nor JSON does."""
+"""Characters that end a line for `splitlines`, but not in a text file or in JSON."""
 
 
 @pytest.mark.parametrize("character", INSIDE)
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_a_prompt_may_hold_what_only_unicode_calls_the_end_of_a_line(
-    tmp_path: Path, suffix: str, character: str
-) -> None:
+def test_prompt_may_hold_unicode_line_ends(tmp_path: Path, suffix: str, character: str) -> None:
     prompt = f"a red square{character} moves left"
     line = prompt if suffix == "txt" else json.dumps({"prompt": prompt}, ensure_ascii=False)
     (tmp_path / f"p.{suffix}").write_bytes(f"{line}\r\nanother\n".replace("another", line).encode())
@@ -193,7 +191,7 @@ def test_a_prompt_may_begin_with_a_brace(tmp_path: Path) -> None:
         ("p:1", "x", "\udbff.mp4", r"its video has half of a character"),
     ],
 )
-def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
+def test_lone_surrogate_makes_a_bad_row(row_id: str, prompt: str, clip: str | None, said: str) -> None:
     rows = CheckedRows()
     rows.add(row_id, {"prompt": prompt}, clip)
     assert not rows.rows
@@ -201,7 +199,7 @@ def test_half_of_a_character_is_a_bad_row(row_id: str, prompt: str, clip: str | 
     rows.bad[0].encode()
 
 
-def test_half_of_a_character_in_the_negative_prompt_is_an_error_of_the_configuration() -> None:
+def test_lone_surrogate_in_negative_prompt_is_rejected() -> None:
     """The prompt is a key of the cache, too; JSON can write such a one."""
     with pytest.raises(
         ConfigError, match=r"c\.json: data\.negative_prompt: .*'x \\ud800' has half of a character at 2"

@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_of_a_run_shows_before_during_and_after_with_rewards_and_looks(run: Path) -> None:
+def test_run_page_shows_steps_rewards_and_metrics(run: Path) -> None:
     file = write_run_page(run)
     assert file == run / "world.html"
     html = file.read_text()
@@ -72,7 +72,7 @@ def test_the_page_of_a_run_shows_before_during_and_after_with_rewards_and_looks(
     assert "step 0 · reward 0.000 · brightness 0.500" in text
 
 
-def test_no_text_becomes_html_and_nothing_is_fetched(run: Path) -> None:
+def test_page_escapes_text_and_fetches_nothing(run: Path) -> None:
     html = (write_run_page(run) or run).read_text()
     assert "script" not in tags(html)
     assert "49" not in re.sub(r"[\d.]*\d{2,}[\d.,]*", "", html.replace("{{ 7 * 7 }}", ""))
@@ -101,7 +101,7 @@ def test_a_run_without_rewards_has_a_page(run: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "expected"), [([0], [0]), ([0, 9], [0, 9]), ([*range(0, 101, 10)], [0, 20, 50, 80, 100])]
 )
-def test_the_first_and_the_last_validation_are_always_shown(steps: list[int], expected: list[int]) -> None:
+def test_first_and_last_validation_are_always_displayed(steps: list[int], expected: list[int]) -> None:
     assert choose_steps(steps) == expected
 
 
@@ -115,7 +115,7 @@ def test_a_curve_spans_its_panel() -> None:
     assert draw(Curve("constant", training=[(1, 0.5)])) is not None
 
 
-def test_videos_that_do_not_fit_are_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_videos_are_omitted_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"x" * 60)
     monkeypatch.setattr(pages, "MAX_BYTES", 100)
@@ -133,7 +133,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_the_page_of_an_evaluation_has_the_baseline_beside_it(tmp_path: Path) -> None:
+def test_evaluation_page_shows_the_baseline(tmp_path: Path) -> None:
     for name, reward in (("base", 0.25), ("new", 0.75)):
         folder = tmp_path / name
         open_results(folder, {"model": {"path": name}, "world": {"sampling_steps": len(name)}}, overwrite=False)
@@ -153,7 +153,7 @@ def test_the_page_of_an_evaluation_has_the_baseline_beside_it(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "said"), [("typo", "typo: no such folder"), ("text", r"text/world\.json: are not the")]
 )
-def test_a_baseline_that_is_none_is_named(tmp_path: Path, name: str, said: str) -> None:
+def test_invalid_baseline_is_reported(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / "text").mkdir()
     open_results(tmp_path / "new", {"model": {"path": "new"}}, overwrite=False)
     write_clip(tmp_path / "new", ClipResult(0, "row 0", "a prompt", {"": 1.0}, 0.5, 0.1, [1, 2]))
@@ -161,7 +161,7 @@ def test_a_baseline_that_is_none_is_named(tmp_path: Path, name: str, said: str) 
         write_report(tmp_path / "new", tmp_path / name)
 
 
-def test_a_clip_is_written_as_it_is_and_small_ones_are_enlarged(tmp_path: Path) -> None:
+def test_clip_is_unchanged_and_small_clips_enlarged(tmp_path: Path) -> None:
     write_mp4(CLIP, tmp_path / "clip.mp4", 16.0)
     info = probe_video(tmp_path / "clip.mp4")
     assert (info.num_frames, info.fps, info.height, info.width) == (9, 16.0, 32, 48)
@@ -172,7 +172,7 @@ def test_a_clip_is_written_as_it_is_and_small_ones_are_enlarged(tmp_path: Path) 
     assert shrink(shrink(large)).shape == (3, 2, 176, 320)
 
 
-def test_a_gif_keeps_its_speed_where_frames_are_left_out() -> None:
+def test_gif_keeps_speed_when_frames_are_dropped() -> None:
     from io import BytesIO
 
     from PIL import Image

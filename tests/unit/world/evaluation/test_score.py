@@ -20,7 +20,7 @@ def clip(number: int, reward: float, prompt: str = "", **changes: object) -> Cli
     return replace(made, **changes)
 
 
-def test_a_summary_has_the_mean_of_every_reward_and_what_clips_look_like() -> None:
+def test_summary_has_reward_means_and_clip_statistics() -> None:
     result = summarise([clip(0, 1.0), clip(1, 0.5, picture=[255, 255]), clip(2, 0.0)])
     assert result.clips == result.prompts == 3
     means = {name: item.mean for name, item in result.values.items()}
@@ -28,7 +28,7 @@ def test_a_summary_has_the_mean_of_every_reward_and_what_clips_look_like() -> No
     assert result.diversity == pytest.approx(np.std([0, 1, 0]) / 2)
 
 
-def test_an_interval_is_that_of_the_normal_distribution_for_many_independent_clips() -> None:
+def test_interval_matches_normal_distribution() -> None:
     values = np.random.default_rng(1).normal(2.0, 0.5, size=400)
     low, high = compute_interval(list(values), [str(i) for i in range(400)]) or (0, 0)
     reach = 1.96 * values.std() / 20
@@ -36,7 +36,7 @@ def test_an_interval_is_that_of_the_normal_distribution_for_many_independent_cli
     assert high == pytest.approx(values.mean() + reach, abs=0.005)
 
 
-def test_clips_of_one_prompt_count_as_one_where_they_are_alike() -> None:
+def test_clips_of_one_prompt_are_clustered() -> None:
     """Ten copies of each of two values say no more than the two: an interval that takes them for 20 is too narrow."""
     low, high = compute_interval([0.0] * 10 + [1.0] * 10, ["a"] * 10 + ["b"] * 10) or (1, 0)
     assert (low, high) == (0.0, 1.0)
@@ -68,12 +68,12 @@ def test_evaluations_of_other_prompts_are_not_compared(baseline: list[ClipResult
         compare([clip(0, 1.0)], baseline)
 
 
-def test_nothing_is_no_summary() -> None:
+def test_empty_summary_is_rejected() -> None:
     with pytest.raises(DataError, match="no clips yet"):
         summarise([])
 
 
-def test_results_are_read_as_they_were_written_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_results_are_read_in_numeric_order(tmp_path: Path) -> None:
     settings = {"model": {"path": "a"}, "world": {"sampling_steps": 10}}
     open_results(tmp_path, settings, overwrite=False)
     for number in (10, 2):
@@ -83,7 +83,7 @@ def test_results_are_read_as_they_were_written_in_the_order_of_their_numbers(tmp
     assert read_clips(tmp_path) == [clip(2, 0.5), clip(10, 0.5)]
 
 
-def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path) -> None:
+def test_changed_settings_in_folder_are_rejected(tmp_path: Path) -> None:
     open_results(tmp_path, {"world": {"sampling_steps": 10}}, overwrite=False)
     write_clip(tmp_path, clip(0, 0.5))
     with pytest.raises(ConfigError, match=r"another world\.sampling_steps \(10, now 20\)"):

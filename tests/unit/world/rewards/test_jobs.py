@@ -1,4 +1,4 @@
-"""Which functions of a file are served."""
+"""Functions of a file that are served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Thing: ...
 """
 
 
-def test_public_functions_of_the_file_are_served_and_built_in_ones_that_it_imports(tmp_path: Path) -> None:
+def test_public_and_builtin_functions_are_served(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(FILE)
     assert list(find_functions(str(file))) == ["motion", "one", "two"]
@@ -41,7 +41,7 @@ def test_public_functions_of_the_file_are_served_and_built_in_ones_that_it_impor
 REQUEST = ScoringRequest(["a"], {"x": 1.0}, [{}], "video", np.zeros((1, 3, 1, 2, 2), np.uint8), {"geneval_tags": ["b"]})
 
 
-def test_a_request_is_read_as_it_was_written() -> None:
+def test_request_is_read_as_written() -> None:
     read = read_body(bytearray(enqueue_body(REQUEST)))
     assert np.array_equal(read.array, REQUEST.array)
     assert (read.prompts, read.reward_fn, read.video_infos, read.media_type, read.extra) == (
@@ -53,7 +53,7 @@ def test_a_request_is_read_as_it_was_written() -> None:
     )
 
 
-def test_scores_are_kept_of_the_newest_jobs_and_those_that_wait_are_never_dropped(
+def test_queue_keeps_newest_scores_and_waiting_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jobs, "KEPT", 2)

@@ -24,7 +24,7 @@ def test_brightness_is_the_mean_of_all_channels() -> None:
     assert pixels.brightness(clips, ROWS).tolist() == pytest.approx([0.4, 1.0])
 
 
-def test_sharpness_is_0_for_a_blank_frame_or_an_even_slope_and_4_for_a_chessboard() -> None:
+def test_sharpness_spans_blank_frame_to_chessboard() -> None:
     place = torch.arange(6)
     board = ((place[:, None] + place) % 2).float().expand(1, 3, 2, 6, 6)
     slope = (place / 10).expand(1, 3, 2, 6, 6)
@@ -43,7 +43,7 @@ def test_motion_and_flicker() -> None:
     assert pixels.flicker(clips[:, :, :1], []).tolist() == [0, 0]
 
 
-def test_colour_is_the_share_of_the_channel_that_the_prompt_names_first() -> None:
+def test_colour_scores_first_channel_in_prompt() -> None:
     left, right = plain(0.9, 0.1, 0.5, side=2), plain(0.0, 0.0, 0.1, side=2)
     clips = torch.cat([left, right], -1).repeat(2, 1, 1, 1, 1)  # red exceeds by 0.4, blue by 0.1
     assert pixels.colour(clips, ROWS).tolist() == pytest.approx([0.8, 0.2])
@@ -55,7 +55,7 @@ def test_a_prompt_without_a_colour_is_named() -> None:
         pixels.colour(plain(0, 0, 0), [WorldRow("train.txt:7", "a coloured ship")])
 
 
-def test_solid_wants_a_coloured_area_and_not_a_dark_one() -> None:
+def test_solid_scores_coloured_but_not_dark_areas() -> None:
     clips = torch.cat([plain(1, 0, 0), plain(0.16, 0, 0), plain(0.5, 0.5, 0.5)])
     assert pixels.solid(clips, []).tolist() == pytest.approx([1, 0.01 / (45 / 1024), 0], abs=1e-5)
     assert pixels.solid(clips, [], share=1.0).tolist() == pytest.approx([0.85, 0.01, 0], abs=1e-6)

@@ -1,4 +1,4 @@
-"""Functions of clips: what they are given, what they may return, and how their failures are told."""
+"""Functions of clips: the inputs they get, the results they may return, and the reports of their failures."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def config(*names: str, workers: int = 0, **settings: float) -> WorldRewardConfi
     return WorldRewardConfig(functions=dict.fromkeys(names, 1.0), workers=workers, **settings)
 
 
-def test_the_total_is_weighted_and_the_parts_are_not(file: str) -> None:
+def test_total_is_weighted_but_parts_are_not(file: str) -> None:
     scores = score(WorldRewardConfig(functions={"brightness": 2.0, f"{file}:level": -0.5}, workers=0))
     assert {name: values.tolist() for name, values in scores.by_name.items()} == {
         "brightness": pytest.approx([0.2, 1.0]),
@@ -105,7 +105,7 @@ def test_options_reach_a_built_in_function() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_own_functions_get_pixels_and_facts_and_the_whole_batch(file: str, workers: int) -> None:
+def test_custom_functions_get_whole_batch_with_facts(file: str, workers: int) -> None:
     names = [f"{file}:{name}" for name in ("level", "facts", "whole_batch", "waiting")]
     scores = score(config(*(names if workers else names[:3]), workers=workers))
     assert scores.by_name["level"].tolist() == pytest.approx([0.2, 1.0])
@@ -114,7 +114,7 @@ def test_own_functions_get_pixels_and_facts_and_the_whole_batch(file: str, worke
     assert not workers or scores.by_name["waiting"].tolist() == [1, 2]
 
 
-def test_own_functions_run_elsewhere_and_several_requests_are_paired_with_their_clips(file: str) -> None:
+def test_custom_functions_run_in_workers_in_order(file: str) -> None:
     import os
 
     with open_scorer(config(f"{file}:level", f"{file}:process", workers=1)) as scorer:
@@ -136,7 +136,7 @@ def test_own_functions_run_elsewhere_and_several_requests_are_paired_with_their_
         ("broken", r"raised ValueError: no weights"),
     ],
 )
-def test_a_failed_function_is_an_error_and_never_a_number(file: str, name: str, said: str, workers: int) -> None:
+def test_failed_function_raises_instead_of_scoring(file: str, name: str, said: str, workers: int) -> None:
     with pytest.raises(RewardError, match=rf'own.py:{name}", clips of "train.txt:1" to "train.txt:2": {said}'):
         score(config(f"{file}:{name}", workers=workers))
 
@@ -158,7 +158,7 @@ def test_a_failed_function_is_an_error_and_never_a_number(file: str, name: str, 
         [torch.ones((), requires_grad=True)] * 2,
     ],
 )
-def test_what_only_could_be_read_as_numbers_is_none(result: Any) -> None:
+def test_results_not_plain_numbers_are_rejected(result: Any) -> None:
     with pytest.raises(ValueError, match="^returned (.|\n)*; it must return a finite number for each clip"):
         check_scores(result, (CLIPS, ROWS))
 
@@ -182,7 +182,7 @@ def test_numbers_may_be_of_any_kind(result: Any) -> None:
     ("name", "said"),
     [("dies", r"its worker process died \(exit code 3\)"), ("hangs", "no result within the time limit of 1 s")],
 )
-def test_a_function_that_takes_its_process_along_or_hangs_ends_in_an_error(file: str, name: str, said: str) -> None:
+def test_crashing_or_hanging_function_raises_an_error(file: str, name: str, said: str) -> None:
     with pytest.raises(RewardError, match=said):
         score(config(f"{file}:{name}", workers=1, time_limit=1.0))
 
@@ -196,23 +196,23 @@ def test_a_function_that_takes_its_process_along_or_hangs_ends_in_an_error(file:
         (["{file}:absent"], 'has no "absent"'),
     ],
 )
-def test_what_cannot_be_found_or_called_is_told_before_the_run(file: str, names: list[str], said: str) -> None:
+def test_unusable_function_is_rejected_before_the_run(file: str, names: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said), open_scorer(config(*(name.format(file=file) for name in names))):
         pass
 
 
-def test_what_still_runs_when_a_scorer_is_closed_ends(file: str) -> None:
+def test_running_function_ends_when_scorer_closes(file: str) -> None:
     with open_scorer(config(f"{file}:hangs", workers=1)) as scorer:
         pending = scorer.start(CLIPS, LATENTS, ROWS, 16.0)
     assert pending.futures[0].exception(timeout=20) is not None  # TimeoutError if it still runs
 
 
-def test_a_colour_that_no_prompt_names_ends_in_an_error() -> None:
+def test_prompt_without_colour_is_rejected() -> None:
     with open_scorer(config("colour")) as scorer, pytest.raises(DataError, match="names no colour"):
         scorer.start(CLIPS[:1], LATENTS, [WorldRow("7", "a ship")], 16.0).result()
 
 
-def test_built_in_functions_are_called_while_the_caller_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtin_functions_run_while_caller_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = threading.Event()
 
     def patient(clips: Tensor, samples: Sequence[WorldRow]) -> list[float]:

@@ -132,7 +132,7 @@ def body(array: np.ndarray, **head: Any) -> bytes:
 VIDEO = CLIPS.numpy()
 
 
-def test_the_recorded_request_is_answered_as_the_service_answers(server: RewardHTTPServer) -> None:
+def test_recorded_request_is_answered_like_the_service(server: RewardHTTPServer) -> None:
     status, ticket = post(
         server, "enqueue", VIDEO_BODY.replace(b'{"dance_grpo": 2.0}', b'{"level": 2.0, "facts": 1, "x": 0}')
     )
@@ -155,7 +155,7 @@ def test_the_recorded_request_is_answered_as_the_service_answers(server: RewardH
     assert post(server, "ping", {"info_data": "{}"}) == (200, {"message": "Ping request received"})
 
 
-def test_our_client_and_our_server_understand_each_other(server: RewardHTTPServer) -> None:
+def test_client_and_server_work_together(server: RewardHTTPServer) -> None:
     scores = ({"name": "level", "score_key": "level"}, {"name": "facts", "score_key": "length+fps", "clip_max": 100})
     settings = WorldRewardConfig.model_validate(
         {"services": scores, "enqueue_url": server.url + "enqueue", "fetch_url": server.url + "pull", "time_limit": 20}
@@ -179,9 +179,7 @@ def test_our_client_and_our_server_understand_each_other(server: RewardHTTPServe
         ("level", "latent", "SystemExit: no such latents"),
     ],
 )
-def test_whatever_a_function_raises_the_next_job_is_scored(
-    server: RewardHTTPServer, name: str, media: str, said: str
-) -> None:
+def test_next_job_is_scored_after_any_exception(server: RewardHTTPServer, name: str, media: str, said: str) -> None:
     array = VIDEO if media == "video" else LATENTS.numpy()
     _, ticket = post(server, "enqueue", body(array, media_type=media, reward_fn={name: 1}))
     status, answer = scored(server, ticket["uuid"], name)
@@ -191,9 +189,7 @@ def test_whatever_a_function_raises_the_next_job_is_scored(
     assert scored(server, ticket["uuid"], "level")[0] == 200
 
 
-def test_no_answer_holds_a_secret_of_the_servers_or_is_long(
-    server: RewardHTTPServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_short_and_hide_secrets(server: RewardHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sk-live-0123456789")
     _, ticket = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"telling": 1}))
     status, answer = scored(server, ticket["uuid"], "telling")
@@ -209,9 +205,7 @@ def test_no_answer_holds_a_secret_of_the_servers_or_is_long(
 @pytest.mark.parametrize("server", [{"decoder": Halver()}], indirect=True)
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("head", [{}, {"media_type": "latent"}])
-def test_without_a_media_type_they_are_latents_and_bytes_are_bfloat16(
-    server: RewardHTTPServer, head: dict[str, str], as_bytes: bool
-) -> None:
+def test_untyped_media_are_latents_in_bfloat16(server: RewardHTTPServer, head: dict[str, str], as_bytes: bool) -> None:
     latents = torch.tensor([0.5, -0.25]).view(2, 1, 1, 1, 1).expand(2, 4, 1, 1, 2).contiguous()
     array = latents.to(torch.bfloat16).view(torch.uint8).numpy() if as_bytes else latents.numpy().astype(np.float16)
     status, ticket = post(server, "enqueue", body(array, **head))
@@ -219,7 +213,7 @@ def test_without_a_media_type_they_are_latents_and_bytes_are_bfloat16(
     assert scored(server, ticket["uuid"], "level")[1]["scores"] == {"level": [0.75, 0.375]}
 
 
-def test_images_and_what_is_said_of_each_reach_the_functions(server: RewardHTTPServer) -> None:
+def test_images_and_their_facts_reach_functions(server: RewardHTTPServer) -> None:
     images = np.full((2, 4, 5, 3), 51, np.uint8)
     sent = body(images, media_type="image", reward_fn={"tags": 1.0, "level": 1.0}, geneval_tags=[3, 4])
     _, ticket = post(server, "enqueue", sent)
@@ -227,7 +221,7 @@ def test_images_and_what_is_said_of_each_reach_the_functions(server: RewardHTTPS
     assert scored(server, ticket["uuid"], "level")[1]["scores"] == {"level": pytest.approx([0.2, 0.2])}
 
 
-def test_scores_are_400_until_they_are_there_and_functions_run_off_the_request_thread(server: RewardHTTPServer) -> None:
+def test_pending_scores_are_answered_with_400(server: RewardHTTPServer) -> None:
     _, first = post(server, "enqueue", body(VIDEO, media_type="video", reward_fn={"slow": 1}))
     _, second = post(server, "enqueue", body(VIDEO, media_type="video"))
     assert post(server, "pull", {"uuid": first["uuid"], "type": "slow"}) == (
@@ -241,7 +235,7 @@ def test_scores_are_400_until_they_are_there_and_functions_run_off_the_request_t
 
 
 @pytest.mark.parametrize("server", [{"limits": Limits(2, 2000, 1000)}], indirect=True)
-def test_a_full_queue_and_a_large_body_are_refused_and_nothing_is_dropped(server: RewardHTTPServer) -> None:
+def test_full_queue_and_large_body_are_rejected(server: RewardHTTPServer) -> None:
     sent = body(VIDEO, media_type="video", reward_fn={"slow": 1})
     tickets = [post(server, "enqueue", sent) for _ in range(3)]
     assert [status for status, _ in tickets] == [200, 200, 503]
@@ -298,9 +292,7 @@ np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
         ),
     ],
 )
-def test_a_body_that_cannot_be_used_is_refused_with_the_reason(
-    server: RewardHTTPServer, sent: bytes, said: str
-) -> None:
+def test_unusable_body_is_rejected_with_reason(server: RewardHTTPServer, sent: bytes, said: str) -> None:
     status, answer = post(server, "enqueue", sent)
     assert status == 400
     assert re.search(said, answer["message"])
@@ -318,7 +310,7 @@ def test_without_the_right_token_nothing_is_done(server: RewardHTTPServer, given
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_it_listens_at_an_address_of_ipv6_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_listens_on_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "::1")
     server = RewardHTTPServer(("::1", 0), FUNCTIONS)
     assert server.url.startswith("http://[::1]:")
@@ -343,7 +335,7 @@ def test_errors_are_json(server: RewardHTTPServer, line: str, status: int, messa
 
 
 @pytest.mark.parametrize("line", ["nonsense", "POST /api/reward/ping HTTP/9.9x"])
-def test_what_is_not_http_is_refused(server: RewardHTTPServer, line: str) -> None:
+def test_malformed_http_is_rejected(server: RewardHTTPServer, line: str) -> None:
     assert send_raw(server, line)[0].startswith("HTTP/1.1 400 ")
     assert post(server, "ping", {})[0] == 200
 

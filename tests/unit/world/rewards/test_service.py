@@ -66,7 +66,7 @@ class Service:
         self.url = f"http://127.0.0.1:{self.http.server_port}/api/reward/"
 
     def scores(self, not_yet: int = 0, **scores: dict[str, list[float]]) -> None:
-        """Answer as the service does: after so many 400s for each function, the scores."""
+        """Answer as the service does: `not_yet` times status 400 for each function, then the scores."""
         fromkeys = dict.fromkeys(scores, not_yet)
 
         def answer(path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any]:
@@ -122,7 +122,7 @@ def test_a_request_has_these_bytes(service: Service) -> None:
     assert pull_headers["X-Lepton-Replica-Target"] == "replica-7"
 
 
-def test_latents_are_sent_as_float16_and_called_so(service: Service) -> None:
+def test_latents_are_sent_as_float16(service: Service) -> None:
     service.scores(dance_grpo={"overall_reward": [1, 2]})
     with open_scorer(config(service, media="latent")) as scorer:
         scorer.start(CLIPS, LATENTS, ROWS, 16.0).result()
@@ -133,7 +133,7 @@ def test_latents_are_sent_as_float16_and_called_so(service: Service) -> None:
     assert np.array_equal(sent, LATENTS.numpy().astype(np.float16))
 
 
-def test_a_400_means_not_yet_and_each_function_is_asked_for_once_it_is_there(service: Service) -> None:
+def test_scores_are_fetched_after_400_per_function(service: Service) -> None:
     service.scores(3, dance_grpo={"vq_reward": [1, 2], "mq_reward": [3, 4]}, ocr={"ocr_reward": [0, 1]})
     scores = ({"name": "dance_grpo", "score_key": "vq_reward+mq_reward"}, {"name": "ocr", "score_key": "ocr_reward"})
     assert ask(config(service, *scores)) == {
@@ -145,7 +145,7 @@ def test_a_400_means_not_yet_and_each_function_is_asked_for_once_it_is_there(ser
     assert [path.rpartition("/")[2] for path, _, _ in service.requests] == ["enqueue"] + ["pull"] * 8
 
 
-def test_a_weight_of_0_is_not_sent_since_the_service_would_leave_the_function_out(service: Service) -> None:
+def test_zero_weight_is_sent_as_one(service: Service) -> None:
     service.scores(a={"x": [1, 2]})
     with open_scorer(config(service, {"name": "a", "score_key": "x", "weight": 0})) as scorer:
         scores = scorer.start(CLIPS, LATENTS, ROWS, 16.0).result()
@@ -175,7 +175,7 @@ def test_weights_clips_and_scale(
     assert compute_total(settings, values).tolist() == pytest.approx([total])
 
 
-def test_a_scorer_adds_the_service_to_functions_while_the_caller_goes_on(service: Service) -> None:
+def test_scorer_adds_service_to_functions_asynchronously(service: Service) -> None:
     service.scores(2, dance_grpo={"overall_reward": [1.0, 2.0]})
     with open_scorer(config(service, functions={"brightness": 10.0}, scale=0.5)) as scorer:
         gone_on, answer = threading.Event(), service.answer
@@ -188,7 +188,7 @@ def test_a_scorer_adds_the_service_to_functions_while_the_caller_goes_on(service
     assert scores.by_name["dance_grpo/overall_reward"].tolist() == [1, 2]
 
 
-def test_a_dropped_job_ends_in_an_error_that_says_how_long_and_where(service: Service) -> None:
+def test_dropped_job_error_states_time_and_url(service: Service) -> None:
     service.scores(10_000, dance_grpo={})
     with pytest.raises(RewardError) as error:
         ask(config(service, time_limit=0.5))
@@ -203,7 +203,7 @@ def test_a_dropped_job_ends_in_an_error_that_says_how_long_and_where(service: Se
     )
 
 
-def test_a_service_that_does_not_answer_is_given_up_in_time(service: Service) -> None:
+def test_unresponsive_service_is_abandoned_in_time(service: Service) -> None:
     service.answer = lambda *request: (time.sleep(2), (200, {}))[1]
     with pytest.raises(RewardError, match=r"enqueue, clips of X: no answer within 0.\d+ s \(1 attempts within 0.4 s\)"):
         ask(config(service, time_limit=0.4))
@@ -218,7 +218,7 @@ def test_failures_that_may_pass_are_tried_again(service: Service, status: int) -
     assert len(service.requests) == 5
 
 
-def test_a_function_that_keeps_failing_is_given_up_with_what_the_service_says(service: Service) -> None:
+def test_repeatedly_failing_function_is_reported_with_message(service: Service) -> None:
     service.answer = lambda path, *rest: (200, {"uuid": "u"}) if "enq" in path else (500, {"message": "no weights"})
     with pytest.raises(RewardError, match=r'"dance_grpo", job u: status 500 .*no weights.*\(6 attempts in a row\)'):
         ask(config(service))
@@ -246,7 +246,7 @@ def test_a_function_that_keeps_failing_is_given_up_with_what_the_service_says(se
         ((200, {"uuid": "u"}), (200, {"message": TOKEN}), "scores is missing"),
     ],
 )
-def test_what_is_wrong_for_good_is_told_at_once_and_without_the_token(
+def test_permanent_failure_is_reported_without_token(
     service: Service, enqueued: tuple[int, Any], pulled: tuple[int, Any], said: str
 ) -> None:
     service.answer = lambda path, *rest: enqueued if path.endswith("enqueue") else pulled
@@ -257,7 +257,7 @@ def test_what_is_wrong_for_good_is_told_at_once_and_without_the_token(
 
 
 @pytest.mark.parametrize("moved", ["enqueue", "pull"])
-def test_no_redirect_is_followed_since_it_would_carry_the_token_away(service: Service, moved: str) -> None:
+def test_redirects_are_not_followed(service: Service, moved: str) -> None:
     service.scores(dance_grpo={"overall_reward": [1, 2]})
     answer = service.answer
     service.answer = lambda path, *rest: (
@@ -269,7 +269,7 @@ def test_no_redirect_is_followed_since_it_would_carry_the_token_away(service: Se
 
 
 @pytest.mark.parametrize("prefix", ["REMOTE_REWARD_", "WFM_REWARD_"])
-def test_addresses_come_from_the_environment_under_both_names(
+def test_urls_come_from_either_environment_prefix(
     service: Service, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     service.scores(dance_grpo={"overall_reward": [1, 2]})
@@ -291,7 +291,7 @@ def test_addresses_come_from_the_environment_under_both_names(
         ({"REMOTE_REWARD_ENQUEUE_URL": f"http://me:{TOKEN}@h/e", "WFM_REWARD_FETCH_URL": "http://h/f"}, "no user and"),
     ],
 )
-def test_addresses_that_are_missing_or_contradict_are_told_before_the_run(
+def test_missing_or_conflicting_urls_are_rejected(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
 ) -> None:
     for name, value in environment.items():

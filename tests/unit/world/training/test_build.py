@@ -1,4 +1,4 @@
-"""What is built on which rank, and where a run may go on."""
+"""Rewards opened on each rank, and the steps from which a run may resume."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dsreason.world.training import build
 from dsreason.world.training.clips import ClipShare
 
 
-def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's reward has processes of its own; of ranks that compute a clip together one needs them."""
+def test_rewards_open_once_per_context_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open a user's reward, which has separate processes, on one of the ranks that compute a clip together."""
     opened = []
     monkeypatch.setattr(build, "share_errors", nullcontext)
     monkeypatch.setattr(build, "open_scorer", lambda reward: opened.append(reward) or nullcontext("scorer"))
@@ -29,7 +29,7 @@ def test_rewards_are_opened_where_they_are_asked_for(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("algorithm", "step", "fits"), [("nft", 3, False), ("nft", 4, True), ("sft", 3, True)])
-def test_a_run_does_not_go_on_inside_of_a_rollout(algorithm: str, step: int, fits: bool) -> None:
+def test_run_does_not_resume_inside_rollout(algorithm: str, step: int, fits: bool) -> None:
     config = WorldConfig.model_validate({"world": {"algorithm": algorithm, "optimizer_steps_per_rollout": 2}})
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"rollout \(2\): the checkpoint is of step 3"):
         build.check_start(config, step)

@@ -1,4 +1,4 @@
-"""Which clips a rank computes, and that everything about a clip follows from its place."""
+"""Clips that each rank computes, and properties of a clip that follow from its index."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(**world: object) -> WorldConfig:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 5, 6])
-def test_every_clip_counts_once_and_all_ranks_run_as_many_forwards(num_ranks: int, size: int, count: int) -> None:
+def test_clips_count_once_with_equal_forwards_everywhere(num_ranks: int, size: int, count: int) -> None:
     ranks = [share_out(PLACES[:count], ClipShare(rank, num_ranks), size) for rank in range(num_ranks)]
     counted = [place for groups in ranks for group, counts in groups if counts for place in group]
     assert counted == PLACES[:count]
@@ -36,12 +36,12 @@ def test_every_clip_counts_once_and_all_ranks_run_as_many_forwards(num_ranks: in
     assert all(0 < len(group) <= size for groups in ranks for group, _ in groups)
 
 
-def test_a_rank_without_clips_runs_a_stand_in() -> None:
+def test_rank_without_clips_runs_placeholder() -> None:
     assert share_out(PLACES[:1], ClipShare(0, 2), 4) == [((ClipIndex(0, 0),), False)]
     assert share_out(PLACES[:1], ClipShare(1, 2), 4) == [((ClipIndex(0, 0),), True)]
 
 
-def test_noise_follows_from_seed_step_place_and_purpose() -> None:
+def test_noise_follows_seed_step_index_and_purpose() -> None:
     noise = clip_noise(PLACES, SHAPE, 1, 5, "start")
     assert noise.dtype == torch.float32
     for begin, end in ((0, 2), (1, 6), (4, 5)):
@@ -58,7 +58,7 @@ def test_same_noise_is_that_of_a_group() -> None:
     assert noise[::2].equal(start_noise(PLACES, SHAPE, config(), 4)[::2])
 
 
-def test_how_many_frames_are_given_is_drawn_once_a_group() -> None:
+def test_given_frame_count_is_drawn_per_group() -> None:
     clean = {place: torch.full(SHAPE, float(place.prompt + 1)) for place in PLACES}
     settings = config(conditional_frames=(0, 2))
     drawn = {draw_given_frames(settings, step, prompt) for step in range(20) for prompt in range(3)}
@@ -77,7 +77,7 @@ def test_without_given_frames_no_clip_is_read() -> None:
     assert build_conditioning(PLACES, {}.__getitem__, config(), 7) is None
 
 
-def test_velocities_are_kept_in_half_the_memory_where_nothing_is_lost() -> None:
+def test_velocities_are_halved_when_lossless() -> None:
     exact = torch.randn(2, 3).bfloat16().float()
     assert halve(exact).dtype == torch.bfloat16
     assert halve(exact).float().equal(exact)

@@ -1,4 +1,4 @@
-"""What an evaluation of a world model loads, and which settings tell two of them apart."""
+"""Evaluations of a world model: what they load, and which settings distinguish two of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def velocity(transformer: nn.Module) -> Tensor:
         return FAMILIES["cosmos_predict2_5"].velocity(transformer, x, torch.tensor([0.5]), text)
 
 
-def test_an_adapter_is_evaluated_on_the_model_that_it_belongs_to(base: Path, tmp_path: Path) -> None:
+def test_adapter_is_evaluated_on_its_base_model(base: Path, tmp_path: Path) -> None:
     trained = load_transformer(base, torch.float32)
     add_lora(trained, rank=2, alpha=6.0, targets=["to_q", "to_v"], seed=0)
     for name, parameter in trained.named_parameters():
@@ -75,7 +75,7 @@ def test_an_adapter_is_evaluated_on_the_model_that_it_belongs_to(base: Path, tmp
         find_evaluated(WorldConfig(model=WorldModelConfig(path=str(export))))
 
 
-def test_every_clip_is_kept_and_the_weights_are_taken_as_they_are() -> None:
+def test_evaluation_keeps_all_clips_and_plain_weights() -> None:
     config = WorldConfig(
         validation=WorldValidationConfig(max_samples=7, show=1),
         train=WorldTrainConfig(context_parallel_size=4),
@@ -85,7 +85,7 @@ def test_every_clip_is_kept_and_the_weights_are_taken_as_they_are() -> None:
     assert (result.validation.show, result.train.context_parallel_size, result.lora.rank) == (7, 1, 0)
 
 
-def test_what_changes_speed_only_does_not_tell_evaluations_apart() -> None:
+def test_speed_settings_do_not_distinguish_evaluations() -> None:
     config = WorldConfig()
     faster = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": 8})})
     assert collect_settings(faster, "w") == collect_settings(config, "w")
@@ -94,13 +94,13 @@ def test_what_changes_speed_only_does_not_tell_evaluations_apart() -> None:
 
 
 @pytest.mark.parametrize("change", [{"time_limit": 700.0}, {"enqueue_url": "https://b"}, {"fetch_url": "https://b"}])
-def test_an_evaluation_goes_on_with_another_patience_or_address(change: dict[str, object]) -> None:
+def test_evaluation_continues_with_changed_reward_connection(change: dict[str, object]) -> None:
     config = WorldConfig()
     other = config.model_copy(update={"reward": config.reward.model_copy(update=change)})
     assert collect_settings(other, "w") == collect_settings(config, "w")
 
 
-def test_an_evaluation_with_other_settings_is_refused_before_ranks_start(base: Path, tmp_path: Path) -> None:
+def test_changed_evaluation_settings_are_rejected_early(base: Path, tmp_path: Path) -> None:
     config = WorldConfig(model=WorldModelConfig(path=str(base)))
     open_results(tmp_path, collect_settings(adapt_to_evaluation(config), identify_weights(base, None)), overwrite=False)
     check(config, tmp_path, overwrite=False)
@@ -115,7 +115,7 @@ def halve(weights: Path) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
-def test_an_evaluation_of_weights_that_were_replaced_is_refused(base: Path, tmp_path: Path) -> None:
+def test_replaced_weights_are_rejected(base: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(base, model)
     config, results = WorldConfig(model=WorldModelConfig(path=str(model))), tmp_path / "results"
@@ -127,7 +127,7 @@ def test_an_evaluation_of_weights_that_were_replaced_is_refused(base: Path, tmp_
         check(config, results, overwrite=False)
 
 
-def test_adapters_of_one_model_are_told_apart(tmp_path: Path) -> None:
+def test_adapters_of_one_model_are_distinguished(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "pytorch_lora_weights.safetensors")
     (tmp_path / "README.md").write_text("")
     before = identify_weights(tmp_path, tmp_path)
@@ -156,5 +156,5 @@ def test_weights_are_what_a_comparison_is_about() -> None:
     }
 
 
-def test_rows_are_cut_into_parts_of_which_the_last_may_be_short() -> None:
+def test_last_part_of_rows_may_be_short() -> None:
     assert cut([3, 5, 6, 7, 9], 2) == [[3, 5], [6, 7], [9]]

@@ -21,7 +21,7 @@ from dsreason.world.training import export
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of two ranks: parameters a, b and c, of which c is frozen."""
+    """Return a fake checkpoint of two ranks with parameters a, b and c, of which c is frozen."""
     alive: list[weakref.ref[Tensor]] = []
 
     def tensors(checkpoint: Path, saved: Any, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
@@ -37,9 +37,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(parameters=parameters, world_size=2, alive=alive)
 
 
-def test_the_average_takes_the_place_of_what_is_trained_and_one_tensor_is_held_at_a_time(
-    tmp_path: Path, saved: Any
-) -> None:
+def test_average_replaces_trained_tensors_one_by_one(tmp_path: Path, saved: Any) -> None:
     for rank, part in enumerate([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]):  # of 3 values, padded
         save_file({"a": part, "b": part + 10}, tmp_path / f"average_ema_rank_{rank}.safetensors")
     result = {}
@@ -55,7 +53,7 @@ def test_without_an_average_the_weights_are_exported(tmp_path: Path, saved: Any)
     assert {name: tensor.tolist() for name, tensor in saved_tensors.items()} == dict.fromkeys("abc", [0, 0, 0])
 
 
-def test_scores_that_no_card_would_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_dir_is_rejected_for_world_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "is_of_world_model", lambda checkpoint: True)
     options = ["--checkpoint", str(tmp_path), "--output", str(tmp_path / "out"), "--results-dir", str(tmp_path)]
     ended = CliRunner().invoke(app, ["export", *options])

@@ -1,4 +1,4 @@
-"""What clips are made of: which form of the prompts is kept, and which clips are read."""
+"""Inputs made for clips: the form in which prompts are kept, and the clips that are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UPSTREAM = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
         (0, [], True, True),
     ],
 )
-def test_projected_text_is_kept_unless_its_layer_is_trained(
+def test_projected_text_is_kept_unless_layer_trains(
     rank: int, targets: list[str], frozen: bool, projected: bool
 ) -> None:
     document = {"lora": {"rank": rank, "targets": targets}, "model": {"freeze_text_projection": frozen}}
@@ -39,7 +39,7 @@ def test_projected_text_is_kept_unless_its_layer_is_trained(
 
 
 class Source:
-    """Of clips, embeddings and latents; counts what is asked of it."""
+    """A source of clips, embeddings and latents that counts what is requested of it."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -62,7 +62,7 @@ def inputs_of(source: Any, algorithm: str, **world: Any) -> Inputs:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_a_group_has_in_common_is_read_once(size: int) -> None:
+def test_shared_group_inputs_are_read_once(size: int) -> None:
     """Two prompts of three clips, in micro-batches that may hold both; and a stand-in of a row of another rank."""
     source = Source()
     dataset = WorldDataset([WorldRow(str(n), f"prompt {n}", clip="x") for n in range(9)], source.read_clip)
@@ -86,7 +86,7 @@ def test_what_a_group_has_in_common_is_read_once(size: int) -> None:
     assert not batches[-1].counted
 
 
-def test_clips_are_read_only_where_they_are_needed() -> None:
+def test_clips_are_read_only_when_needed() -> None:
     source = Source()
     dataset = WorldDataset([WorldRow("3", "prompt 3", clip="x")], source.read_clip)
     (batch,) = inputs_of(source, "ddrl").micro_batches([((ClipIndex(0, 0),), True)], dataset, [0], 0, with_clean=False)

@@ -1,4 +1,4 @@
-"""What is shown of a step."""
+"""Display of a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bar(Progress):
         ("nft", {"reward/mean": 0.25}, math.nan, {"reward": 0.25}),
     ],
 )
-def test_a_skipped_step_is_shown_without_its_loss(
+def test_skipped_step_is_displayed_without_loss(
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
     algorithm: str,

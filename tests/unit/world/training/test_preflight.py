@@ -1,4 +1,4 @@
-"""What is wrong with a run of world models is told before a model is loaded."""
+"""Problems of world-model runs that are reported before a model is loaded."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_of_every_algorithm_passes(algorithm: str) -> None:
         ({"model": {"path": "/nowhere/model"}}, DsReasonError, "/nowhere/model"),
     ],
 )
-def test_what_is_wrong_is_told(sections: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_setting_is_reported(sections: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         check(made(**sections))
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_told(sections: dict[str, Any], error: type[Exception],
         "model_index.json",
     ],
 )
-def test_a_component_that_is_missing_is_told_before_ranks_start(file: str, tmp_path: Path) -> None:
+def test_missing_component_is_reported_before_ranks_start(file: str, tmp_path: Path) -> None:
     folder = shutil.copytree(find_model(made()), tmp_path / "model")
     (folder / file).unlink()
     with pytest.raises(CheckpointError, match=Path(file).stem):
@@ -109,27 +109,27 @@ def test_a_component_that_is_missing_is_told_before_ranks_start(file: str, tmp_p
         ({"world": {"data_coef": 0.1}, "train": {"global_batch_size": 3}}, "world.data_coef, train.global_batch_size"),
     ],
 )
-def test_what_the_algorithm_does_not_read_is_said(
+def test_settings_unused_by_algorithm_are_reported(
     sections: dict[str, Any], names: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check(made(**sections))
     assert f"does not use {names}" in caplog.text
 
 
-def test_what_is_usual_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+def test_default_settings_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     for algorithm in ("sft", "flow_grpo", "ddrl", "nft"):
         check(made(world={"algorithm": algorithm}))
     assert "does not use" not in caplog.text
 
 
 @pytest.mark.parametrize("sde", ["cps", "ddim"])
-def test_a_share_of_the_noise_is_at_most_one(sde: str) -> None:
+def test_noise_share_above_one_is_rejected(sde: str) -> None:
     with pytest.raises(ValidationError, match=rf"noise_level \(1.5\) of sde '{sde}'"):
         made(world={"sde": sde, "noise_level": 1.5})
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "ddrl"])
-def test_prompts_alone_do_not_do_where_clips_are_needed(algorithm: str, tmp_path: Path) -> None:
+def test_prompts_are_rejected_when_clips_are_needed(algorithm: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a red square\n" * 40)
     data = {**TINY, "format": "prompts", "path": str(file)}

@@ -83,7 +83,7 @@ def batch_of(*places: ClipIndex) -> ClipMicroBatch:
         ({"algorithm": "nft"}, ()),
     ],
 )
-def test_trained_steps_are_noisy_and_the_others_follow_the_ode(settings: dict[str, Any], trained: Any) -> None:
+def test_only_trained_steps_are_noisy(settings: dict[str, Any], trained: Any) -> None:
     plan = plan_steps(make_config(**settings), compute_linear_sigmas(10, 3.0), 1)
     assert plan.trained == tuple(trained)
     assert [number for number, step in enumerate(plan.steps) if step.std > 0] == list(trained)
@@ -93,7 +93,7 @@ def test_trained_steps_are_noisy_and_the_others_follow_the_ode(settings: dict[st
             assert (step.a, step.b) == pytest.approx((1.0, float(levels[number + 1] - levels[number])))
 
 
-def test_a_window_is_drawn_from_the_first_half_for_each_step() -> None:
+def test_window_is_drawn_from_first_half() -> None:
     config, sigmas = make_config(window=2), compute_linear_sigmas(10, 3.0)
     windows = [plan_steps(config, sigmas, step).trained for step in range(40)]
     assert {window[0] for window in windows} == {0, 1, 2, 3}
@@ -145,7 +145,7 @@ def test_exponential_advantages_are_of_ddrl() -> None:
     assert sample.advantages[:2].tolist() == pytest.approx([-np.exp(0.707), -np.exp(-0.707)], abs=1e-3)
 
 
-def test_a_reward_that_fails_or_is_no_number_stops_the_run() -> None:
+def test_failing_or_nan_reward_stops_the_run() -> None:
     def failing() -> ClipScores:
         raise RewardError("mine: no")
 
@@ -169,7 +169,7 @@ def test_training_sees_the_samplers_noise_levels(times: int | None, expected: in
     assert draw_levels(maker, places[1:], 3)[0].equal(drawn[1])
 
 
-def test_a_noised_clip_lies_between_clip_and_noise() -> None:
+def test_noised_clip_interpolates_clip_and_noise() -> None:
     maker = make_maker(make_config(algorithm="nft"))
     batch = batch_of(ClipIndex(0, 0), ClipIndex(2, 1))
     clean = torch.full((2, 2, 3, 4, 4), 3.0)
@@ -187,7 +187,7 @@ def test_noise_levels_of_real_clips_are_shifted() -> None:
     assert shifted.max() < 1
 
 
-def test_a_ratio_off_one_stops_the_first_update_only() -> None:
+def test_ratio_check_applies_only_to_first_update() -> None:
     check = RatioCheck()
     check.check(5e-5, 1)
     check.check(0.5, 2)  # later ones are not on policy
@@ -250,10 +250,10 @@ def test_looks_tell_dark_and_alike_clips() -> None:
         (0.0, 1e-8, 1.0, 0.0, False),  # all rewards were equal
     ],
 )
-def test_gradients_near_adams_epsilon_are_told_once(
+def test_gradients_near_epsilon_are_reported_once(
     norm: float, eps: float, clip: float, expected: float, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 10,000 trained weights."""
+    """Measure the root-mean-square gradient of 10,000 trained weights."""
     layer = torch.nn.Linear(100, 100)
     layer.bias.requires_grad_(False)
     engine: Any = SimpleNamespace(module=layer)

@@ -63,7 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[DsReasonError]:
     return errors
 
 
-def test_a_step_without_a_clip_is_an_error_that_names_one() -> None:
+def test_step_without_usable_clip_names_one() -> None:
     """The rank that has the bad clip is not the first one."""
     with pytest.raises(DataError, match="none of the 1 clips of step 7 can be used; the first: clip.mp4: is no video"):
         next_batches(make_maker(), iter([[BAD]]))
@@ -86,20 +86,20 @@ def test_validation_without_a_clip_has_no_loss(
     ],
     ids=["a dead worker", "a full disk", "a cleared cache"],
 )
-def test_an_error_of_one_rank_is_told_to_all(maker: Any, clips: Iterator[Any], told: list[DsReasonError]) -> None:
+def test_error_on_one_rank_reaches_all_ranks(maker: Any, clips: Iterator[Any], told: list[DsReasonError]) -> None:
     with pytest.raises(StorageError, match="no room"):
         next_batches(maker, clips)
     assert [str(error) for error in told] == ["no room"]
 
 
-def test_an_error_in_validation_is_told_to_all(monkeypatch: pytest.MonkeyPatch, told: list[DsReasonError]) -> None:
+def test_validation_error_reaches_all_ranks(monkeypatch: pytest.MonkeyPatch, told: list[DsReasonError]) -> None:
     monkeypatch.setattr(sft, "read_clips", failing)
     with pytest.raises(StorageError, match="no room"):
         sft.measure_held_out_loss(make_maker(), VALIDATION)
     assert [str(error) for error in told] == ["no room"]
 
 
-def test_a_bad_clip_is_left_out_or_ends_the_run(told: list[DsReasonError]) -> None:
+def test_bad_clip_is_skipped_or_fatal(told: list[DsReasonError]) -> None:
     maker = make_maker()
     batches, skipped = next_batches(maker, iter([[BAD, CLIP]]), num_rows=4)
     (((place,), counted),) = batches[1:]

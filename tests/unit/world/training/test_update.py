@@ -61,7 +61,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """With the reference's weights."""
+        """Use the reference's weights inside the context."""
         weights = [parameter.detach().clone() for parameter in self.parameters()]
         for parameter in self.parameters():
             parameter.data.mul_(0.5)
@@ -159,7 +159,7 @@ class Clip:
         return negative + SCALE * (positive - negative)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Of the frames that are not given."""
+        """Return the mean over the frames that are not given."""
         return values[:, :, self.given :].mean()
 
     def sample(self, noisy: list[int]) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
@@ -194,7 +194,7 @@ def reference_velocity(clip: Clip, x: Tensor, s: float, noise: Tensor) -> Tensor
 
 
 def sampled_loss(net: Engine, trained: list[int], kl: str, data: str, data_steps: list[int]) -> Tensor:
-    """Of Flow-GRPO, and with `data` steps of DDRL, on policy."""
+    """Return the loss of Flow-GRPO on policy, plus that of DDRL if `data_steps` is not empty."""
     clips = [Clip(net, prompt, clip) for prompt in range(PROMPTS) for clip in range(GROUP)]
     with torch.no_grad():
         values, samples = advantages(clips, trained), [clip.sample(trained)[1] for clip in clips]
@@ -216,7 +216,7 @@ def sampled_loss(net: Engine, trained: list[int], kl: str, data: str, data_steps
 
 
 def nft_loss(net: Engine) -> Tensor:
-    """Of DiffusionNFT in its first step, in which the old policy is the trained one."""
+    """Return the loss of DiffusionNFT in its first step, when the old policy is still the trained one."""
     clips = [Clip(net, prompt, clip) for prompt in range(PROMPTS) for clip in range(GROUP)]
     with torch.no_grad():
         values, finals = advantages(clips, []), [clip.sample([])[0] for clip in clips]
@@ -263,7 +263,7 @@ def check_step(engine: Engine, metrics: dict[str, float], expected: Tensor) -> N
         ),
     ],
 )
-def test_a_step_on_sampled_steps_has_the_formulas_loss_and_gradient(
+def test_sampled_step_update_matches_the_formula(
     settings: dict[str, Any], trained: list[int], data_steps: list[int]
 ) -> None:
     maker = make_maker(settings)
@@ -276,7 +276,7 @@ def test_a_step_on_sampled_steps_has_the_formulas_loss_and_gradient(
     assert metrics["policy/clip_fraction"] == 0
 
 
-def test_a_step_on_final_clips_has_the_formulas_loss_and_gradient() -> None:
+def test_final_clip_update_matches_the_formula() -> None:
     maker = make_maker({"algorithm": "nft"})
     engine: Any = maker.transformer
     (part,) = nft.add_reference(maker, engine, sample_rollout(maker), 1)

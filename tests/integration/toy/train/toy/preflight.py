@@ -1,4 +1,4 @@
-"""What is looked at before any rank starts, and how a row is encoded."""
+"""Checks before any rank starts, and the encoding of a row."""
 
 from __future__ import annotations
 
