@@ -21,54 +21,55 @@ FILE = Path(__file__).with_name("keys.md")
 INTRODUCTION = """\
 # All keys
 
-Made from the schemas by `make docs`; a test fails where it is not up to date. A configuration is TOML, YAML or JSON;
-`--set section.key=value` changes one key on the command line. `dsreason sft --dry-run` prints what results. Unknown keys are
-errors, and name the nearest known key. "unset" as a default means that the key has no value of its own; `null` on the command
-line unsets a key.
+Here you can look up every configuration key with its type, default, bounds and meaning. Configurations are TOML, YAML or JSON.
+`--set section.key=value` changes one key on the command line, and `dsreason sft --dry-run` prints the result. An unknown key
+is an error that names the nearest known key. The default "unset" means that no value is set; `null` on the command line unsets a
+key. The [glossary](glossary.md) explains the terms. `make docs` generates this page from the schemas; a test checks that it is
+current.
 """
 PARTS: dict[str, tuple[type[BaseModel], type[BaseModel] | None]] = {
     "`dsreason sft`, `dsreason grpo` and `dsreason dpo`": (RunConfig, None),
     "`dsreason sft` only": (SFTConfig, RunConfig),
     "`dsreason grpo` only": (GRPOConfig, RunConfig),
     "`dsreason dpo` only": (DPOConfig, RunConfig),
-    "`dsreason world`, beside what all training commands have": (WorldConfig, JobConfig),
+    "`dsreason world`, in addition to the keys of all training commands": (WorldConfig, JobConfig),
     "`dsreason eval`": (EvalConfig, None),
 }
-"""Title: the schema, and the one whose keys are left out because they stand in another part, as long as they are the same."""
+"""Title → schema, and a schema whose identical keys are omitted because another part lists them."""
 BOUNDS = {"minimum": "≥", "ge": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 TYPES = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "object": "table"}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the page: `Section("data.vision", "How media are …", {"fps": {"type": "number", …}}, ())`."""
+    """A table of the page: `Section("data.vision", "Sampling of media.", {"fps": {"type": "number", …}}, ())`."""
 
     path: str
     text: str
     keys: dict[str, dict[str, Any]]
     shared: tuple[str, ...]
-    """Keys that the section around has as well, which are not listed again."""
+    """Keys that the enclosing section has, too; they are not listed again."""
 
     @property
     def heading(self) -> str:
         if self.path.endswith(("sources", "upload")):
             return f"`[[{self.path}]]`"
-        return f"`[{self.path}]`" if self.path else "Outside of all sections"
+        return f"`[{self.path}]`" if self.path else "Top-level keys"
 
     def lines(self, known: Iterable[str]) -> list[str]:
-        """The table without the keys in `known`, which stand in another part; empty where nothing is left."""
+        """Return the table without the keys in `known`, which another part lists; empty if no keys remain."""
         rows = [row(name, key) for name, key in self.keys.items() if name not in known]
         if not rows:
             return []
         around = self.path.rpartition(".")[0]
-        shared = f"Also, as in {f'`[{around}]`' if around else 'the other sections'}: {names(self.shared)}.\n"
+        shared = f"It also takes these keys of {f'`[{around}]`' if around else 'the other sections'}: {names(self.shared)}.\n"
         notes = [f"{self.text}\n"] * bool(self.text) + [shared] * bool(self.shared)
         head = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|"]
         return [f"### {self.heading}\n", *notes, *head, *rows, ""]
 
 
 def sections_of(schema: type[BaseModel]) -> list[Section]:
-    """Every section with its keys."""
+    """Return every section with its keys."""
     document = schema.model_json_schema()
     return list(_walk(document | {"description": ""}, document.get("$defs", {}), "", {}))
 
@@ -86,7 +87,7 @@ def _walk(schema: dict[str, Any], defs: dict[str, Any], path: str, around: dict[
 
 
 def _inside(field: dict[str, Any]) -> tuple[str | None, bool]:
-    """The section that a field holds, and whether it is a value, too, or a list."""
+    """Return the section that a field holds, and whether the field can also be a value or a list."""
     if "$ref" in field:
         return field["$ref"].rpartition("/")[2], False
     forms = [_inside(form)[0] for form in [field.get("items"), *field.get("anyOf", [])] if isinstance(form, dict)]
@@ -94,7 +95,7 @@ def _inside(field: dict[str, Any]) -> tuple[str | None, bool]:
 
 
 def shown_type(schema: dict[str, Any]) -> str:
-    """`{"anyOf": [{"type": "integer"}, {"type": "null"}]}` → `integer`."""
+    """Return the type as text: `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` → `integer`."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(shown_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if "enum" in schema:
@@ -115,7 +116,7 @@ def shown_type(schema: dict[str, Any]) -> str:
 
 
 def shown_bounds(schema: dict[str, Any]) -> str:
-    """`≥ 1`, `> 0, < 1`, `pattern …`; empty where there are none."""
+    """Return the bounds, such as `≥ 1` or `> 0, < 1`; empty without bounds."""
     found = [f"{sign} {schema[word]}" for word, sign in BOUNDS.items() if word in schema]
     found += [f"`{schema['pattern']}`"] if "pattern" in schema else []
     found += ["not empty"] if schema.get("minItems") and "items" in schema else []
@@ -126,7 +127,7 @@ def shown_bounds(schema: dict[str, Any]) -> str:
 
 
 def row(name: str, schema: dict[str, Any]) -> str:
-    """A key's line of the table."""
+    """Return a key's row of the table."""
     default = "required" if "default" not in schema else "unset"
     if schema.get("default") is not None:
         default = f"`{json.dumps(schema['default'])}`"
@@ -140,7 +141,7 @@ def names(keys: Iterable[str]) -> str:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [INTRODUCTION]
     for title, (schema, other) in PARTS.items():
         elsewhere = {section.path: section.keys for section in sections_of(other)} if other else {}
