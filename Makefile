@@ -91,10 +91,11 @@ gpu: setup ## Run the tests that need a GPU.
 gpu-report: $(if $(PYTHON),,setup) ## Measure what a GPU shows of dsreason, at most 30 minutes: outputs/gpu-report.
 	$(or $(PYTHON),$(PY)) -m benchmarks.gpu_report --parts "$(PARTS)" $(if $(OUT),--out "$(OUT)") $(if $(filter command line,$(origin SECONDS)),--seconds $(SECONDS))
 
-check: setup ## Format, lint, types.
+check: setup ## Format, lint, types, wording.
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy dsreason data_adapters
+	$(PY) -m pytest tests/unit/test_wording.py -q
 
 fix: setup ## Format and mend what ruff can mend.
 	$(PY) -m ruff check --fix .

@@ -66,7 +66,7 @@ def refuse_export(output: Path, dtype: str, state: TrainerState) -> None:
 
 def make_job(config: Any, output_dir: Path, *, asked: Callable[[], str] = str) -> TrainingJob[Any]:
     """Make a job of one rank whose watchdog watches nothing. `asked` gives the signal that asks it to stop."""
-    watchdog: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    watchdog: Any = SimpleNamespace(track_phase=lambda name: nullcontext())
     stop: Any = SimpleNamespace(asked=asked)
     return TrainingJob(
         config=config,

@@ -189,7 +189,7 @@ def copy_with_little_memory(folder: str) -> list[bool]:
     for times in (100, 1.5, 3):
         writer = CheckpointWriter(engine, Path(folder) / str(times), world)
         free = mock.patch(
-            "dsreason.checkpoints.checkpoint_writer.available_bytes", return_value=int(times * (size or 10**6))
+            "dsreason.checkpoints.checkpoint_writer.count_available_bytes", return_value=int(times * (size or 10**6))
         )
         with free:
             writer.start(1, TrainerState(step=1))

@@ -23,7 +23,7 @@ from dsreason.job import launch
 
 launch.enter_rank()
 from dsreason.job import hosts
-from dsreason.job.ranks import all_sum, init_world, shutdown
+from dsreason.job.ranks import reduce_sum, init_world, shutdown
 
 hosts.JOIN_TIMEOUT = timedelta(seconds=float(os.environ.get("SECONDS", 60)))
 try:
@@ -36,11 +36,11 @@ try:
             store.wait(["rank 1 has read all"])
     else:
         world = init_world()
-        sys.stdout.write(f"sum {all_sum(world.rank + 1)}\\n")
+        sys.stdout.write(f"sum {reduce_sum(world.rank + 1)}\\n")
         sys.stdout.flush()
         if world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os._exit(1)
-        all_sum(1)
+        reduce_sum(1)
     shutdown()
 except DsReasonError as error:
     sys.exit(launch.report(error))

@@ -49,7 +49,7 @@ def train_with_nan(folder: str, model: str, rows: str, rule: str) -> str:
         }
     )
     try:
-        with mock.patch("dsreason.train.sft.loop.sft_loss", poisoned):
+        with mock.patch("dsreason.train.sft.loop.compute_sft_loss", poisoned):
             sft.run(config, output_dir=Path(folder))
     except DsReasonError as error:
         return str(error)

@@ -64,7 +64,7 @@ from dsreason.job.ranks import init_world
 def work():
     world = init_world()
     setup_logs(Path.cwd(), world.rank)
-    with Watchdog(world, time_limit=600.0) as watchdog, watchdog.phase("train"):
+    with Watchdog(world, time_limit=600.0) as watchdog, watchdog.track_phase("train"):
         Path(f"token_{world.rank}").write_text(os.environ.get("HF_TOKEN", ""))
         Path(f"ready_{world.rank}").touch()
         while not all(Path(f"ready_{rank}").exists() for rank in (0, 1)):
@@ -80,7 +80,7 @@ def die():
 how = sys.argv[-1]
 hosts.JOIN_TIMEOUT = timedelta(seconds=15 if how == "join" else 600)
 try:
-    with lifeline.from_the_start() if how in ("early", "die") else nullcontext():
+    with lifeline.join_with_lifeline() if how in ("early", "die") else nullcontext():
         if how == "early" and os.environ["RANK"] == "1":
             die()
         work()

@@ -96,7 +96,7 @@ class Explorer:
         before = generators()
         threads = torch.get_num_threads(), torch.set_num_threads
         self.pools = pools_from_now_on()
-        with mock.patch("dsreason.rollout.vllm_engine.vllm_pools", return_value=self.pools):
+        with mock.patch("dsreason.rollout.vllm_engine.find_pools", return_value=self.pools):
             self.engine = VLLMEngine(
                 folder / "model",
                 encoder.processor.tokenizer,

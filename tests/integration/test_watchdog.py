@@ -48,7 +48,7 @@ from dsreason.job import launch
 
 def wait_for_rank_1(how):
     if how == "collective":
-        all_sum(1.0)
+        reduce_sum(1.0)
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(minutes=10))
     store.get("never set")
@@ -77,7 +77,7 @@ from dsreason.errors import DsReasonError
 from dsreason.job import watchdog as module
 from dsreason.job.logs import set_step, setup_logs
 from dsreason.job.watchdog import Watchdog
-from dsreason.job.ranks import all_sum, barrier, init_world
+from dsreason.job.ranks import reduce_sum, wait_for_ranks, init_world
 
 how = sys.argv[1]
 module.CLOSING_TIME = 3.0
@@ -87,15 +87,15 @@ try:
     set_step(7)
     logging.getLogger("dsreason").info("the last words of rank %d", world.rank)
     signal.signal(signal.SIGTERM, lambda *_: None)  # never called where rank 0 is: no way out of the collective
-    barrier()
+    wait_for_ranks()
     # Of rank 1 too high to be reached: it ends because rank 0 asks for it.
     late = world.rank == 0 and how in ("store", "collective")
     with Watchdog(world, time_limit=1.0 if late else 600.0) as watchdog:
         if world.rank == 0:
-            with watchdog.phase("train"):
+            with watchdog.track_phase("train"):
                 end(how)
                 wait_for_rank_1(how)
-        with watchdog.phase("rollout"):
+        with watchdog.track_phase("rollout"):
             end(how)
             fall_asleep()
 except Exception as error:

@@ -15,15 +15,15 @@ from dsreason.rollout.sleep_state import SleepState
 
 def test_woken_pool_holds_garbage_until_written_back() -> None:
     remaining, forgotten, cached = (torch.full((4,), value, dtype=torch.uint8) for value in (1, 2, 3))
-    state = SleepState({"weights": [remaining]})
+    saved = SleepState({"weights": [remaining]})
     state = SleepState({"weights": [remaining, forgotten], "kv_cache": [cached]})
     woken: list[str] = []
     llm = SimpleNamespace(wake_up=lambda tags: woken.extend(tags))
-    state.remember()
+    saved.remember()
     with fill_with_garbage(llm, state, 127):
         llm.wake_up(tags=["weights"])
         assert [part.tolist() for part in (remaining, forgotten, cached)] == [[127] * 4, [127] * 4, [3] * 4]
-        state.write_back("weights")
+        saved.write_back("weights")
         llm.wake_up(tags=["kv_cache"])
     llm.wake_up(tags=["weights"])
     assert [part.tolist() for part in (remaining, forgotten, cached)] == [[1] * 4, [127] * 4, [127] * 4]

@@ -99,17 +99,21 @@ def test_sft_rank_imports_no_unneeded_module(tmp_path: Path) -> None:
     unneeded = {"vllm", "datasets", "matplotlib", "openai", "s3fs", "math_verify", "wandb", "tensorboard"}
     unneeded |= {"torch._inductor.compile_fx", "dsreason.models.tiny", "dsreason.builtin_task.clips"}
     unneeded |= {"sklearn", "pandas", "diffusers", "peft"}
-    start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.sft.loop"
+    start = (
+        "from dsreason.imports import make_imports_fast\nwith make_imports_fast():\n    import dsreason.train.sft.loop"
+    )
     assert imported_by(start, tmp_path) & unneeded == set()
 
 
 def test_grpo_does_not_import_world_model_libraries(tmp_path: Path) -> None:
-    start = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import dsreason.train.grpo.loop"
+    start = (
+        "from dsreason.imports import make_imports_fast\nwith make_imports_fast():\n    import dsreason.train.grpo.loop"
+    )
     assert imported_by(start, tmp_path) & {"diffusers", "peft", "dsreason.world"} == set()
 
 
 def test_hidden_modules_can_be_imported_after_start(tmp_path: Path) -> None:
-    code = "from dsreason.imports import quick_imports\nwith quick_imports():\n    import transformers.generation\nimport sklearn"
+    code = "from dsreason.imports import make_imports_fast\nwith make_imports_fast():\n    import transformers.generation\nimport sklearn"
     assert "sklearn" in imported_by(code, tmp_path)
 
 

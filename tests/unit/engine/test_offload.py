@@ -17,7 +17,7 @@ def test_gradient_buffers_survive_repeated_offload() -> None:
     """Cover an optimizer that DeepSpeed keeps on the host."""
     engine = SimpleNamespace(device=torch.device("cpu"), optimizer=None)
     offload, bucket = StateOffload(engine, device_type="cpu"), torch.ones(1000)
-    result = {"masters": [], "moments": [], "_weights": [], "gradients": [bucket]}
+    result = {"masters": [], "moments": [], "_list_weights": [], "gradients": [bucket]}
     with mock.patch.multiple(offload, **{name: mock.Mock(return_value=value) for name, value in result.items()}):
         offload.offload()
         offload.offload()

@@ -56,7 +56,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "thoughts": split_response,
     **{f"reward: {name}": rewarding(name) for name in REFERENCES},
     "reward: direct_math": normalise,
-    "judge": importlib.import_module("dsreason.rewards.judge").plain_score,
+    "judge": importlib.import_module("dsreason.rewards.judge").find_plain_score,
     "options of a question": parse_listed_options,
     "separators in a question": one_option,
     "letter of an answer": lambda text: find_option_letter(text, OPTIONS),

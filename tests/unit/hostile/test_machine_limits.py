@@ -102,7 +102,7 @@ def test_overlong_line_is_rejected_by_number(
 ) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 2048)
     (here / "rows.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=f"line {number}: longer than .* MiB; a line holds one row"):
+    with pytest.raises(DataError, match=f"line {number}: longer than .* MiB; write one row per line"):
         JsonLinesRows(here / "rows.jsonl")
 
 

@@ -164,7 +164,7 @@ def test_padding_buys_an_image_no_time(here: Path, padding: str) -> None:
     os.truncate(here / "a.ppm", 20 * 2**30 if padding == "holes" else 3000)
     most = 1000 if padding == "bytes" else 10**9
     with time_limit.time_limit(here / "a.ppm", most=most):
-        (limit,) = time_limit._get_pixel_limits.values()
+        (limit,) = time_limit._limits.values()
         assert limit.seconds == pytest.approx(30, abs=0.1)
     assert time_limit.get_size_on_disk(here / "a.ppm") <= 8192
 
@@ -190,6 +190,6 @@ def test_each_file_has_a_separate_limit(here: Path) -> None:
     (here / "a.png").write_bytes(png(4, 4))
     with time_limit.time_limit(here / "a.png"):
         assert probe_image(here / "a.png") == (4, 4)
-        assert len(time_limit._get_pixel_limits) == 1
-    assert time_limit._get_pixel_limits == {}
+        assert len(time_limit._limits) == 1
+    assert time_limit._limits == {}
     assert count_codec_threads() >= 1

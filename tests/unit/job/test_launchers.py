@@ -8,7 +8,7 @@ from pathlib import Path
 
 RUNNER = """
 import subprocess, sys
-from dsreason.job.launchers import launchers
+from dsreason.job.launchers import find_launchers
 
 def job(port):
     return ["--world_info=e30=", "--node_rank=0", "--master_addr=10.0.0.1", f"--master_port={port}"]
@@ -25,7 +25,7 @@ elif role == "launch":
     subprocess.run([sys.executable, __file__, "rank", folder], check=True)
 else:
     names = [next((word for word in process.cmdline() if word in ("runner", "sshd", "launch")), process.name())
-             for process in launchers()]
+             for process in find_launchers()]
     print(" ".join(names))
 """
 
@@ -40,7 +40,7 @@ def test_launchers_between_rank_and_runner_are_found(tmp_path: Path) -> None:
 
 
 def test_elsewhere_only_the_parent_counts() -> None:
-    program = "import os; from dsreason.job.launchers import launchers\n"
-    program += "print([process.pid for process in launchers()] == [os.getppid()])"
+    program = "import os; from dsreason.job.launchers import find_launchers\n"
+    program += "print([process.pid for process in find_launchers()] == [os.getppid()])"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n"

@@ -53,8 +53,8 @@ try:
         if mode == "fail":
             fail_and_hang()
         stack.enter_context(dog)
-        with dog.phase("outer"):
-            with dog.phase("inner"):
+        with dog.track_phase("outer"):
+            with dog.track_phase("inner"):
                 pass
             time.sleep(0.3)  # a few looks of the watchdog
             if mode == "late":
@@ -196,7 +196,7 @@ def test_phase_may_have_a_separate_time_limit(
 def test_every_trainer_phase_accepts_a_time_limit() -> None:
     folder = Path(module.__file__).parents[1] / "train"
     sources = "".join(file.read_text() for file in folder.rglob("*.py"))
-    matches = re.findall(r'(?:watchdog\.phase|self\.watch)\("([^"]*)"\)', sources)
+    matches = re.findall(r'(?:watchdog\.track_phase|self\.watch)\("([^"]*)"\)', sources)
     assert {*matches, "other"} == set(get_args(PhaseName))
 
 

@@ -113,7 +113,7 @@ def test_torch_cache_is_emptied_before_vllm_wakes(tag: str) -> None:
     engine.llm = SimpleNamespace(wake_up=calls.wake_up, llm_engine=SimpleNamespace(is_sleeping=calls.is_sleeping))
     with (
         mock.patch("torch.cuda.empty_cache", calls.empty_cache),
-        mock.patch("dsreason.rollout.vllm_engine.preserved_process_state"),
+        mock.patch("dsreason.rollout.vllm_engine.preserve_process_state"),
     ):
         engine._wake(tag)
     assert calls.mock_calls == [

@@ -64,7 +64,7 @@ def make_sampler(
 ) -> RolloutSampler:
     config = make_config(**algorithm)
     sampler: Any = SimpleNamespace(awake=lambda version: nullcontext(engine), times={})
-    watchdog: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    watchdog: Any = SimpleNamespace(track_phase=lambda name: nullcontext())
     scorer: Any = Scorer(set(equal))
     world = World(0, 0, 1, torch.device("cpu"))
     return RolloutSampler(

@@ -145,12 +145,12 @@ def test_folders_in_s3_are_copied_without_pickles(
 ) -> None:
     expected: list[str] = []
 
-    def local_folder(address: str, want: Any) -> Path:
+    def fetch_folder(address: str, want: Any) -> Path:
         names = ["model_index.json", "vae/config.json", "transformer/a.safetensors", "transformer/a.bin", "vae/b.pt"]
         expected.extend(filter(want, names))
         return folder
 
-    monkeypatch.setattr("dsreason.models.folder.local_folder", local_folder)
+    monkeypatch.setattr("dsreason.models.folder.fetch_folder", fetch_folder)
     assert resolve_world_model(WorldModelConfig(path="s3://bucket/model"), tmp_path) == folder
     assert expected == ["model_index.json", "vae/config.json", "transformer/a.safetensors"]
 

@@ -34,7 +34,7 @@ def make_maker(**functions: Callable[..., Any]) -> Any:
         inputs=SimpleNamespace(
             size=None,
             latents=SimpleNamespace(encode=encode),
-            real_batch=functions.get("real_batch", lambda places, counted, *rest: (places, counted)),
+            make_real_batch=functions.get("real_batch", lambda places, counted, *rest: (places, counted)),
         ),
     )
 

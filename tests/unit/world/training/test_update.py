@@ -125,7 +125,7 @@ def sample_rollout(maker: ClipMaker) -> list[list[SampledClips]]:
     """Sample the clips of the first step's prompts."""
     rows = [WorldRow(str(row), "x" * row, clip="x") for row in range(1, PROMPTS + 1)]
     dataset = WorldDataset(rows, lambda row, size: torch.full((3, 9, 2, 2), int(row.id), dtype=torch.uint8))
-    phases: Any = SimpleNamespace(phase=lambda name: nullcontext())
+    phases: Any = SimpleNamespace(track_phase=lambda name: nullcontext())
     average: Any = SimpleNamespace(in_place=nullcontext)
     old = average if maker.config.world.algorithm == "nft" else None
     memory = MemoryLedger(maker.device)
