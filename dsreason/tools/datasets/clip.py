@@ -18,7 +18,7 @@ from dsreason.tools.datasets.processes import run_tracked
 
 
 @dataclass(frozen=True)
-class Clips:
+class CutClips:
     """The result for the requested clips."""
 
     cut: list[str] = field(default_factory=list)
@@ -66,10 +66,10 @@ def clip_name(row: Any, dataset: str) -> str:
     return name
 
 
-def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> Clips:
+def cut_clips(names: Sequence[str], rule: Rule, folder: Path, *, workers: int = 0) -> CutClips:
     """Cut those clips that are not in `folder` yet, each as `<name>.mp4`, in `workers` processes (0: in this one)."""
     folder.mkdir(parents=True, exist_ok=True)
-    clips = Clips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
+    clips = CutClips(present=[name for name in names if (folder / f"{name}.mp4").is_file()])
     cuts: list[tuple[str, Cut]] = []
     present = set(clips.present)
     for name in (name for name in names if name not in present):

@@ -113,7 +113,8 @@ def test_grpo_does_not_import_world_model_libraries(tmp_path: Path) -> None:
 
 
 def test_hidden_modules_can_be_imported_after_start(tmp_path: Path) -> None:
-    code = "from dsreason.imports import make_imports_fast\nwith make_imports_fast():\n    import transformers.generation\nimport sklearn"
+    imports = "from dsreason.imports import make_imports_fast\nwith make_imports_fast():\n"
+    code = f"{imports}    import transformers.generation\nimport sklearn"
     assert "sklearn" in imported_by(code, tmp_path)
 
 
