@@ -133,7 +133,7 @@ def test_failed_write_is_reported_on_every_rank(tmp_path: Path) -> None:
     first, second = run_on_ranks(fail_to_write, 2, str(tmp_path))
     assert first == second
     no_room, too_large = first
-    assert "GiB, and 0.00 GiB are free" in no_room
+    assert "GiB, but only 0.00 GiB are free" in no_room
     assert "step_3: rank 1 could not write it: " in too_large
     assert "older checkpoints are unchanged" in no_room and "older checkpoints are unchanged" in too_large
 

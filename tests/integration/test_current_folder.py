@@ -18,7 +18,7 @@ import pytest
 from tests.integration.command import metrics
 from tests.integration.rows import write_mixed_rows
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PACKAGES = (
     # what libraries look for and is not installed; `op_builder` and `torch_supa_ext` in every start

@@ -16,7 +16,7 @@ import torch
 from dsreason.checkpoints.export import write_model_folder
 from dsreason.monitor.memory import read_status_bytes
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 TENSORS, ELEMENTS = 6, 9_000_000
 SIZE = 4 * ELEMENTS  # bytes; blocks of more than 32 MiB go back to the kernel when they are freed

@@ -13,7 +13,7 @@ import pytest
 
 from dsreason.job.ranks import find_free_port
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RANK = """
 import os, sys

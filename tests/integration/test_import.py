@@ -11,6 +11,8 @@ from tests.docs import ROOT, blocks
 from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 
+pytestmark = pytest.mark.long
+
 SFT = """
 redis = "12800"
 [custom.dataset]

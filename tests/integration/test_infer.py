@@ -20,7 +20,7 @@ from tests.integration.command import dsreason
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_eval import run as evaluate
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data with real media is absent")

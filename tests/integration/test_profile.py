@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SETTINGS = (
     *("train.max_steps=3", "train.global_batch_size=4", "train.micro_batch_size=1", "data.workers=1"),

@@ -18,7 +18,7 @@ from dsreason.config.shipped import list_shipped
 from tests.integration.command import dsreason, metrics
 from tests.integration.recipe_data import write_media, write_source
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RECIPES = [name for name in list_shipped("launch/recipes") if not name.startswith(("builtin_", "world_", "eval"))]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.integration.rows import write_mixed_rows
 from tests.stand_in import scenarios
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ALGORITHMS = [
     {"preset": "grpo", "correction": "none", "kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.01},

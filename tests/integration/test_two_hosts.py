@@ -29,7 +29,7 @@ from tests.integration.two_hosts import (
     write_hostfile,
 )
 
-pytestmark = two_hosts.marks
+pytestmark = [*two_hosts.marks, pytest.mark.long]
 
 MINUTE = 60.0
 PORT_OF_STORE, OTHER_PORTS = "29500", ["1-29499", "29501-65534"]

@@ -16,7 +16,7 @@ from tests.integration.command import dsreason, metrics
 from tests.integration.rows import write_mixed_rows
 from tests.integration.test_grpo import CONFIG
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MINUTE = 60.0
 REWARDS = """

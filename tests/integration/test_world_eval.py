@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.command import dsreason, metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RUN = """
 [model]
