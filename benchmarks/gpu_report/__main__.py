@@ -71,7 +71,7 @@ def listen() -> threading.Event:
 
 @app.command()
 def main(
-    parts: Annotated[str, typer.Option(help="Parts to run, separated by blanks; default: all.")] = "",
+    parts: Annotated[str, typer.Option(help="Parts to run, separated by spaces; default: all.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the report; results of earlier calls stay in it.")] = Path(
         "outputs/gpu-report"
     ),

@@ -207,7 +207,7 @@ def check_sizes(path: Path) -> dict[str, int]:
     for name, size in files.items():
         if not (parts := Path(name).parts) or parts[0] == "/" or ".." in parts:
             raise CheckpointError(
-                f"{path / MARKER}: names {name!r:.300}, which is not a file in it; choose another checkpoint"
+                f"{path / MARKER}: names {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
             )
         file = path / name
         if not os.path.isfile(file):  # unlike Path.is_file, it returns False for a name that is too long

@@ -23,7 +23,7 @@ STYLES: dict[Verdict, str] = {"pass": "green", "warn": "yellow", "fail": "bold r
 def doctor(
     config: ConfigOption = None,
     hostfile: Annotated[
-        Path | None, typer.Option(help="Also look at the hosts of this DeepSpeed hostfile, by ssh.")
+        Path | None, typer.Option(help="Also check the hosts in this DeepSpeed hostfile, over SSH.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Without the two short runs, which take about a minute.")

@@ -41,7 +41,10 @@ SetOption = Annotated[
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output-dir", help="Folder of the run.")]
 ResumeOption = Annotated[
-    str | None, typer.Option("--resume", metavar="auto|PATH", help="Continue the newest, or this, checkpoint.")
+    str | None,
+    typer.Option(
+        "--resume", metavar="auto|PATH", help="Checkpoint to continue from: its path, or auto for the newest."
+    ),
 ]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start; default: one per GPU.")]
 RestartsOption = Annotated[

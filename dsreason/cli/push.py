@@ -48,7 +48,7 @@ def push(
     target = read_target(to, "--to")
     is_whole_run = is_run(folder)
     if include and not is_whole_run:
-        raise ConfigError(f"--include {include[0]}: {folder} is not the folder of a run; leave it out")
+        raise ConfigError(f"--include {include[0]}: {folder} is not a run folder; remove --include")
     folders = list_folders(folder, include or (FolderKind.export, FolderKind.checkpoint)) if is_whole_run else [folder]
     with ExitStack() as stack:
         packages = [(inside, stack.enter_context(open_package_or_logs(inside))) for inside in folders]

@@ -114,7 +114,7 @@ def read_document(file: Path, name: str) -> dict[str, Any]:
     if document is None:  # an empty YAML file
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{name}: holds a {type(document).__name__}; write sections with keys")
+        raise ConfigError(f"{name}: holds a {type(document).__name__}; it must consist of sections with keys")
     return document
 
 

@@ -95,7 +95,7 @@ def parse_target(text: str) -> UploadAddress:
             f"{shown_text!r} is not an upload target; write s3://bucket/prefix or hub:user/name[/folder][@branch]"
         )
     if TOKEN.search(text):
-        raise ValueError("hub:…: an address must not contain a token; set HF_TOKEN")
+        raise ValueError("hub:…: an upload target must not contain a token; set HF_TOKEN instead")
     return HubAddress(match["repo"], _check_path((match["folder"] or "").strip("/"), text), match["revision"])
 
 

@@ -19,7 +19,7 @@ def get_cache_dir() -> Path:
             return Path(folder).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsreason"
     except RuntimeError as error:
-        raise ConfigError(f"the cache: {error}; set HOME, or DSREASON_CACHE to a folder") from None
+        raise ConfigError(f"cannot determine the cache folder: {error}; set HOME or DSREASON_CACHE") from None
 
 
 @contextmanager

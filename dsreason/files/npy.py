@@ -28,7 +28,7 @@ def read_npy(content: bytes | bytearray | memoryview) -> NDArray[Any]:
     except MALFORMED as error:
         raise ValueError(f"not a .npy array: {(str(error) or type(error).__name__):.200}") from None
     if dtype.kind not in "uif":
-        raise ValueError(f"the array has the type {dtype}; it must be a type of plain numbers")
+        raise ValueError(f"the array has dtype {dtype}; only integer and floating-point types are supported")
     if any(length < 0 for length in shape):
         raise ValueError(f"the array has an impossible shape: {list(shape)}")
     size, sent = math.prod(shape) * dtype.itemsize, len(content) - file.tell()

@@ -128,4 +128,4 @@ def raise_on_all_ranks(problem: str | None) -> None:
     }
     if ranks_by_problem:
         problems = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_problem.items())
-        raise SyncError(f"self-test of the rollout engine: {problems}")
+        raise SyncError(f"the self-test of the rollout engine failed: {problems}")

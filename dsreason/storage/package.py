@@ -180,7 +180,9 @@ def check_links(folder: Path) -> None:
 def check_link(path: Path, folder: Path) -> None:
     target = Path(os.path.realpath(path))
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
-        raise CheckpointError(f"{path}: is a link to {target}, outside the folder; replace it by the file itself")
+        raise CheckpointError(
+            f"{path}: is a link to {target}, outside the folder; replace the link with the file itself"
+        )
 
 
 def get_write_time(folder: Path) -> int:

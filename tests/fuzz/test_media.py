@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 VIDEOS = {"mp4": "libx264", "mov": "libx264", "mkv": "libx264", "ts": "libx264", "avi": "mpeg4", "webm": "libvpx-vp9"}
 
 
-def test_media(fuzz: Fuzz, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_media_raise_only_data_errors(fuzz: Fuzz, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (images, videos):
         monkeypatch.setattr(module, "MAX_IMAGE_PIXELS", 10_000_000)  # decoding larger ones takes long
     clips = [write_video(here / f"clip.{name}", codec=codec).read_bytes() for name, codec in VIDEOS.items()]

@@ -179,7 +179,7 @@ def results(
 
 
 @pytest.mark.parametrize(("cut", "what"), [item for item in WANTED if item[0] != BY_HAND])
-def test_loss_and_gradient_match_single_conversations(results, cut, what):
+def test_loss_and_gradient_match_one_conversation_per_forward(results, cut, what):
     loss, gradients = results[cut, what]
     expected_loss, expected = results[BY_HAND, what]
     assert loss == pytest.approx(expected_loss, rel=1e-5)

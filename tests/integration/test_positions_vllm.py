@@ -235,7 +235,7 @@ def test_padded_rows_match_vllm_positions_and_deltas(both: dict[str, Any], side:
 
 
 @pytest.mark.parametrize("case", VIDEOS)
-def test_video_logprobs_are_those_of_vllm(both: dict[str, Any], case: str) -> None:
+def test_video_logprobs_match_vllm(both: dict[str, Any], case: str) -> None:
     value, by_forward = both["logprobs"][case]
     np.testing.assert_allclose(value, both["vllm_logprobs"][case], atol=1e-4, rtol=0)
     np.testing.assert_allclose(by_forward, both["vllm_logprobs"][case], atol=1e-4, rtol=0)

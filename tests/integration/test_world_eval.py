@@ -111,7 +111,7 @@ def test_evaluation_resumes_without_changing_other_clips(folder: Path) -> None:
     assert {name: (clips / name).stat().st_mtime_ns for name in remaining} == remaining
 
 
-def test_what_is_of_other_models_is_refused(folder: Path) -> None:
+def test_options_for_other_models_are_rejected(folder: Path) -> None:
     ended = dsreason("eval", "--model", "run", "--data", "rows.jsonl", cwd=folder)
     assert ended.returncode == 2
     assert "--data: is of models that answer questions, and this is a world model" in ended.stderr

@@ -200,7 +200,9 @@ def validate(
     command: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="COMMAND", help="Which command the configuration is for; default: by its sections."
+            "--for",
+            metavar="COMMAND",
+            help="Command that the configuration is for; by default inferred from its sections.",
         ),
     ] = None,
     all_rows: Annotated[bool, typer.Option("--all", help="Every row, which is the default.")] = False,

@@ -24,7 +24,10 @@ DataDirOption = Annotated[Path, typer.Option(help="Folder that holds benchmark/,
 
 
 def fetch(
-    task: Annotated[list[Task] | None, typer.Option(help="What for; several are possible. Default: benchmark.")] = None,
+    task: Annotated[
+        list[Task] | None,
+        typer.Option(help="Task to fetch data for; repeat the option for several. Default: benchmark."),
+    ] = None,
     dataset: Annotated[list[Dataset] | None, typer.Option(help="Only these; default: all that there are.")] = None,
     data_dir: DataDirOption = Path("data"),
     repo: Annotated[str | None, typer.Option(help="Another data set repository than Cosmos-Reason1's.")] = None,

@@ -15,7 +15,7 @@ from dsreason.tools.cosmos_rl.draft import KeyFinding, Verdict
 STYLES: dict[Verdict, str] = {"not read": "magenta", "differs": "yellow", "mapped": "", "left out": "dim"}
 HEADS: dict[Verdict, str] = {
     "not read": "cosmos-rl does not read it",
-    "differs": "not quite the same here",
+    "differs": "behaves differently",
     "mapped": "mapped",
     "left out": "no equivalent, ignored safely because …",
 }

@@ -55,7 +55,7 @@ class ServedFile:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         with open_response(self.url, headers) as response:
             if response.status_code != 206 and (start or stop is not None):
-                raise DataError(f"{self.url}: the server does not answer requests for a part of a file (HTTP ranges)")
+                raise DataError(f"{self.url}: the server does not support HTTP range requests")
             yield response
 
     def read(self) -> bytes:
@@ -71,7 +71,7 @@ class ServedFile:
             size = headers.get("Content-Range", "").rpartition("/")[2]
             if not size.isdecimal():
                 raise DataError(
-                    f"{self.url}: the server does not say how large the file is ({size or 'no Content-Range'})"
+                    f"{self.url}: the server does not report the size of the file ({size or 'no Content-Range'})"
                 )
             return Version(int(size), headers.get("ETag", headers.get("Last-Modified", "")))
 

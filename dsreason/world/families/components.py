@@ -54,7 +54,7 @@ def load_scheduler(folder: Path) -> Any:
     config = read_json(file)
     name = config.get("_class_name")
     if name not in SCHEDULERS:
-        raise CheckpointError(f"{file}: {name} is not supported; supported are {', '.join(SCHEDULERS)}")
+        raise CheckpointError(f"{file}: the scheduler {name} is not supported; use one of {', '.join(SCHEDULERS)}")
     if name == SCHEDULERS[0] and not (
         config.get("use_flow_sigmas") and config.get("prediction_type") == "flow_prediction"
     ):

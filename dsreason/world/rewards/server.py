@@ -246,7 +246,7 @@ async def push(request: Request) -> dict[str, str]:
         raise ValueError(f"scores are not JSON: {error}") from None
     name = fields.get("type")
     if not isinstance(scores, dict) or not name:
-        raise HTTPException(400, "scores must be a JSON object, and type the name of its function")
+        raise HTTPException(400, "scores must be a JSON object, and type must be the name of its reward function")
     check_asked(job, name)
     service.jobs.keep(job, name, (200, scores))
     return {"message": "Scores received and stored successfully"}

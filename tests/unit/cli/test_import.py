@@ -131,7 +131,7 @@ def test_training_command_accepts_cosmos_rl_file(
     assert "What they mean" in printed.err
 
 
-def test_file_of_another_command_is_rejected(
+def test_config_for_another_command_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("cosmos.toml").write_text(GRPO)

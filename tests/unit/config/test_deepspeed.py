@@ -334,7 +334,7 @@ def test_stage_0_is_refused() -> None:
     ("text", "message"),
     [
         ('{"a": 1,\n"b": }', "ds.json: line 2: not valid JSON: Expecting value; correct that place"),
-        ("[1]", "ds.json: holds a list; write sections with keys"),
+        ("[1]", "ds.json: holds a list; it must consist of sections with keys"),
         ('{"bf16": {}, "bf16": {}}', "ds.json: bf16: set twice in the same section; keep one"),
     ],
 )

@@ -320,7 +320,7 @@ def test_all_config_problems_are_reported_at_once() -> None:
         ),
         ("run.json", '{"a": 1,\n"b": }', "run.json: line 2: not valid JSON: Expecting value"),
         ("run.yaml", "a: 1\nb: [", "run.yaml: line 2: not valid YAML"),
-        ("run.json", "[1]", "run.json: holds a list; write sections with keys"),
+        ("run.json", "[1]", "run.json: holds a list; it must consist of sections with keys"),
         ("run.yaml", "train: {seed: 1}\ntrain: {seed: 2}", "run.yaml: line 2: not valid YAML: 'train' is set twice"),
         ("run.json", '{"train": {"seed": 1, "seed": 2}}', "run.json: seed: set twice in the same section; keep one"),
         ("run.ini", "", "run.ini: unknown file type '.ini'; use .toml, .yaml or .json"),

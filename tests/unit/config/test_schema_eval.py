@@ -136,7 +136,7 @@ def test_a_resolved_configuration_loads_again() -> None:
     assert EvalConfig.model_validate(dump_config(config)) == config
 
 
-def test_every_shipped_recipe_of_an_evaluation_loads() -> None:
+def test_every_shipped_eval_recipe_loads() -> None:
     names = [name for name in list_shipped("launch/recipes") if name.startswith("eval_")]
     assert names
     for name in names:

@@ -40,7 +40,7 @@ def test_path_is_never_resolved_to_shipped_file() -> None:
         find_file("other/zero3.json", "ds_configs")
 
 
-def test_missing_name_is_reported_with_shipped_names() -> None:
+def test_unknown_file_error_lists_shipped_files() -> None:
     with pytest.raises(ConfigError) as caught:
         find_file("zero33.json", "ds_configs")
     assert str(caught.value) == (

@@ -116,7 +116,7 @@ def test_only_assistant_turns_are_trained(encoder, files):
     assert runs(encoder, encoded) == ["The ball is red.<|im_end|>", "It moves left<|im_end|>", "\n\nup<|im_end|>"]
 
 
-def test_token_by_token_on_text(encoder):
+def test_text_tokens_and_loss_mask_match_chat_format(encoder):
     tokenizer = encoder.processor.tokenizer
     encoded = encoder.encode(Sample("1", [user("yes or no?"), assistant("no")]))
     before = (

@@ -90,7 +90,7 @@ def test_stamped_video_is_one_token_row_higher(encoders, tmp_path) -> None:
     assert len(rows) == np.prod(higher)
 
 
-def test_trimmed_video_shows_times_of_file(encoders, tmp_path) -> None:
+def test_trimmed_video_is_stamped_with_original_times(encoders, tmp_path) -> None:
     path = write_video(tmp_path / "a.mp4", 60)  # 10 frames a second, each shows its number
     part = {"type": "video", "video": str(path), "nframes": 2, "video_start": 2.0, "video_end": 4.5}
     frames, _ = encoders[1].encode_prompt(question(part)).media[0]

@@ -164,7 +164,7 @@ def test_file_that_does_not_fit_is_named(checkpoint: Path, name: str) -> None:
 
 @pytest.mark.parametrize("foreign", ["../../../../outside/new", "/outside/new", "layer.other"])
 @pytest.mark.parametrize("key", ["param_shapes", "frozen_param_shapes", "param_slice_mappings"])
-def test_names_that_would_lead_out_are_refused(checkpoint: Path, foreign: str, key: str) -> None:
+def test_foreign_tensor_names_are_rejected(checkpoint: Path, foreign: str, key: str) -> None:
     if key == "param_slice_mappings":
         torch.save({"optimizer_state_dict": {key: [{foreign: 1}]}}, checkpoint / OPTIMIZER.format(1))
     else:

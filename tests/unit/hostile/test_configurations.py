@@ -43,8 +43,8 @@ JSON_CASES: dict[str, tuple[str | bytes, str]] = {
     "NUL": ('{"a\0": 1}', "line 1: not valid JSON: Invalid control character"),
     "NUL as an escape": ('{"a\\u0000": 1}', "key"),
     "half a character": ('{"\\ud800": 1}', "key"),
-    "a list": ("[]", "holds a list; write sections with keys"),
-    "a text": ('"a"', "holds a str; write sections with keys"),
+    "a list": ("[]", "holds a list; it must consist of sections with keys"),
+    "a text": ('"a"', "holds a str; it must consist of sections with keys"),
     "nothing": ("", "line 1: not valid JSON"),
 }
 TOML_CASES: dict[str, tuple[str | bytes, str]] = {

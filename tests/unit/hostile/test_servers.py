@@ -178,7 +178,7 @@ def test_broken_answer_is_reported(client: str, behaviour: str) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", REDIRECTS)
-def test_a_redirect_carries_nothing_to_another_place(client: str, status: str) -> None:
+def test_redirects_are_not_followed(client: str, status: str) -> None:
     with misbehaving(answer({})) as other:
         moved = content(b"", f"Location: {other.url}/v1", status=status)
         with serving(client, moved) as server:

@@ -47,7 +47,7 @@ def test_batch_normalized_divides_by_batch_std():
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_groups_are_independent_rows(kind):
+def test_advantages_are_computed_per_group(kind):
     rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 1]])
     advantages = ADVANTAGES[kind](rewards)
     assert advantages.shape == (2, 4)

@@ -161,7 +161,7 @@ def test_loss_and_gradient_match_the_formula(name: str, cut: list[int]) -> None:
     assert torch.allclose(found_in.grad, expected_in.grad, atol=1e-12)
 
 
-def test_a_mixture_is_the_weighted_sum() -> None:
+def test_mixed_loss_is_weighted_sum() -> None:
     settings = PairSettings(0.1, baseline=0.01)
     parts = [LOSSES[name](PAIRS, settings).mean() for name in ("sigmoid", "bco")]
     expected = 0.8 * parts[0] + 0.2 * parts[1] + compute_chosen_nll(PAIRS).mean()

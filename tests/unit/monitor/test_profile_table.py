@@ -107,7 +107,7 @@ def test_operator_time_excludes_inner_operators():
     ]
 
 
-def test_waits_name_the_operator_that_waits():
+def test_waits_are_attributed_to_their_operator():
     assert sum_waits(EVENTS) == [
         ("cudaStreamSynchronize in aten::item", 0.5, 1),
         ("cudaDeviceSynchronize in Python", 0.25, 1),

@@ -52,7 +52,7 @@ def test_last_score_in_reply_counts_within_scale(
     assert ask(server, **options)[0] == pytest.approx(score)
 
 
-def test_votes_are_averaged_with_agreement_and_cost(server: StandIn) -> None:
+def test_votes_are_averaged_and_agreement_is_reported(server: StandIn) -> None:
     replies = iter(["5", "5", "3"])
     usage = {"prompt_tokens": 1000, "completion_tokens": 10}
     server.respond = lambda path, body: (200, chat(f'{{"score": {next(replies)}}}')[1] | {"usage": usage})

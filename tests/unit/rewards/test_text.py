@@ -52,7 +52,7 @@ def test_format_allows_any_space_between_blocks(completion):
 
 
 @pytest.mark.parametrize("completion", WRONG)
-def test_anything_else_has_not(completion):
+def test_format_rejects_other_completions(completion):
     assert format(completion, asks("A")) == format(completion, asks("A"), pattern=COSMOS_FORMAT) == 0.0
 
 

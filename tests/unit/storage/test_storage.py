@@ -96,8 +96,8 @@ NESTED = "[" * 100_000
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ({"files": {"../secret.txt": 6}}, "COMPLETE: names '../secret.txt', which is not a file in it"),
-        ({"files": {"{tmp}/secret.txt": 6}}, "/secret.txt', which is not a file in it"),
+        ({"files": {"../secret.txt": 6}}, "COMPLETE: names '../secret.txt', which is outside the checkpoint folder"),
+        ({"files": {"{tmp}/secret.txt": 6}}, "/secret.txt', which is outside the checkpoint folder"),
         ({"files": ["weights.pt"]}, "COMPLETE: does not list the files"),
         ({"files": {"n" * 5000: 6}}, "nnn: is missing"),
         ({"files": {"weights.pt": "7"}}, "weights.pt: has 7 bytes instead of '7'"),

@@ -138,7 +138,7 @@ def test_without_any_informative_group_none_is_trained() -> None:
     assert [(item.advantage, item.group) for item in advantages] == [(0.0, None)] * 4
 
 
-def test_training_step_of_group_ignores_rank() -> None:
+def test_assignment_of_groups_to_steps_ignores_rank() -> None:
     item = group((0, 0), [0.5])[0]
     rollouts = [replace(item, group=number) for number in (0, 2, 4, 5, None, 9)]
     steps = split_into_steps(rollouts, num_groups=10, num_steps=4)

@@ -77,7 +77,7 @@ def test_frozen_and_normalised_as_the_autoencoder_says(tiny_worlds: dict[str, Pa
         torch.testing.assert_close(codec.decode(latents), (vae.decode(mode).sample / 2 + 0.5).clamp(0, 1))
 
 
-def test_linear_codec_restores_clips_of_its_kind(linear: LinearCodec) -> None:
+def test_linear_codec_reconstructs_clips_it_was_fitted_to(linear: LinearCodec) -> None:
     clips = squares(64)[:8]
     latents = linear.encode(clips)
     assert latents.std().item() == pytest.approx(1, abs=0.3)

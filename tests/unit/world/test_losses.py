@@ -201,7 +201,7 @@ def test_each_reward_weighs_its_own_clip() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1,), ()])
-def test_rewards_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+def test_rewards_of_wrong_shape_are_rejected(shape: tuple[int, ...]) -> None:
     values, other = torch.zeros(2), torch.zeros(shape)
     with pytest.raises(ValueError, match="one value for each clip"):
         compute_policy_loss(values, values, other, 1e-4)

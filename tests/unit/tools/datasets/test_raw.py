@@ -209,14 +209,14 @@ def test_replaced_shard_is_fetched_from_start(hub: Hub, tmp_path: Path) -> None:
 
 def test_server_without_file_sizes_is_rejected(hub: Hub, tmp_path: Path) -> None:
     hub.tells_sizes = False
-    with pytest.raises(DataError, match=r"does not say how large the file is \(\*\).*By hand"):
+    with pytest.raises(DataError, match=r"does not report the size of the file \(\*\).*By hand"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
 
 def test_server_without_ranges_is_rejected(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "build_hf_headers", dict)
     monkeypatch.setattr("tests.unit.tools.datasets.hub.re.fullmatch", lambda pattern, text: None)
-    with pytest.raises(DataError, match="does not answer requests for a part of a file"):
+    with pytest.raises(DataError, match="does not support HTTP range requests"):
         fetch(tmp_path, "holoassist", "R1_coarse_0_fine_4")
 
 
