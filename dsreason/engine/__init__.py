@@ -1,1 +1,1 @@
-"""The DeepSpeed engine around the policy: building, learning rate, offload, and the reference weights."""
+"""The policy's DeepSpeed engine: construction, learning rate, offload, weight averages and reference weights."""

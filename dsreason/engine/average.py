@@ -1,4 +1,4 @@
-"""Averages of the trained weights, such as a moving one. Each rank keeps its share in host memory."""
+"""Averages of the trained weights, such as an exponential moving average; each rank keeps its shard in host memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from dsreason.errors import CheckpointError
 
 
 class WeightAverage:
-    """An average of the trained weights: float32 copies of this rank's share, which start as the engine's values.
+    """An average of the trained weights, initialised with the engine's weights.
 
-    All ranks must call the methods together. The copies are float32 whatever the training type, because bfloat16 would lose
-    small changes.
+    Each rank holds its shard. Shards are always float32, because bfloat16 would lose small changes. All ranks must call the
+    methods together.
 
     Args:
-        room: a buffer from `allocate_share_buffer` for the policy while the average takes its place;
-            others may use the same buffer
-            at other times.
+        room: buffer from `allocate_share_buffer` that holds the policy while the engine uses the average. It can be shared
+            if only one user needs it at a time; None allocates a separate one.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
@@ -57,7 +56,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the engine's forward use these weights inside the block, which must not train anything."""
+        """Use the average in the engine's forward passes inside the `with` block, which must not train anything."""
         with set_policy_aside(self.engine, self._policy):
             for engine_share, share in zip(get_local_shares(self.engine), self.shares.values(), strict=True):
                 engine_share.copy_(share)
@@ -65,7 +64,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every trained parameter by its name, whole and in float32. All ranks must iterate to the end together."""
+        """Yield the name and the full float32 average of each trained parameter. All ranks must exhaust the iterator together."""
         for name, parameter in get_trained_parameters(self.engine).items():
             shape, share = get_full_shape(parameter), self.shares[name].to(self.engine.device)
             if is_partitioned(parameter):
@@ -75,11 +74,11 @@ class WeightAverage:
             yield name, share
 
     def copies(self) -> dict[str, Tensor]:
-        """Copy this rank's current shares for a checkpoint."""
+        """Return a copy of this rank's current shards, for a checkpoint."""
         return {name: share.clone() for name, share in self.shares.items()}
 
     def load(self, checkpoint: Path, label: str, saved_ranks: int) -> None:
-        """Load the average from a checkpoint that `saved_ranks` ranks wrote. Raise CheckpointError if it has none."""
+        """Load the average from a checkpoint written by `saved_ranks` ranks. Raise CheckpointError if the checkpoint has none."""
         rank = dist.get_rank()
         same_ranks = saved_ranks == dist.get_world_size()
         ranks = [rank] if same_ranks else range(saved_ranks)
@@ -92,7 +91,7 @@ class WeightAverage:
 
 
 def partition_again(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> Tensor:
-    """Return this rank's share of a parameter that was partitioned over another number of ranks."""
+    """Return this rank's shard of a parameter that was saved as `parts`, one per rank of an earlier run."""
     if not is_partitioned(parameter):
         return parts[0]
     values = torch.cat([part.flatten() for part in parts])[: get_full_shape(parameter).numel()]
@@ -102,7 +101,7 @@ def partition_again(parameter: nn.Parameter, parts: list[Tensor], rank: int) -> 
 def read_saved_average(
     checkpoint: Path, label: str, shapes: Mapping[str, torch.Size], ranks: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the average in a checkpoint that was saved with ZeRO-3: the parameters in `shapes`, whole and in float32."""
+    """Yield the name and the full float32 average of each parameter in `shapes`, from a checkpoint saved with ZeRO-3."""
     for name, shape in shapes.items():
         parts = [read_tensor(checkpoint / get_average_file(label, rank), name) for rank in range(ranks)]
         yield name, torch.cat([part.flatten() for part in parts])[: shape.numel()].view(shape)
@@ -113,17 +112,17 @@ def read_tensor(file: Path, name: str) -> Tensor:
         with safe_open(file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
-    except Exception as error:  # noqa: BLE001 (safetensors and the disk raise various errors)
+    except Exception as error:  # noqa: BLE001 (safetensors and file access raise various errors)
         raise CheckpointError(f"{file}: {name} cannot be read ({error}); choose another checkpoint") from error
 
 
 def get_average_file(label: str, rank: int) -> str:
-    """Return the name of a rank's file in a checkpoint: `average_ema_rank_0.safetensors`."""
+    """Return the name of the checkpoint file that holds a rank's shard, such as `average_ema_rank_0.safetensors`."""
     return f"average_{label}_rank_{rank}.safetensors"
 
 
 def iter_master_shares(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's flat float32 share of each trained weight; at stages 1 and 2 the whole weight."""
+    """Yield the name and this rank's flat float32 shard of each trained weight; at stages 1 and 2, the full weight."""
     for name, parameter in get_trained_parameters(engine).items():
         partitioned = is_partitioned(parameter)
         yield name, safe_get_local_fp32_param(parameter) if partitioned else safe_get_full_fp32_param(parameter)

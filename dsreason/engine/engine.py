@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around the policy: its construction, learning rate, gradients and whole parameters."""
+"""The policy's DeepSpeed engine: construction, learning rate, gradients, and access to full parameters."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from dsreason.phases import record_phase
 
 T = TypeVar("T")
 ZeroParameter: TypeAlias = Any
-"""An `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods."""
+"""Type of an `nn.Parameter` to which DeepSpeed has added `ds_shape`, `ds_tensor` and methods."""
 
 
 def build_engine(
     model: nn.Module, optim: OptimConfig, ds_config: dict[str, Any], blocks: Collection[str] = ()
 ) -> DeepSpeedEngine:
-    """Wrap `model` for training with AdamW over its trainable parameters.
-
-    `blocks`: class names of the modules that ZeRO-3 gathers as a whole, such as decoder layers.
+    """Build an engine that trains the trainable parameters of `model` with AdamW.
 
     The caller marks the end of each step (see `add_gradient`), so the number of micro-batches may change from step to step.
+
+    Args:
+        blocks: class names of the modules that ZeRO-3 gathers in one piece, such as decoder layers.
     """
     groups = build_parameter_groups(model, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     if partitioned:
         gather_whole_blocks(model, blocks)
-    nvtx.enable_nvtx = False  # its ranges take 3 % of the host's time, and only Nsight shows them
-    # DeepSpeed imports its Muon to check the type of the optimizer. Compiling Muon would take seconds for nothing.
+    nvtx.enable_nvtx = False  # NVTX ranges take 3 % of the host's time, and only Nsight displays them
+    # DeepSpeed imports its Muon only to check the type of the optimizer; compiling Muon would waste seconds.
     with set_variables({"TORCHDYNAMO_DISABLE": "1"}):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     place_buffers(engine.module, engine.device)
@@ -47,14 +48,14 @@ def build_engine(
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to `device` and keep their types. DeepSpeed does not move those of a partitioned model."""
+    """Move all buffers to `device` without changing their types. DeepSpeed does not move the buffers of a partitioned model."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
 
 
 def build_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups: matrices with weight decay, norms and biases without. Omit empty groups."""
+    """Group the trainable parameters: matrices with weight decay; vectors, such as biases, without. Omit empty groups."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError("model.freeze: no parameter is left to train; remove a pattern")
@@ -73,15 +74,16 @@ def is_partitioned(parameter: nn.Parameter) -> TypeGuard[ZeroParameter]:
 
 
 def get_full_shape(parameter: nn.Parameter) -> torch.Size:
-    """Return the shape of the whole parameter; under ZeRO-3 `parameter.shape` is (0,)."""
+    """Return the full shape of the parameter; under ZeRO-3, `parameter.shape` is (0,)."""
     return torch.Size(parameter.ds_shape) if is_partitioned(parameter) else parameter.shape
 
 
 def add_gradient(engine: DeepSpeedEngine, loss: Tensor, num_ranks: int, *, last: bool) -> None:
-    """Run the backward pass of a share of the step's loss.
+    """Run the backward pass of one micro-batch's part of the step's loss.
 
-    The shares of all micro-batches and ranks add up to the loss, however it was divided; of ranks that compute a row together,
-    each has the gradient of its tokens. DeepSpeed averages gradients over ranks, and the factor `num_ranks` undoes that.
+    The step's loss is the sum of these parts over all micro-batches and ranks. Ranks that compute a row together each
+    contribute the gradient of their own tokens. DeepSpeed averages gradients over ranks; the factor `num_ranks` turns the
+    mean back into a sum.
 
     Args:
         last: whether this is the last backward pass of the step on this rank; the optimizer step follows it.
@@ -99,7 +101,7 @@ def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
 
 
 def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
-    """Run the optimizer step at this learning rate. Return the rate and the gradient norm as metrics."""
+    """Run the optimizer step with learning rate `lr`; return the learning rate and the gradient norm as metrics."""
     set_learning_rate(engine, lr)
     with record_phase("optimizer"):
         engine.step()
@@ -107,7 +109,7 @@ def take_optimizer_step(engine: DeepSpeedEngine, lr: float) -> dict[str, float]:
 
 
 def get_grad_norm(engine: DeepSpeedEngine) -> float:
-    """Return the norm of the whole gradient of the last step, before clipping; `inf` if DeepSpeed skipped the step."""
+    """Return the global gradient norm of the last step, before clipping; `inf` if DeepSpeed skipped the step."""
     if engine.optimizer.overflow:
         return float("inf")
     return float(engine.get_global_grad_norm())
@@ -119,18 +121,18 @@ def list_frozen_names(engine: DeepSpeedEngine) -> list[str]:
 
 
 def to_hf_name(name: str) -> str:
-    """Return the name in the Hugging Face model (the policy's attribute `model`) of one of the policy's parameters."""
+    """Convert the name of a policy parameter to its name in the Hugging Face model, the policy's attribute `model`."""
     return name.removeprefix("model.")
 
 
 def iter_full_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter except those in `without`, whole, with its Hugging Face name; tied ones once.
+    """Yield the Hugging Face name and the full tensor of every parameter not in `without`; tied parameters only once.
 
-    All ranks must iterate to the end together. The tensors are the model's (with `master`, float32 copies of the trained
-    ones) and are valid only until the next one is yielded, so copy what you keep. At most about `bucket_mb` MiB are whole
-    at a time.
+    All ranks must exhaust the iterator together. The tensors are the model's own (with `master`, float32 copies of the
+    trained ones) and are valid only until the next one is yielded, so copy those you keep. At most about `bucket_mb` MiB
+    are gathered at a time.
     """
     named_parameters = [
         ((to_hf_name(name), p), [p]) for name, p in engine.module.named_parameters() if to_hf_name(name) not in without
@@ -140,7 +142,7 @@ def iter_full_parameters(
 
 
 def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: float) -> Iterator[T]:
-    """Yield each item while its parameters are whole, about `bucket_mb` MiB of them at a time. Collective."""
+    """Yield each item while its parameters are gathered, in buckets of about `bucket_mb` MiB. Collective."""
     for bucket in plan_buckets(items, bucket_mb * 2**20):
         partitioned = [parameter for _, parameters in bucket for parameter in parameters if is_partitioned(parameter)]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
@@ -150,7 +152,7 @@ def gather_items(items: Sequence[tuple[T, Sequence[nn.Parameter]]], bucket_mb: f
 def plan_buckets(
     items: Sequence[tuple[T, Sequence[nn.Parameter]]], max_bytes: float
 ) -> list[list[tuple[T, Sequence[nn.Parameter]]]]:
-    """Split the items, in order, into buckets of at most `max_bytes` of parameters; a larger item gets a bucket to itself."""
+    """Split the items, in order, into buckets of at most `max_bytes` of parameters; a larger item gets its own bucket."""
     buckets: list[list[tuple[T, Sequence[nn.Parameter]]]] = []
     room = 0.0
     for item in items:
@@ -164,7 +166,7 @@ def plan_buckets(
 
 
 def get_values(parameter: nn.Parameter, *, master: bool) -> Tensor:
-    """Return the values of a whole parameter; with `master`, a float32 copy if it is trained. Collective."""
+    """Return the values of a gathered parameter; with `master`, a float32 copy if the parameter is trained. Collective."""
     if master and parameter.requires_grad:
         copy: Tensor = safe_get_full_fp32_param(parameter)
         return copy

@@ -1,4 +1,4 @@
-"""Host memory for tensors of a GPU: pinned and in pieces, so that copies both ways run at the speed of the bus."""
+"""Host buffers for GPU tensors: pinned and split into pieces, so that copies in both directions run at bus speed."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Bytes of a piece. torch rounds pinned memory up to a power of two, so one large block could take twice its size."""
+"""Size of a piece in bytes. torch rounds pinned allocations up to a power of two, so one large block could take twice as much."""
 STAGE = 2**24
-"""Bytes of each of the two buffers that a copy into ordinary memory goes through."""
+"""Size in bytes of each of the two pinned buffers that `StagedCopy` uses."""
 
 
 class HostBuffer:
-    """Host memory for the bytes of some tensors, one after the other."""
+    """A host buffer of `nbytes` bytes that stores a list of tensors consecutively."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         sizes = [min(PIECE, nbytes - start) for start in range(0, nbytes, PIECE)]
         self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.taken = False
-        """True while the stored bytes are still needed; the users of a shared buffer set and check it."""
+        """True while the stored bytes are still needed. The users of a shared buffer set and check this flag."""
 
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
     def store(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the values of `tensors`, which fill the buffer."""
+        """Copy the values of `tensors` into the buffer; their sizes must add up to `nbytes`."""
         for piece, part in self._iter_pairs(tensors):
             piece.copy_(part, non_blocking=True)
         wait_for_copies()
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the values that were stored last into tensors of the same types and sizes, in the same order."""
+        """Copy the values of the last `store` into `tensors`, which must have the same types and sizes in the same order."""
         for piece, part in self._iter_pairs(tensors):
             part.copy_(piece, non_blocking=True)
         wait_for_copies()
 
     def _iter_pairs(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of equally long parts, `[bytes]`: of the buffer and of a tensor."""
+        """Yield pairs of byte views `[bytes]` of equal length: part of the buffer, and the corresponding part of a tensor."""
         begin = 0
         for tensor in tensors:
             remaining = to_byte_view(tensor)
@@ -53,9 +53,9 @@ class HostBuffer:
 
 
 class StagedCopy:
-    """A copier of GPU tensors into ordinary memory through two pinned buffers: one is filled while the other is emptied.
+    """A copier of GPU tensors to pageable host memory. Of its two pinned buffers, one is filled while the other is emptied.
 
-    A direct copy into ordinary memory is several times slower.
+    A direct copy to pageable memory is several times slower.
     """
 
     @cached_property
@@ -63,7 +63,7 @@ class StagedCopy:
         return [torch.empty(STAGE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` into `target`, which has the same type and shape."""
+        """Copy `source` into `target`, which must have the same type and shape."""
         pending: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
 
         def finish_oldest() -> None:
@@ -85,11 +85,11 @@ class StagedCopy:
 
 
 def to_byte_view(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor, `[bytes]`."""
+    """Return a byte view `[bytes]` of a contiguous tensor."""
     return tensor.data.view(-1).view(torch.uint8)
 
 
 def wait_for_copies() -> None:
-    """Wait until all copies from and to the GPU are done, if the process uses one."""
+    """Wait until all copies to and from the GPU are complete; do nothing if the process does not use a GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

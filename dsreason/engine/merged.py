@@ -1,4 +1,4 @@
-"""The weights of a policy under the names of the model it was loaded from, and the deltas of its adapters."""
+"""The policy's weights, under their names in the model that it was loaded from, and the deltas of its adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsreason.models.nf4.layers import NF4Linear
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model, with the matrices A and B and the scale of its adapter if it has one."""
+    """A parameter of the model and, if it has an adapter, the adapter's matrices A and B and its scale."""
 
     name: str
     """Name in the Hugging Face model."""
@@ -23,7 +23,7 @@ class Weight:
     adapter: tuple[nn.Parameter, ...] = ()
     scale: float = 0.0
     quantized: NF4Linear | None = None
-    """The layer, if the parameter holds its weight in 4 bits."""
+    """Layer that the parameter belongs to, if its weight is stored in 4 bits; otherwise None."""
 
     @property
     def is_constant(self) -> bool:
@@ -31,15 +31,15 @@ class Weight:
         return not (self.adapter or self.parameter.requires_grad)
 
     def values(self, *, master: bool) -> Tensor:
-        """Return the weight that the forward uses; with `master`, a float32 copy if it is trained. Collective.
+        """Return the weight that the forward pass uses; with `master`, a float32 copy if the weight is trained. Collective.
 
-        The parameter must be whole.
+        The parameter must have been gathered.
         """
         return get_values(self.parameter, master=master) if self.quantized is None else self.quantized.whole()
 
 
 def list_weights(engine: DeepSpeedEngine) -> list[Weight]:
-    """Return the weights in the model's order; tied ones once."""
+    """Return the weights in the model's order; tied weights appear once."""
     parameters = {to_hf_name(name): parameter for name, parameter in engine.module.named_parameters()}
     scales = {to_hf_name(name): scale for name, scale in get_adapter_scales(engine.module).items()}
     quantized = {
@@ -68,9 +68,9 @@ def list_constant_names(engine: DeepSpeedEngine) -> list[str]:
 def iter_merged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight except those in `without`, with its adapter merged into it, as a model without adapters has it.
+    """Yield the name and the tensor of every weight not in `without`, with its adapter merged into the tensor.
 
-    Each is computed from the loaded (or dequantised) weight, which stays unchanged. Otherwise the same as
+    The merged tensor is a copy: the model's own weight stays unchanged. Everything else is as in
     `iter_unmerged_parameters`.
     """
     for name, tensor, delta in iter_unmerged_parameters(engine, bucket_mb, without=without):
@@ -80,11 +80,11 @@ def iter_merged_parameters(
 def iter_unmerged_parameters(
     engine: DeepSpeedEngine, bucket_mb: float = 512, *, master: bool = False, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Yield every weight except those in `without`, whole, with its Hugging Face name and the delta of its adapter.
+    """Yield the Hugging Face name, the full tensor and the adapter's delta (or None) of every weight not in `without`.
 
-    All ranks must iterate to the end together. The tensors are the model's (with `master`, float32 copies of the trained
-    ones) or the dequantised weight in the type of the forward, and are valid only until the next one is yielded. A weight and
-    its adapter are whole together, at most about `bucket_mb` MiB at a time.
+    All ranks must exhaust the iterator together. The tensors are the model's own (with `master`, float32 copies of the
+    trained ones); a quantised weight is dequantised to the type that the forward pass uses. They are valid only until the
+    next one is yielded. A weight is gathered together with its adapter, at most about `bucket_mb` MiB at a time.
     """
     weights = [weight for weight in list_weights(engine) if weight.name not in without]
     for weight in gather_items([(weight, [weight.parameter, *weight.adapter]) for weight in weights], bucket_mb):

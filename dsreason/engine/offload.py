@@ -1,10 +1,10 @@
-"""Offload of the training state during rollouts: it leaves the GPU while completions are sampled, and comes back unchanged.
+"""Offload of the training state during rollouts: the state leaves the GPU while completions are sampled, then is restored.
 
 DeepSpeed 0.19.8 has `offload_states` for this, but at stage 3 it moves master weights and moments only with its FusedAdam, at
-stage 1 in bf16 it moves nothing, and at stages 1 and 2 `safe_get_full_optimizer_state` fails from then on. It also copies
-gradients that nobody reads again. So this module moves the state below the tensors: it gives the memory of a tensor back to
-the allocator (and keeps a copy of the needed values on the host), and allocates it again later. Tensors and storages stay the
-same objects, so every reference that DeepSpeed and the optimizer hold, views included, stays valid.
+stage 1 in bf16 it moves nothing, and at stages 1 and 2 it breaks later calls of `safe_get_full_optimizer_state`. It also copies
+gradients that are no longer needed. This module therefore works on the tensors' storage: it returns the memory of a tensor to
+the allocator, after copying values that are still needed to the host, and allocates the memory again later. Tensors and
+storages stay the same objects, so all references that DeepSpeed and the optimizer hold, including views, stay valid.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ MASTER_WEIGHTS = {
     BF16_Optimizer: "fp32_groups_flat_partition",  # stage 1 in bf16
 }
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Tensors of AdamW that move; its step count is a scalar and stays."""
+"""Names of AdamW's state tensors that are offloaded; its step count is a scalar and stays on the GPU."""
 
 
 class StateOffload:
     """Offload of this rank's master weights, moments and gradient buffers between two steps.
 
-    Weights and moments wait in pinned host memory, which is allocated once and kept. Gradients are not needed between steps
-    and come back as zeros. `offload` and `reload` may each be called twice in a row. Nothing moves if the engine is on a
-    CPU, except with `device_type="cpu"`, which tests use.
+    Master weights and moments are kept in pinned host memory, which is allocated once and reused. Gradients are not needed
+    between steps, so their buffers are restored as zeros. Repeated calls of `offload` or of `reload` have no effect.
 
     Args:
-        amount: the state that leaves the GPU; moments first, then master weights, in whole tensors.
+        device_type: type of the device whose tensors are offloaded. An engine on another device is left alone; tests set
+            "cpu".
+        amount: amount of state to offload.
     """
 
     def __init__(self, engine: DeepSpeedEngine, device_type: str = "cuda", amount: OffloadAmount = EVERYTHING) -> None:
@@ -49,17 +50,17 @@ class StateOffload:
         self.device_type = device_type
         self.amount = amount
         self.host: dict[str, HostBuffer] = {}
-        """Host buffers: name of the offloaded tensor → memory for its bytes."""
+        """Host buffers by the name of the tensor that they store."""
         self.away: dict[str, Tensor] = {}
         self.dropped: list[tuple[Tensor, int]] = []
-        """Gradient buffers without memory, and the bytes that they had."""
+        """Gradient buffers whose memory has been freed, each with its previous size in bytes."""
 
     @property
     def is_active(self) -> bool:
         return bool(self.engine.device.type == self.device_type)
 
     def offload(self) -> None:
-        """Free the GPU memory of the training state. Until `reload` only the weights may be read."""
+        """Free the GPU memory of the training state. Until `reload`, only the weights may be read."""
         if not self.is_active or self.away or self.dropped:
             return
         release_gathered(self.engine)
@@ -72,11 +73,11 @@ class StateOffload:
             self.host[name].store([get_raw_bytes(tensor)])
         self.away = moving
         self.dropped = [(tensor, tensor.untyped_storage().nbytes()) for tensor in dropped]
-        wait_for_copies()  # DeepSpeed fills gradient buffers beside the main stream
+        wait_for_copies()  # DeepSpeed fills gradient buffers on a side stream
         for tensor in [*moving.values(), *dropped]:
             tensor.untyped_storage().resize_(0)
         if self.device_type == "cuda":
-            torch.cuda.empty_cache()  # vLLM allocates past torch's cache
+            torch.cuda.empty_cache()  # vLLM cannot allocate memory that torch has cached
 
     def reload(self) -> None:
         for tensor, nbytes in self.dropped:
@@ -88,7 +89,7 @@ class StateOffload:
         self.away, self.dropped = {}, []
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of this rank that can leave the GPU from the second rollout on, when AdamW has its moments."""
+        """Return the bytes that can leave this rank's GPU, by kind of tensor. Moments count even before AdamW creates them."""
         moments, masters = self._measure_tensors()
         return {
             "master weights": sum(masters),
@@ -97,10 +98,10 @@ class StateOffload:
         }
 
     def measure(self, utilization: float, bucket_bytes: int, num_ranks: int) -> RolloutMemory:
-        """Measure this rank's GPU before vLLM starts. The optimizer's moments count even if they do not exist yet.
+        """Measure the memory of this rank's GPU before vLLM starts. Moments count even before AdamW creates them.
 
         Args:
-            utilization: vLLM's share of the GPU.
+            utilization: vLLM's share of the GPU memory, from 0 to 1.
             bucket_bytes: maximum bytes of weights that a weight sync gathers at a time, unless a single weight is larger.
         """
         release_gathered(self.engine)
@@ -119,7 +120,7 @@ class StateOffload:
         )
 
     def describe(self) -> str:
-        """Describe in one log line what moves, what is on the host anyway, and what stays."""
+        """Return a log line with the state that moves, the state already on the host, and the state that stays on the GPU."""
         if not self.is_active:
             return f"offload during rollouts: nothing, training runs on {self.engine.device.type.upper()}"
         sizes = self.sizes()
@@ -138,10 +139,10 @@ class StateOffload:
         stays = [f"{name} {size / GIB:.2f} GiB" for name, size in staying.items() if size]
         return f"{text}; stays on the GPU: {', '.join(stays) or 'nothing'}"
 
-    # ------------------------------------------------------------ the tensors
+    # ------------------------------------------------------------ tensors
 
     def select_moving(self) -> dict[str, Tensor]:
-        """Return the tensors that wait on the host, by names that stay the same from rollout to rollout."""
+        """Return the tensors to copy to the host, by names that are the same in every rollout."""
         num_moments, num_masters = self._count_moving()
         parts = {
             "moments": self._select_on_device(self.moments())[:num_moments],
@@ -150,7 +151,7 @@ class StateOffload:
         return {f"{name} {i}": tensor for name, part in parts.items() for i, tensor in enumerate(part)}
 
     def _count_moving(self) -> tuple[int, int]:
-        """Return the numbers of moments and master weights that move."""
+        """Return how many moments and how many master weights move."""
         moments, masters = self._measure_tensors()
         count = count_moving([*moments, *masters], self.amount.move_bytes)
         return min(count, len(moments)), max(0, count - len(moments))
@@ -160,7 +161,7 @@ class StateOffload:
         return {"master weights": sum(masters[:num_masters]), "moments": sum(moments[:num_moments])}
 
     def _measure_tensors(self) -> tuple[list[int], list[int]]:
-        """Return the bytes of each moment and of each master weight; moments count before the first step makes them."""
+        """Return the bytes of each moment and of each master weight. Moments count even before AdamW creates them."""
         masters = [tensor.nbytes for tensor in self._select_on_device(self.masters())]
         return [size for size in masters for _ in MOMENTS], masters
 
@@ -172,7 +173,7 @@ class StateOffload:
         return [state[name] for state in states for name in MOMENTS if name in state]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradient buffers that outlive a step. At stages 1 and 2 DeepSpeed creates the others anew in each step."""
+        """Return the gradient buffers that outlive a step. At stages 1 and 2, DeepSpeed allocates the others in every step."""
         optimizer = self.engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]
@@ -193,7 +194,7 @@ class StateOffload:
 
 
 def get_raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the whole memory behind a tensor, `[bytes]`."""
+    """Return a byte view `[bytes]` of the tensor's entire storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""The reference policy: the weights that the KL is measured against, without a second model on the GPU."""
+"""The reference policy, against which the KL is measured, without a second model on the GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dsreason.models.weights import find_weights
 
 
 class KLReference(Protocol):
-    """The policy that the KL is measured against."""
+    """The policy against which the KL is measured."""
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Make the engine's forward the reference's inside the block, which must not train anything. Collective."""
+        """Use the reference's weights in the engine's forward passes inside the block, which must not train. Collective."""
 
 
 class BaseReference:
-    """The reference of a policy with adapters: the model without them. It takes no memory and never changes."""
+    """Reference of a policy with adapters: the model without its adapters. It needs no memory and never changes."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -37,14 +37,14 @@ class BaseReference:
 
 
 class ReferencePolicy:
-    """A reference whose trained weights wait in host memory, this rank's share of them, and are put into the engine on demand.
+    """A reference whose trained weights are kept in host memory, sharded over the ranks, and copied to the engine on demand.
 
-    It starts as the policy that the engine holds at construction, and shares the frozen parameters with the policy. All
-    ranks must call the methods together.
+    At construction, the reference equals the engine's policy. It shares the policy's frozen parameters. All ranks must call
+    the methods together.
 
     Args:
-        room: a buffer from `allocate_share_buffer` for the policy while the reference takes its place; others may use the same
-            buffer at other times.
+        room: buffer from `allocate_share_buffer` that holds the policy while the engine uses the reference. It can be
+            shared if only one user needs it at a time; None allocates a separate one.
     """
 
     def __init__(self, engine: DeepSpeedEngine, room: HostBuffer | None = None) -> None:
@@ -53,23 +53,23 @@ class ReferencePolicy:
         self.update_to_policy()
 
     def update_to_policy(self) -> None:
-        """Make the current policy the reference."""
+        """Set the reference to the current policy."""
         self._reference.store(get_local_shares(self.engine))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make the engine's forward the reference's inside the block, which must not train anything."""
+        """Use the reference's weights in the engine's forward passes inside the `with` block, which must not train anything."""
         with set_policy_aside(self.engine, self._policy):
             self._reference.restore(get_local_shares(self.engine))
             yield
 
     def load(self, folder: Path, rename: Callable[[str], str | None] = str) -> None:
-        """Load the weights of a Hugging Face folder, whose names `rename` translates. Raise CheckpointError if one is missing."""
+        """Load weights from a Hugging Face folder, mapping their names by `rename`. Raise CheckpointError if one is missing."""
         weights = find_weights(folder, rename)
         trained = get_trained_parameters(self.engine)
         if missing := [name for name in trained if name not in weights.places]:
             raise CheckpointError(f"{folder}: has no tensor {missing[0]}, which the reference policy needs")
-        tensors: dict[str, Tensor] = {}  # mapped from the files, so that a rank reads only its part
+        tensors: dict[str, Tensor] = {}  # memory-mapped, so that each rank reads only its shard
         weights.read(list(trained), tensors.__setitem__)
         rank = self.engine.global_rank
         self._reference.store(cut_share(p, tensors[name], rank).to(p.dtype) for name, p in trained.items())
@@ -80,13 +80,13 @@ def get_trained_parameters(engine: DeepSpeedEngine) -> dict[str, nn.Parameter]:
 
 
 def get_local_shares(engine: DeepSpeedEngine) -> list[Tensor]:
-    """Return this rank's share of each trained weight, as the forward uses it: writing to a share changes the weight."""
+    """Return this rank's shard of each trained weight. The shards are views: writing to one changes the engine's weight."""
     parameters: Iterable[nn.Parameter] = get_trained_parameters(engine).values()
     return [p.ds_tensor.data if is_partitioned(p) else p.data for p in parameters]
 
 
 def cut_share(parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
-    """Return a rank's part of a whole tensor, partitioned as by ZeRO-3: flat, equal parts, the last one padded."""
+    """Return a rank's shard of a full tensor as ZeRO-3 partitions it: flat, equal parts, of which the last is padded."""
     if not is_partitioned(parameter):
         return whole
     size = parameter.ds_tensor.numel()
@@ -101,7 +101,7 @@ def allocate_share_buffer(engine: DeepSpeedEngine) -> HostBuffer:
 
 @contextmanager
 def set_policy_aside(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None]:
-    """Save the policy's trained weights, so that the block may overwrite them in the engine, and restore them at its end."""
+    """Save the policy's trained weights, let the `with` block overwrite them in the engine, and restore them afterwards."""
     assert not room.taken, "the policy is away already; it would be lost"
     drop_gathered(engine)
     room.store(get_local_shares(engine))
@@ -115,8 +115,8 @@ def set_policy_aside(engine: DeepSpeedEngine, room: HostBuffer) -> Iterator[None
 
 
 def drop_gathered(engine: DeepSpeedEngine) -> None:
-    """Make the next forward gather every trained weight from the ranks' shares again."""
-    release_gathered(engine)  # small parameters stay whole in between, and would be used as they are
+    """Make the next forward pass gather every trained weight from the ranks' shards again."""
+    release_gathered(engine)  # small parameters stay gathered between passes, so the old values would be used
     for parameter in get_trained_parameters(engine).values():
         if is_partitioned(parameter):
-            parameter.ds_secondary_tensor = None  # the copy within a host that zero_hpz_partition_size keeps
+            parameter.ds_secondary_tensor = None  # the per-host copy that zero_hpz_partition_size keeps

@@ -1,4 +1,4 @@
-"""The GPU memory of a rollout, and the training state that must make room for vLLM. Runs and plans both use this module."""
+"""GPU memory during a rollout, and the training state that must be offloaded for vLLM. Used by runs and by plans."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dsreason.errors import ConfigError
 
 GIB = 2**30
 CONTEXT, NCCL = GIB, GIB // 2
-"""Bytes allowed on a GPU for CUDA's context and libraries, and for communication between several GPUs."""
+"""Bytes reserved on each GPU for CUDA's context and libraries, and for NCCL if there are several GPUs."""
 FRAGMENTS = 0.05
-"""Share of torch's memory that its allocator cannot use. vLLM's own memory has no such loss."""
+"""Share of torch's memory that is lost to fragmentation. vLLM's own memory does not fragment."""
 
 
 @dataclass(frozen=True)
 class OffloadAmount:
-    """The training state that leaves the GPU during a rollout."""
+    """The amount of training state that leaves the GPU during a rollout."""
 
     drop_gradients: bool
-    """Free the gradient buffers, which costs no copy."""
+    """True to free the gradient buffers, which needs no copy."""
     move_bytes: int
-    """Copy at least this much to the host: moments first, then master weights, in whole tensors."""
+    """Minimum number of bytes to move to the host: entire tensors, first moments, then master weights."""
 
 
 EVERYTHING = OffloadAmount(True, sys.maxsize)
@@ -31,21 +31,21 @@ NOTHING = OffloadAmount(False, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMemory:
-    """Bytes on one GPU during a rollout if no training state moves."""
+    """Memory of one GPU during a rollout without offload, in bytes by use."""
 
     total: int
-    """Memory of the GPU."""
+    """Total memory of the GPU."""
     vllm: int
-    """vLLM's share, `rollout.gpu_memory_utilization` of the total."""
+    """Memory of vLLM: `rollout.gpu_memory_utilization` times the total."""
     fixed: int
-    """Weights, and everything else that stays in every mode, such as a teacher."""
+    """Weights and everything else that is never offloaded, such as a teacher."""
     gradients: int
     moments: int
     masters: int
     sync: int
-    """Whole weights that a weight sync gathers at a time."""
+    """Maximum memory for the full weights that a weight sync gathers at a time."""
     outside: int
-    """CUDA context, NCCL and other processes."""
+    """Memory of the CUDA context, NCCL and other processes."""
 
     @property
     def training(self) -> int:
@@ -61,7 +61,7 @@ class RolloutMemory:
 
     @property
     def excess(self) -> int:
-        """Bytes that have to leave the GPU."""
+        """Bytes that must leave the GPU; 0 if everything fits."""
         return max(0, self.needed - self.total)
 
     def describe(self) -> str:
@@ -72,10 +72,10 @@ class RolloutMemory:
 
 
 def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
-    """Choose what leaves the GPU. Gradient buffers go first.
+    """Choose the training state that leaves the GPU, starting with the gradient buffers.
 
     Raises:
-        ConfigError: the mode is "never" and vLLM's share does not fit beside the training state.
+        ConfigError: the mode is "never", and vLLM's share does not fit next to the training state.
     """
     state, to_move = memory.moments + memory.masters, max(0, memory.excess - memory.gradients)
     if mode == "always":
@@ -92,7 +92,11 @@ def choose_amount(mode: OffloadMode, memory: RolloutMemory) -> OffloadAmount:
 
 
 def count_moving(sizes: list[int], num_bytes: int) -> int:
-    """Return the number of leading tensors that together hold at least `num_bytes`; all if they hold less."""
+    """Return how many of the first tensors are needed to reach `num_bytes`; all of them if the total is less.
+
+    Args:
+        sizes: bytes of each tensor.
+    """
     for count in range(len(sizes)):
         if sum(sizes[:count]) >= num_bytes:
             return count
@@ -100,5 +104,5 @@ def count_moving(sizes: list[int], num_bytes: int) -> int:
 
 
 def allow_outside(num_gpus: int) -> int:
-    """Return the allowance for memory outside torch's allocator."""
+    """Return the number of bytes to reserve for memory outside torch's allocator."""
     return CONTEXT + (NCCL if num_gpus > 1 else 0)

@@ -1,7 +1,7 @@
-"""ZeRO-3 by whole blocks: one gather per decoder layer instead of one per module in it.
+"""ZeRO-3 at the level of blocks: one gather per decoder layer, instead of one for each module inside the layer.
 
-DeepSpeed records the order in which modules run and prefetches the parameters of the next ones. Its hooks cost host time
-per module, and a new order costs a step without prefetching.
+DeepSpeed records the order in which modules run and prefetches the parameters of the next modules. Its hooks take host time
+for each module, and after a change of the order there is no prefetching for one step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 
 def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
-    """Make the modules whose class name is in `blocks` leaf modules of ZeRO-3. Call it before the engine is built.
+    """Make the modules whose class names are in `blocks` ZeRO-3 leaf modules. Call this before the engine is built.
 
-    DeepSpeed reduces the gradients of a leaf once the gradient of its input is computed. So the input of a leaf with trained
-    parameters must require a gradient even if everything before it is frozen; otherwise DeepSpeed would reduce zeros.
+    DeepSpeed reduces the gradients of a leaf module once the gradient of its input has been computed. The input of a leaf
+    with trained parameters must therefore require a gradient even if everything before it is frozen; otherwise DeepSpeed
+    would reduce zeros.
     """
     for module in model.modules():
         if type(module).__name__ in blocks:
@@ -30,7 +31,7 @@ def gather_whole_blocks(model: nn.Module, blocks: Collection[str]) -> None:
 
 
 def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make the hidden states, a block's first argument, require a gradient (a forward pre-hook)."""
+    """Make the hidden states, the first argument of `block`, require a gradient. Used as a forward pre-hook."""
     hidden: Tensor = args[0]
     if hidden.requires_grad or not torch.is_grad_enabled():
         return args
@@ -38,21 +39,21 @@ def require_input_gradient(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any
 
 
 def release_gathered(engine: DeepSpeedEngine) -> None:
-    """Partition the parameters again that are whole on this rank. Stages 1 and 2 do not partition parameters.
+    """Release the parameters that are still gathered on this rank; do nothing at stages 1 and 2, which do not shard them.
 
-    DeepSpeed's `engine.empty_partition_cache` does this as well, but it also collects garbage and empties the GPU's cache, which
-    takes half a second.
+    DeepSpeed's `engine.empty_partition_cache` does this too, but it also collects garbage and empties the GPU's cache,
+    which takes half a second.
     """
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
         engine.optimizer.empty_partition_cache()
 
 
 def record_training_only(engine: DeepSpeedEngine) -> None:
-    """Let DeepSpeed record the order of modules only in forwards that are followed by a backward pass.
+    """Make DeepSpeed record the order of modules only in forward passes that are followed by a backward pass.
 
-    The recorded order of a forward without one (for old log-probabilities or validation) would end too early: training would
-    run past it, and the next forward would be recorded again. The order of a whole step starts with that of its forward, so
-    it also serves forwards without a backward pass.
+    A recording of a forward pass without a backward pass (for old log-probabilities or validation) would be too short:
+    training would run past its end, and DeepSpeed would record the next forward pass again. The recording of a training
+    step begins with its forward pass, so it is also valid for forward passes without a backward pass.
     """
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
 

@@ -1,4 +1,4 @@
-"""Batches of prompts for a rollout engine."""
+"""Batching of prompts for rollout engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dsreason.monitor.memory import GIB
 T = TypeVar("T")
 
 MAX_ROWS = 256
-"""Largest number of rows in a batch; with more, the time per step grows with the number of rows."""
+"""Maximum number of rows in a batch; above it, the time per step grows with the number of rows."""
 
 
 def merge_groups(
@@ -24,14 +24,15 @@ def merge_groups(
     least: int,
     any_rank: Callable[[bool], bool],
 ) -> Iterator[list[T]]:
-    """Merge the groups into as few lists as memory allows: an engine waits for its longest completion once per list.
+    """Merge the groups into as few lists as memory allows, because an engine waits for its longest completion once per list.
 
-    A list ends after the group that takes it above `memory_gib`, unless it then has fewer than `least` items.
+    A list ends with the group that takes it above `memory_gib` on any rank, if it then has at least `least` items there.
 
     Args:
-        groups: the same number on all ranks that must yield the same number of lists; some may be empty.
-        size: returns the bytes of an item.
-        any_rank: returns whether its argument is true on any of these ranks.
+        groups: groups of items, some possibly empty; all ranks that need the same number of lists must have the same number
+            of groups.
+        size: function that returns the size of an item in bytes.
+        any_rank: function that returns whether its argument is true on any of these ranks.
     """
     batch: list[T] = []
     num_bytes = 0
@@ -46,11 +47,14 @@ def merge_groups(
 
 
 def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) -> list[list[int]]:
-    """Group prompts into batches by their `lengths` in tokens, so that prompts of similar length share a batch.
+    """Sort prompts by length and cut them into batches, so that prompts of similar length share a batch.
 
     A batch has at most `batch_size` prompts, or up to `MAX_ROWS` if they fit into `batch_tokens` including padding.
 
-    Example: lengths {0: 30, 1: 10, 2: 20}, batches of 1 or 40 tokens → [[1, 2], [0]].
+    Args:
+        lengths: prompt index → length in tokens.
+
+    Example: lengths {0: 30, 1: 10, 2: 20}, batch_size 1 and batch_tokens 40 → [[1, 2], [0]].
     """
     batches: list[list[int]] = []
     for i in sorted(lengths, key=lengths.__getitem__):
@@ -62,10 +66,10 @@ def cut_batches(lengths: Mapping[int, int], batch_size: int, batch_tokens: int) 
 
 
 def count_tokens_that_fit(config: Any, dtype: torch.dtype, memory: int) -> int:
-    """Compute how many tokens of a batch fit into `memory` bytes with their keys, values and widest activations.
+    """Return how many tokens of a batch fit into `memory` bytes, including keys, values and the widest activations.
 
     Args:
-        config: configuration of the model.
+        config: Hugging Face configuration of the model.
     """
     text = config.get_text_config()
     cached = 2 * text.num_hidden_layers * text.num_key_value_heads * get_head_size(text)

@@ -1,4 +1,4 @@
-"""Construction of rollout engines, on vLLM or plain transformers, for training and for evaluation."""
+"""Construction of rollout engines, based on vLLM or on plain transformers, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ def open_rollout_engine(
     loaded_version: int | None = None,
     trust_remote_code: bool = False,
 ) -> Iterator[RolloutEngine]:
-    """Open the engine that `settings` describe for a model folder. All ranks open it together, after `init_world`.
+    """Open a rollout engine for the model folder `path`. Collective; call it after `init_world`.
 
-    The engine is asleep and has no weights; with a `loaded_version` it is awake with the folder's weights.
+    Args:
+        settings: settings of the engine; their type selects vLLM or transformers.
+        loaded_version: version of the weights in the folder; the engine then starts awake with these weights. If None, it
+            starts asleep and without weights.
     """
     if isinstance(settings, TransformersSettings):
         device = world.device

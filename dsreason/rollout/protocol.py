@@ -1,4 +1,4 @@
-"""The protocol of rollout engines, which hold a copy of the policy, complete prompts with it, and release its memory."""
+"""The protocol of rollout engines, which hold a copy of the policy, complete prompts with it, and can release its memory."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ if TYPE_CHECKING:
 
 
 class SyncError(RuntimeError):
-    """A weight sync did not deliver every tensor of the policy; the message names the tensors."""
+    """Error raised when a weight sync did not deliver every tensor of the policy; the message names the tensors."""
 
 
 class StaleWeightsError(RuntimeError):
-    """Completions were requested for weights that the engine does not hold."""
+    """Error raised when completions are requested for a version of the weights that the engine does not hold."""
 
 
 class RolloutError(RuntimeError):
-    """A completion cannot be trained on; the message names the sample.
+    """Error raised when a completion cannot be used for training; the message names the sample.
 
-    The engine read a different prompt than the trainer, has no room for it, or sampled a media token.
+    Possible reasons: the engine read a different prompt than the trainer, prompt and completion are too long for the engine,
+    the completion ended abnormally, or it contains a media token.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for sampling completions. The stop tokens are those of the model's generation config.
+    """Sampling settings for completions. The stop tokens come from the model's generation config.
 
     Example: `Sampling(temperature=0.9, top_p=0.95, max_completion_length=512, seed=7)`.
     """
 
     temperature: float = 1.0
-    """0 takes the most probable token (greedy)."""
+    """Sampling temperature; 0 always picks the most probable token (greedy)."""
     top_p: float = 1.0
-    """Sample from the fewest tokens whose probability reaches this; 1 keeps all."""
+    """Probability mass for nucleus sampling: only the smallest set of tokens that reaches it is kept; 1 keeps all."""
     top_k: int = 0
-    """Sample from this number of most probable tokens; 0 keeps all."""
+    """Number of most probable tokens to sample from; 0 keeps all."""
     max_completion_length: int = 64
-    """Longest completion in tokens, the stop token included."""
+    """Maximum length of a completion in tokens, including the stop token."""
     seed: int = 0
-    """Seed of the random streams: a prompt draws from (seed, number of its stream), whatever it is batched with."""
+    """Seed of the random streams. A prompt's stream depends only on the seed and its stream number, not on its batch."""
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of negative ones, for tokens that the prompt or completion already contains."""
+    """Divisor of positive logits, and factor of negative logits, of tokens already in the prompt or completion; 1 disables it."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the completion already contains."""
+    """Amount subtracted from the logits of tokens that the completion already contains; 0 disables it."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the completion already contains the token."""
+    """Amount subtracted from a token's logit for each earlier occurrence in the completion; 0 disables it."""
 
     def __post_init__(self) -> None:
         out_of_range = self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.repetition_penalty <= 0
@@ -70,24 +71,25 @@ class Sampling:
 
 @dataclass(frozen=True)
 class CompletionSegment:
-    """Consecutive tokens of a completion that were all sampled, or all inserted: the result of a tool, another turn.
+    """Consecutive tokens of a completion that were either all sampled or all inserted, such as a tool result or another turn.
 
-    Sampled tokens are trained on. Inserted ones are only read, and may come with media.
+    Sampled tokens are trained on. Inserted tokens are only context and may include media.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
-    """Float32 log-probabilities of sampled tokens; None for inserted ones. They refer to the sampling distribution, with
-    temperature, top_p, top_k, penalties and the ban on media tokens applied (greedy: temperature 1)."""
+    """Float32 log-probabilities of sampled tokens; None for inserted tokens. They refer to the sampling distribution, after
+    temperature, top_p, top_k, penalties and the ban on media tokens (for greedy decoding, at temperature 1)."""
     encoded: EncodedSample | None = None
-    """Inserted tokens as the model reads them, with positions that begin at 0; None if they are plain text."""
+    """Encoded inserted tokens, with positions that start at 0; None for sampled tokens and for plain text."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer to a prompt: one segment, or several if tools or an environment took part.
+    """A completion of a prompt: one segment, or several if tools or an environment took part.
 
-    The ids end with the stop token if there is one; `text` has no special tokens. `version` is that of the weights.
+    The ids end with the stop token, if one was sampled; `text` omits special tokens. `version` is the version of the weights
+    that sampled the completion.
     """
 
     segments: tuple[CompletionSegment, ...]
@@ -97,7 +99,7 @@ class Completion:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens, sampled and inserted."""
+        """Ids of all tokens, sampled and inserted."""
         return tuple(token for segment in self.segments for token in segment.ids)
 
     @property
@@ -107,7 +109,7 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Number of `logprobs`."""
+        """Number of sampled tokens, which is the length of `logprobs`."""
         return sum(len(segment.logprobs or ()) for segment in self.segments)
 
     @property
@@ -117,14 +119,14 @@ class Completion:
 
     @property
     def sampled(self) -> tuple[bool, ...]:
-        """Flags for `ids`: True if the policy sampled the token."""
+        """Flag for each of `ids`: True if the policy sampled the token."""
         return tuple(segment.logprobs is not None for segment in self.segments for _ in segment.ids)
 
 
 def make_single_turn(
     ids: Sequence[int], text: str, logprobs: Sequence[float], finish_reason: Literal["stop", "length"], version: int
 ) -> Completion:
-    """Make a completion whose tokens were all sampled.
+    """Build a completion whose tokens were all sampled.
 
     Example: `make_single_turn((1190, 151645), "left", (-0.02, -0.0004), "stop", version=12)`.
     """
@@ -132,25 +134,25 @@ def make_single_turn(
 
 
 class TensorFingerprints(NamedTuple):
-    """Fingerprints of the tensors that a rank's engine computes with, by name."""
+    """Fingerprints, by name, of the tensors that a rank's engine computes with."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class RolloutEngine(Protocol):
-    """A rollout engine. Every rank calls wake, retained, sync, generate (any number of times) and sleep, in this order."""
+    """A rollout engine. Every rank calls wake, find_retained, sync, generate (any number of times) and sleep, in this order."""
 
     dtype: torch.dtype
     """Data type of the weights."""
     max_num_seqs: int
-    """Number of prompts completed at the same time; calls with fewer prompts leave the engine partly idle."""
+    """Number of prompts that the engine completes at the same time; a call with fewer prompts leaves it partly idle."""
     reads_pixels: bool
-    """True if the engine reads `mm_kwargs` of prompts, False if it processes the media itself."""
+    """True if the engine reads the `mm_kwargs` of prompts, False if it processes the media itself."""
 
     @property
     def keeps_weights(self) -> bool:
-        """True if the weights survive `sleep`, so that their version can generate after `wake`."""
+        """True if the weights survive `sleep`, so that `generate` works after `wake` without a sync."""
 
     def wake(self) -> None:
         """Allocate the memory that generation needs.
@@ -160,24 +162,29 @@ class RolloutEngine(Protocol):
         """
 
     def find_retained(self, names: Collection[str]) -> set[str]:
-        """Return those of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
+        """Return the subset of `names` (frozen parameters) whose values the engine still holds, so that `sync` can skip them.
 
-        Collective, between `wake` and `sync`; the result is the same on every rank. Log once which must be sent again.
+        Collective; call it between `wake` and `sync`. The result is the same on every rank. Frozen parameters that must be
+        sent again are logged once.
         """
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
-        """Replace every weight by the policy's, except the `find_retained` ones, which `weights` leaves out.
+        """Replace the engine's weights with the policy's.
 
-        Collective: every rank iterates the same gathered (full) tensors, to the end. Names are those of
-        `named_parameters()` of the Hugging Face model in memory.
+        Collective: every rank exhausts the iterator over the same gathered (full) tensors.
+
+        Args:
+            weights: names from `named_parameters()` of the Hugging Face model in memory, and the tensors.
+            version: version of the weights.
+            retained: names that `find_retained` returned; `weights` does not include them.
 
         Raises:
-            SyncError: a tensor is missing, unknown, of another shape, or was not retained after all; the engine then holds
-                no version.
+            SyncError: a tensor is missing, unknown, has another shape or was not retained after all; the engine then holds
+                no usable weights.
         """
 
     def fingerprints(self) -> TensorFingerprints:
-        """Return the fingerprints of this rank's tensors, while awake."""
+        """Return the fingerprints of this rank's tensors. The engine must be awake."""
 
     def generate(
         self,
@@ -187,14 +194,14 @@ class RolloutEngine(Protocol):
         version: int,
         streams: Sequence[int] | None = None,
     ) -> list[Completion]:
-        """Complete this rank's prompts with the weights of `version`, in the order of the prompts.
+        """Complete this rank's prompts with the weights of `version`; return the completions in the order of the prompts.
 
         Args:
-            streams: numbers of the prompts' random streams, 0, 1, … by default. If they are unique over all ranks, a
-                prompt's completion does not depend on the rank that samples it.
+            streams: random stream number of each prompt; 0, 1, … by default. If the numbers are unique across all ranks,
+                a prompt's completion does not depend on the rank that samples it.
 
         Raises:
-            StaleWeightsError: the engine holds other weights than `version`, or none.
+            StaleWeightsError: the engine holds another version of the weights, or none.
         """
         streams = range(len(prompts)) if streams is None else streams
         completions = dict(self.iter_completions(prompts, [sampling] * len(prompts), version=version, streams=streams))
@@ -203,17 +210,18 @@ class RolloutEngine(Protocol):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Yield each completion with the index of its prompt as soon as it is finished; settings are per prompt.
+        """Yield the index of each prompt and its completion as soon as the completion is finished.
 
-        If several ranks hold the weights together, all of them must exhaust the iterator.
+        Each prompt has its own sampling settings. If the weights are sharded over several ranks, all of them must exhaust
+        the iterator.
         """
 
     def sleep(self) -> None:
-        """Release the memory. The weights count as lost, unless the engine `keeps_weights`."""
+        """Release the engine's memory. The weights are considered lost unless the engine `keeps_weights`."""
 
 
 def find_media_token_ids(tokenizer: PreTrainedTokenizerBase, family: Family) -> list[int]:
-    """Return the ids of the family's media tokens in the vocabulary; they are never sampled."""
+    """Return the ids of the family's media tokens that the vocabulary contains; these tokens are never sampled."""
     vocabulary = tokenizer.get_vocab()
     return sorted(vocabulary[token] for token in family.tokens.media if token in vocabulary)
 
@@ -228,7 +236,7 @@ def check_no_media_tokens(
 
 
 def check_version(requested: int, current: int | None) -> None:
-    """Raise StaleWeightsError if the engine does not hold the requested version of the weights."""
+    """Raise StaleWeightsError if `current`, the engine's weights version, is not the requested one."""
     if requested != current:
         raise StaleWeightsError(
             f"completions of weights version {requested} were requested, but the engine holds "
@@ -237,6 +245,6 @@ def check_version(requested: int, current: int | None) -> None:
 
 
 def draw_random_streams(sampling: Sampling, streams: Sequence[int]) -> NDArray[np.float64]:
-    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, one row per stream, without global RNGs."""
+    """Draw uniform numbers in [0, 1), `[len(streams), max_completion_length]`, one row per stream; use no global generator."""
     shape = sampling.max_completion_length
     return np.stack([np.random.default_rng((sampling.seed, stream)).random(shape) for stream in streams])

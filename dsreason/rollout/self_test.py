@@ -1,6 +1,6 @@
 """The start-up self-test: perturb the weights, sleep, wake, sync, and check that the log-probabilities are restored.
 
-It detects a sync or a sleep that loses something before the first step, instead of through rewards that never rise.
+The test detects a faulty sync or sleep before the first step; otherwise rewards would just never rise.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ REAL, PERTURBED = -1, -2
 """Weight versions that no training step uses."""
 TOLERANCES = {torch.float32: 1e-4}
 COARSE_TOLERANCE = 0.1
-"""Tolerance of a log-probability. The same weights, prompts and kernels should reproduce it exactly; if they do not, a logit
-that is rounded differently moves by 1e-6 in float32 and, between 8 and 16, by 0.06 in bfloat16."""
+"""Tolerance for a difference of log-probabilities. The same weights, prompts and kernels should reproduce them exactly; if
+not, a differently rounded logit moves by 1e-6 in float32, and by 0.06 in bfloat16 if it is between 8 and 16."""
 
 
 class Round(NamedTuple):
-    """Completions and fingerprints from one round of waking the engine."""
+    """The results of one round, in which the engine wakes, generates and sleeps."""
 
     completions: list[Completion]
-    """This rank's greedy completions, one per prompt."""
+    """Greedy completions of this rank's prompts, one per prompt."""
     tensors: TensorFingerprints
 
 
@@ -41,21 +41,22 @@ def run_self_test(
     *,
     max_completion_length: int,
 ) -> Round:
-    """Run wake, sync, generate and sleep three times: with the policy's `weights`, perturbed ones, and the policy's again.
+    """Run three rounds of wake, sync, generate and sleep: with the policy's weights, perturbed weights, and the policy's again.
 
-    If the engine keeps its weights, a fourth round wakes and generates without a sync. The engine is then asleep with the
-    policy's weights, under a version that no step requests. Collective: every rank passes the same number of prompts.
+    If the engine keeps its weights during sleep, a fourth round omits the sync. The engine is asleep afterwards and holds the
+    policy's weights under a version that no step requests. Collective: every rank passes the same number of prompts.
 
     Args:
-        prompts: should include one with media and one without; they are completed separately, so that a fault that shows
-            in only one of them is found.
+        weights: returns a new iterator over the policy's full weights.
+        prompts: should include one with media and one without. Each is completed separately, to find faults that affect
+            only one of them.
 
     Returns:
         The first round.
 
     Raises:
-        SyncError: a rank found a fault; on every rank. The message names the tensors that did not take the perturbed
-            values, or were not restored.
+        SyncError: any rank found a fault; raised on every rank. The message names the tensors that did not take the
+            perturbed values or were not restored.
     """
     sampling = Sampling(temperature=0, max_completion_length=max_completion_length)
 
@@ -81,13 +82,13 @@ def run_self_test(
 
 
 def iter_perturbed(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Halve every value and add 0.01: tensors of zeros or ones change as well, and activations stay finite."""
+    """Yield every tensor with its values halved and 0.01 added: this changes even zeros and ones, and activations stay finite."""
     for name, tensor in weights:
         yield name, tensor * 0.5 + 0.01
 
 
 def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
-    """Return a message if the perturbed weights left a tensor or all completions unchanged."""
+    """Return an error message if the perturbed weights left a tensor, or all completions, unchanged; otherwise None."""
     before, after = real.tensors.parameters, moved.tensors.parameters
     different = set(find_changed(before, after))
     if stuck := [name for name in before if name not in different and before[name][0] > 0]:
@@ -98,7 +99,7 @@ def find_unmoved(real: Round, moved: Round, tolerance: float) -> str | None:
 
 
 def find_not_restored(real: Round, again: Round, tolerance: float, when: str) -> str | None:
-    """Return a message if tensors or completions differ although the policy's weights were restored."""
+    """Return an error message if tensors or completions differ although the policy's weights were restored; otherwise None."""
     pairs = zip(real.tensors, again.tensors, strict=True)
     if different := [name for before, after in pairs for name in find_changed(before, after)]:
         return f"{when}, {len(different)} tensors changed: {join_first(different)}"
@@ -110,7 +111,7 @@ def find_not_restored(real: Round, again: Round, tolerance: float, when: str) ->
 
 
 def compute_largest_difference(first: Sequence[Completion], second: Sequence[Completion]) -> float:
-    """Return the largest |difference| of two rounds' log-probabilities; infinity if tokens differ or a value is NaN."""
+    """Return the largest absolute difference of log-probabilities; infinity if tokens differ or a value is NaN."""
     if [completion.ids for completion in first] != [completion.ids for completion in second]:
         return math.inf
     pairs = zip(first, second, strict=True)
@@ -119,7 +120,7 @@ def compute_largest_difference(first: Sequence[Completion], second: Sequence[Com
 
 
 def raise_on_all_ranks(problem: str | None) -> None:
-    """Raise SyncError on every rank if any has a problem."""
+    """Raise SyncError on every rank if any rank has a problem."""
     problem_by_rank = gather_objects(problem)
     ranks_by_problem = {
         text: [rank for rank, rank_text in enumerate(problem_by_rank) if rank_text == text]

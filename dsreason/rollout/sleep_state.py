@@ -1,7 +1,7 @@
-"""Tensors in vLLM's memory pools other than weights, keys and values: sleep drops them, and only this module restores them.
+"""Preservation of tensors in vLLM's memory pools that are neither weights nor KV cache; vLLM loses their values in sleep.
 
-Examples are the zeros that Qwen3-VL adds to prompts without media, the positions of a CUDA graph's unused rows, and in
-older versions the block tables. No list names them, so they are found by their address.
+Examples are the zeros that Qwen3-VL adds to prompts without media, the positions of a CUDA graph's unused rows and, in
+older versions, the block tables. vLLM does not list such tensors, so they are found by their memory address.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 DROPPED = ("weights", "kv_cache")
-"""Tags of the pools that get new memory when they are woken by name. vLLM preserves the others or treats them as scratch."""
+"""Tags of the pools that get new memory when they are woken by tag. vLLM preserves other pools or uses them as scratch."""
 Pools = Callable[[int], str | None]
-"""Device address → tag of the vLLM pool that contains it; None outside the pools."""
+"""Function that maps a device address to the tag of the vLLM pool that contains it; None if no pool does."""
 
 
 def find_pools() -> Pools:
-    """Return the lookup of the current pools. Without sleep mode, for example on a CPU, vLLM has no pools."""
+    """Return a lookup function for the current pools. Without sleep mode, for example on a CPU, vLLM has no pools."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.instance
@@ -41,11 +41,11 @@ def find_pools() -> Pools:
 
 @dataclass
 class SleepState:
-    """The memory of these tensors, as byte tensors by pool tag, and its contents when the engine fell asleep."""
+    """Memory of the tensors to preserve, as byte tensors by pool tag, and its contents before the engine's last sleep."""
 
     memory: dict[str, list[Tensor]] = field(default_factory=dict)
     contents: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """Copies on the CPU by pool tag; None stands for zeros."""
+    """Copies on the CPU, by pool tag; None stands for a tensor of zeros."""
 
     @property
     def gib(self) -> float:
@@ -58,7 +58,7 @@ class SleepState:
         }
 
     def write_back(self, tag: str) -> None:
-        """Restore the contents of the pool `tag`, once it has memory again."""
+        """Restore the contents of the pool `tag`, which must have memory again."""
         for memory, content in zip(self.memory.get(tag, []), self.contents.pop(tag, []), strict=True):
             if content is None:
                 memory.zero_()
@@ -67,9 +67,9 @@ class SleepState:
 
 
 def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
-    """Find all tensors of the process in these pools, except the weights, buffers, keys and values of vLLM's model `runner`.
+    """Find all tensors in the pools, except the weights, buffers and KV cache of vLLM's model `runner`.
 
-    Call it once after vLLM's start: no tensor is created in these pools later.
+    Call this once after vLLM has started: no tensors are created in the pools later.
     """
     model: nn.Module = runner.model
     restored = [*model.parameters(), *model.buffers(), *runner.kv_caches]
@@ -79,18 +79,18 @@ def find_sleep_state(runner: Any, pools: Pools) -> SleepState:
         storage = tensor.untyped_storage()
         try:
             address = storage.data_ptr()
-        except RuntimeError:  # wrappers left by torch's compiler own no memory
+        except RuntimeError:  # wrapper tensors left by torch's compiler have no memory
             continue
         if address in restored_storages or not storage.nbytes() or (tag := pools(address)) not in DROPPED:
             continue
         restored_storages.add(address)
-        # Wrap the storage in a new byte tensor: vLLM's are inference tensors, which cannot be written outside that mode.
+        # Wrap the storage in a new byte tensor: vLLM's own are inference tensors, which are read-only outside inference mode.
         memory.setdefault(tag, []).append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return SleepState(memory)
 
 
 def iter_all_tensors() -> Iterator[Tensor]:
-    """Yield all tensors of the process, including those that vLLM has frozen and the garbage collector does not list."""
+    """Yield all tensors of the process, including those that vLLM has hidden from the garbage collector by `gc.freeze`."""
     if frozen := gc.get_freeze_count():
         gc.unfreeze()
     objects = gc.get_objects()

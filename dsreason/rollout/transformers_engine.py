@@ -1,4 +1,4 @@
-"""Rollouts from a plain transformers copy of the policy, without vLLM or ZeRO partitions."""
+"""A rollout engine that samples from an unsharded transformers copy of the policy, without vLLM."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
     from dsreason.data.chat import EncodedPrompt
 
 PAD_ID = 0
-"""Id of padding tokens; they are always masked, so any id would do."""
+"""Id of padding tokens. They are always masked, so any id would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSettings:
-    """Settings of the transformers engine: attention implementation and batch size."""
+    """Settings of the transformers engine."""
 
     attention: str = "auto"
     batch_size: int = 8
     batch_tokens: int = 0
-    """Token limit up to which more than `batch_size` prompts share a batch, with completions and padding included."""
+    """Maximum tokens, including completions and padding, of a batch with more than `batch_size` prompts; 0 allows none."""
 
 
 class TransformersEngine(RolloutEngine):
-    """A `RolloutEngine` whose model exists from `wake` to `sleep` (on a CPU it stays, because no GPU memory must be freed)."""
+    """A `RolloutEngine` whose model exists from `wake` to `sleep`; on a CPU it is kept, because no GPU memory must be freed."""
 
     reads_pixels = True
 
@@ -96,7 +96,7 @@ class TransformersEngine(RolloutEngine):
         self.awake = True
 
     def load(self, version: int) -> None:
-        """Wake the engine with the weights of the model folder."""
+        """Wake the engine with the weights from the model folder."""
         self.model = load_where_it_fits(
             self.path,
             dtype=self.dtype,
@@ -113,7 +113,7 @@ class TransformersEngine(RolloutEngine):
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int, retained: Collection[str] = ()) -> None:
         if not self.awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
-        self.version = None  # a sync that fails half-way leaves no usable weights
+        self.version = None  # a sync that fails halfway leaves no usable weights
         model = self._awake_model
         expected = {name: parameter.shape for name, parameter in model.named_parameters()}
         copy_weights(model, WeightStream(weights, expected, self.dtype, self.device))
@@ -128,7 +128,7 @@ class TransformersEngine(RolloutEngine):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Complete the prompts in batches that share their settings; each prompt uses its own random stream."""
+        """Complete the prompts in batches with equal sampling settings. Each prompt has its own random stream."""
         check_version(version, self.version if self.awake else None)
         for sampling in dict.fromkeys(samplings):
             positions = [i for i, prompt_sampling in enumerate(samplings) if prompt_sampling == sampling]
@@ -145,7 +145,7 @@ class TransformersEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def _build_model(self) -> PreTrainedModel:
-        """Build the folder's model with uninitialised weights."""
+        """Build the model with uninitialised weights."""
         model = build_empty_model(self.config, self.dtype, self.settings.attention, self.trust_remote_code)
         model.to_empty(device=self.device)
         model.tie_weights()
@@ -171,7 +171,7 @@ class TransformersEngine(RolloutEngine):
         ]
 
     def _build_completion(self, sample_id: str, ids: list[int], logprobs: list[float], version: int) -> Completion:
-        """Build the completion without the tokens sampled after the stop token, while other rows were unfinished."""
+        """Build a completion, dropping the tokens that were sampled after the stop token while other rows were unfinished."""
         stops = set(self.stop_ids.tolist())
         length = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
         ids, logprobs = ids[:length], logprobs[:length]
@@ -195,13 +195,13 @@ def draw_tokens(
     banned_ids: Tensor,
     stop_ids: Tensor,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, step by step, a token for each of the `B` rows and its log-probability, both `[B]`.
+    """Yield, at each step, the token sampled for each of the `B` rows and its log-probability, both `[B]`.
 
-    Stop when every row has sampled a stop token; rows that have one continue to sample until then. Positions are computed
-    here, so transformers' generation state is not used. The model's layers may lie on several devices; inputs and
+    Sampling ends when every row has sampled a stop token; until then, finished rows keep sampling. Positions are computed
+    here, so transformers' generation state is not used. The model's layers may be on several devices; inputs and
     sampled tokens are on the device of `banned_ids`.
     """
-    prompts = list({id(row): row for row in rows}.values())  # completions of one prompt share its prefill
+    prompts = list({id(row): row for row in rows}.values())  # completions of the same prompt share its prefill
     index_by_prompt = {id(prompt): i for i, prompt in enumerate(prompts)}
     device = banned_ids.device
     prompt_indices = torch.tensor([index_by_prompt[id(row)] for row in rows])  # [B]
@@ -211,9 +211,9 @@ def draw_tokens(
     assert batch.attention_mask is not None  # the rows are padded
     hidden = output.last_hidden_state.to(device)[device_indices, batch.attention_mask.sum(1)[device_indices] - 1]
     cache = output.past_key_values
-    cache.batch_select_indices(prompt_indices)  # indices on the CPU work for the layers of every device
+    cache.batch_select_indices(prompt_indices)  # indices on the CPU work for layers on any device
     attention = pad(batch.attention_mask[device_indices], (0, sampling.max_completion_length), value=1)
-    # Text continues after the largest position of all axes.
+    # Text continues after the largest position on any axis.
     next_position = batch.position_ids.amax(dim=(0, 2))[device_indices] + 1
     uniform = torch.from_numpy(draw_random_streams(sampling, streams)).to(device)
     head = model.get_output_embeddings()
@@ -244,7 +244,7 @@ def draw_tokens(
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, sending: WeightStream) -> None:
-    """Copy each tensor into the parameter of its name; tied parameters use the first of their names.
+    """Copy each tensor into the parameter of the same name; tied parameters go by the first of their names.
 
     Raises:
         SyncError: a tensor is missing or wrong.
@@ -256,10 +256,10 @@ def copy_weights(model: nn.Module, sending: WeightStream) -> None:
 
 
 def read_stop_token_ids(path: Path) -> list[int]:
-    """Return the end-of-sequence ids of the folder's generation config or, if it has none, of its model config.
+    """Return the end-of-sequence ids from the folder's generation config or, if the folder has none, its model config.
 
     Raises:
-        CheckpointError: `eos_token_id` is missing, or is not a token id or a list of them.
+        CheckpointError: `eos_token_id` is missing, or is neither a token id nor a list of token ids.
     """
     generation = read_generation_config(path)
     file = "config.json" if generation is None else "generation_config.json"
@@ -276,9 +276,9 @@ def read_stop_token_ids(path: Path) -> list[int]:
 
 
 class Penalties:
-    """Penalties on the logits of tokens that were already used: `B` rows over a vocabulary of `V`.
+    """Penalties on the logits of tokens that were already used, for `B` rows and a vocabulary of `V` tokens.
 
-    Source: `apply_penalties` of vLLM; the repetition penalty is CTRL's (arXiv:1909.05858), the others OpenAI's.
+    Source: `apply_penalties` in vLLM; the repetition penalty is from CTRL (arXiv:1909.05858), the others from OpenAI's API.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class Penalties:
 def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token per row; return the tokens and their log-probabilities, both `[B]`.
 
-    Inverse transform sampling: take the first token at which the cumulated probability exceeds the row's uniform number.
+    This is inverse transform sampling: the first token at which the cumulative probability exceeds the row's uniform number.
 
     Args:
         logits: `[B, V]`, float32.
@@ -320,7 +320,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, T
         logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     logprobs = logits.log_softmax(dim=-1)
     cumulated = logprobs.double().exp().cumsum(dim=-1)
-    # Scale by the last value, which rounding moves off 1; `right` skips tokens of probability 0.
+    # Scale by the last value, which is not exactly 1 because of rounding; `right` skips tokens of probability 0.
     threshold = uniform[:, None].double() * cumulated[:, -1:]
     token = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     return token.squeeze(1), logprobs.gather(1, token).squeeze(1)

@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engine: the ones set here, and the check of those that users add."""
+"""Arguments of vLLM's engine: their defaults, and a check of the arguments that users add."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsreason.job.ranks import World
 from dsreason.problems import find_nearest
 
 MAX_SEQUENCES = 256
-"""Largest number of completions sampled at the same time; vLLM keeps counts of the whole vocabulary for each."""
+"""Maximum number of completions sampled at the same time; for each, vLLM keeps token counts over the full vocabulary."""
 MIN_SEQUENCES = 64
-"""Smallest number of completions sampled at the same time, even if a GRPO rollout has fewer: validation needs more."""
+"""Lower bound of the limit on concurrent completions, even if a GRPO rollout has fewer, because validation needs more."""
 BATCHED_TOKENS = 8192
-"""Tokens per forward pass; longer prompts are read in parts. vLLM keeps several rows of activations for each."""
+"""Maximum number of tokens per forward pass; longer prompts are split. vLLM reserves activation memory for each token."""
 MEDIA_BYTES_PER_TOKEN = 32 * 1024
-"""Bytes per token of a processed image or video in float32; Qwen3-VL's, the largest, take 24 KiB."""
+"""Bytes per token of a processed image or video in float32, with a margin; the most is 24 KiB, for Qwen3-VL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class VLLMSettings:
     """Settings of a vLLM engine."""
 
     max_model_len: int
-    """Largest number of tokens of a prompt and its completion together."""
+    """Maximum length of a prompt and its completion together, in tokens."""
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.4
     sleep_level: int = 2
-    """1 keeps a copy of the weights in host memory, 2 keeps nothing."""
+    """Sleep level of vLLM: 1 keeps a copy of the weights in host memory, 2 discards them."""
     enforce_eager: bool = False
     max_num_seqs: int = MAX_SEQUENCES
-    """Number of completions requested together; those beyond `MAX_SEQUENCES` wait for their turn."""
+    """Number of completions requested together; at most `MAX_SEQUENCES` are sampled at a time, and the others are queued."""
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of vLLM's `LLM`."""
 
@@ -45,7 +45,7 @@ class VLLMSettings:
 def build_engine_arguments(
     world: World, settings: VLLMSettings, *, dtype: torch.dtype, sleep_mode: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Build the arguments of vLLM's `LLM` other than the model. vLLM's defaults suit a server, and cost gigabytes."""
+    """Build all arguments of vLLM's `LLM` except the model. vLLM's defaults are meant for servers and take gigabytes more."""
     on_cuda = world.device.type == "cuda"
     arguments = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -57,15 +57,15 @@ def build_engine_arguments(
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enforce_eager": settings.enforce_eager or not on_cuda,
         "logprobs_mode": "processed_logprobs",
-        # Fit the media of two prompts: the completions of a prompt are requested one after the other.
+        # Room for the media of two prompts is enough: the completions of a prompt are requested one after the other.
         "mm_processor_cache_gb": max(1.0, 2 * settings.max_model_len * MEDIA_BYTES_PER_TOKEN / 2**30),
         "use_tqdm_on_load": False,
         "trust_remote_code": trust_remote_code,
     }
     if on_cuda:
         return arguments | {"enable_sleep_mode": sleep_mode, "gpu_memory_utilization": settings.gpu_memory_utilization}
-    # Disable chunked prefill: on a CPU vLLM cannot rewind a request's random stream, which it does after each part of a
-    # prompt but the last.
+    # Disable chunked prefill, because it rewinds a request's random stream after each part of a prompt except the last, which
+    # vLLM cannot do on a CPU.
     return arguments | {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(BATCHED_TOKENS, settings.max_model_len),
@@ -73,7 +73,7 @@ def build_engine_arguments(
 
 
 def check_engine_options(options: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError if the installed vLLM does not have one of the options, which are configured under `key`."""
+    """Raise ConfigError if the installed vLLM lacks any of `options`; `key` is their configuration key."""
     known_options = read_known_arguments() if options else set()
     unknown = {name: find_nearest(name, known_options) for name in sorted(options) if name not in known_options}
     if unknown:
@@ -84,7 +84,7 @@ def check_engine_options(options: Mapping[str, Any], key: str) -> None:
 
 
 def read_known_arguments() -> set[str]:
-    """Return the public fields of vLLM's `EngineArgs`, read from its source: importing it takes seconds and needs a device."""
+    """Read the public fields of vLLM's `EngineArgs` from its source, because importing vLLM takes seconds and needs a device."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         raise ConfigError("engine_options need vLLM, but vLLM is not installed; install it, or remove them")

@@ -1,4 +1,4 @@
-"""Rollouts from a vLLM engine that lives in the trainer's processes and sleeps while the policy trains."""
+"""A rollout engine based on vLLM, which runs in the trainer's processes and sleeps while the policy trains."""
 
 from __future__ import annotations
 
@@ -69,13 +69,14 @@ log = logging.getLogger(__name__)
 
 
 class VLLMEngine(RolloutEngine):
-    """A `RolloutEngine` on vLLM. Every `tensor_parallel_size` consecutive ranks hold one copy of the policy together.
+    """A `RolloutEngine` on vLLM. Each group of `tensor_parallel_size` consecutive ranks shares one copy of the policy.
 
-    All ranks construct it together, after `init_world`; it starts asleep. On a CPU vLLM keeps its memory, but goes
-    through the same states.
+    All ranks must construct it together, after `init_world`. On a CPU, vLLM goes through the same states but keeps its
+    memory.
 
     Args:
-        loaded_version: version of the folder's weights, if the engine shall generate with them; it then starts awake.
+        loaded_version: version of the weights in the folder; the engine then starts awake and generates with them. If None,
+            it starts asleep.
     """
 
     reads_pixels = False
@@ -97,9 +98,9 @@ class VLLMEngine(RolloutEngine):
         self.stop_ids = read_stop_token_ids(path)
         self.version = loaded_version
         self.sent: dict[str, Tensor] = {}
-        """Fingerprints of the tensors that the last sync sent."""
+        """Fingerprints of the tensors sent by the last sync."""
         self.buffers: dict[str, Tensor] = {}
-        """Fingerprints of the model's buffers from before the last sleep."""
+        """Fingerprints of the model's buffers before the last sleep."""
         self.logged_lost_weights = False
         set_environment(world)
         with preserve_process_state(world), rename_shared_memory(world):
@@ -136,7 +137,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that hold one copy together; gloo, for Python objects and tensors on the CPU."""
+        """The gloo process group of the ranks that share one copy of the policy, for Python objects and tensors on the CPU."""
         from vllm.distributed.parallel_state import get_tp_group
 
         group: dist.ProcessGroup = get_tp_group().cpu_group
@@ -149,7 +150,7 @@ class VLLMEngine(RolloutEngine):
     # ------------------------------------------------------------ phases
 
     def wake(self) -> None:
-        """Allocate memory for the weights; `sync` allocates that of keys and values at its end, when gathers are over."""
+        """Allocate memory for the weights. `sync` allocates the KV cache at its end, after the gathers."""
         if not self.weights_awake:
             self._wake("weights")
             self.weights_awake = True
@@ -157,7 +158,7 @@ class VLLMEngine(RolloutEngine):
                 raise SyncError(f"{len(lost)} buffers lost their values during sleep: {join_first(lost)}")
 
     def find_retained(self, names: Collection[str]) -> set[str]:
-        """Compare the engine's weights with those sent: sleep at level 2 loses weights on a GPU, but not on a CPU."""
+        """Return the frozen weights that still equal the sent ones. Sleep level 2 loses weights on a GPU but not on a CPU."""
         if not self.weights_awake:
             return set()
         frozen = self.sent.keys() & set(names)
@@ -178,7 +179,7 @@ class VLLMEngine(RolloutEngine):
         if not self.weights_awake:
             raise SyncError(f"weights version {version} were sent to a sleeping engine: wake it first")
         before = {name: self.sent[name] for name in retained if name in self.sent}
-        self.version, self.sent = None, {}  # a sync that fails half-way leaves no usable weights
+        self.version, self.sent = None, {}  # a sync that fails halfway leaves no usable weights
         sending = WeightStream(weights, self.expected, self.dtype, self.world.device, before)
         with preserve_process_state(self.world):
             try:
@@ -194,7 +195,7 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def fingerprints(self) -> TensorFingerprints:
-        """Return the fingerprints; the name of a parameter is `Hugging Face name (vLLM name)`."""
+        """Return the fingerprints, with parameters named `Hugging Face name (vLLM name)`."""
         parameters = {
             f"{place.name} ({place.engine_name})": compute_fingerprint(*iter_engine_values(place))
             for place in self.places
@@ -204,9 +205,9 @@ class VLLMEngine(RolloutEngine):
     def iter_completions(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], *, version: int, streams: Sequence[int]
     ) -> Iterator[tuple[int, Completion]]:
-        """Complete the prompts of all ranks of the tensor-parallel group together; yield this rank's. Collective."""
+        """Complete the prompts of all ranks in the tensor-parallel group; yield this rank's completions. Collective."""
         shares = self._gather(prompts, samplings, version, streams)
-        if not self.cache_awake:  # after a sleep that kept the weights
+        if not self.cache_awake:  # no sync has run since a sleep that kept the weights
             self._reset_cache()
         requests = [request for share in shares for request in share]
         self._check_room(requests)
@@ -219,7 +220,7 @@ class VLLMEngine(RolloutEngine):
     def _iter_outputs(self, requests: Sequence[RolloutRequest]) -> Iterator[tuple[int, RequestOutput]]:
         """Yield the index and output of each request as it finishes.
 
-        At most `max_num_seqs` requests are enqueued at a time, because vLLM holds the pixels of all of them.
+        At most `max_num_seqs` requests are enqueued at a time, because vLLM holds the pixels of all enqueued requests.
         """
         waiting = enumerate(zip(requests, to_inputs(requests), strict=True))
         running: dict[str, int] = {}
@@ -228,7 +229,7 @@ class VLLMEngine(RolloutEngine):
                 ended: list[RequestOutput] = []
                 with preserve_process_state(self.world):
                     for number, (request, vllm_input) in islice(waiting, self.max_num_seqs - len(running)):
-                        # This is the id in the outputs; enqueue returns a different one.
+                        # The outputs carry this id; enqueue returns a different one.
                         running[str(self.llm.request_counter.counter)] = number
                         params = make_sampling_params(request.sampling, request.seed, self.stop_ids, self.banned_ids)
                         self.llm.enqueue([vllm_input], [params], use_tqdm=False)
@@ -246,7 +247,7 @@ class VLLMEngine(RolloutEngine):
         if not self.keeps_weights:
             self.version = None
         if self.weights_awake:
-            if not self.cache_awake:  # after a failed sync, because vLLM can only sleep as a whole
+            if not self.cache_awake:  # after a failed sync; vLLM can only put all pools to sleep together
                 self._wake("kv_cache")
             with preserve_process_state(self.world):
                 self._sleep()
@@ -254,7 +255,7 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """End the engine and its process groups, but not the trainer's. Safe to call twice."""
+        """Shut down the engine and its process groups, but not the trainer's. It is safe to call this twice."""
         if self.llm is None:
             return
         llm, self.llm, self.model, self.version = self.llm, None, None, None
@@ -267,9 +268,9 @@ class VLLMEngine(RolloutEngine):
             torch.cuda.empty_cache()
 
     def _wake(self, tag: str) -> None:
-        """Wake a pool and check that it is awake, because vLLM only warns if it is not."""
+        """Wake the pool `tag` and check that it is awake, because vLLM only logs a warning if it is not."""
         if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # vLLM maps memory itself and cannot use the memory in torch's cache
+            torch.cuda.empty_cache()  # vLLM maps GPU memory itself, so it cannot use memory that torch has cached
         with preserve_process_state(self.world):
             self.llm.wake_up(tags=[tag])
             self.state.write_back(tag)
@@ -284,7 +285,7 @@ class VLLMEngine(RolloutEngine):
         self.weights_awake = self.cache_awake = False
 
     def _reset_cache(self) -> None:
-        """Drop the keys, values and vision features of the old weights, and allocate the cache if it is asleep."""
+        """Discard keys, values and vision features computed with the old weights; allocate the KV cache if it is asleep."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
@@ -297,7 +298,7 @@ class VLLMEngine(RolloutEngine):
     def _gather(
         self, prompts: Sequence[EncodedPrompt], samplings: Sequence[Sampling], version: int, streams: Sequence[int]
     ) -> list[list[RolloutRequest]]:
-        """Return the requests of every rank in the group, including empty lists, because the group works as one."""
+        """Gather the requests of all ranks in the group, which runs them together; return one list per rank, possibly empty."""
         rank_requests = [
             RolloutRequest(
                 prompt.sample.id,

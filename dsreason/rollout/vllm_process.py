@@ -1,4 +1,4 @@
-"""Side effects of vLLM on the trainer's process: environment, random state, shared memory, process groups."""
+"""Containment of vLLM's side effects on the trainer's process: environment, random state, shared memory, process groups."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
-"""Defaults on every device. vLLM warns at every reload of layers without weights and at every sleep on a CPU; the checks
-here cover what matters."""
+"""Default environment variables on every device. Only errors are logged: vLLM warns at each reload about layers without
+weights, and at each sleep on a CPU, but our own checks cover real problems."""
 CPU_DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Defaults on a CPU: GiB for keys and values, and no binding to cores, which the trainer's threads would inherit."""
+"""Additional defaults on a CPU: GiB of KV cache, and no binding to cores, which the trainer's threads would inherit."""
 
 
 def set_environment(world: World) -> None:
-    """Set the variables that vLLM reads when it is imported; the user's values stay unless the engine cannot work with them."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher needs the core in this process
+    """Set the variables that vLLM reads on import; keep the user's values unless the engine cannot work with them."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher requires the engine core in this process
     for name, value in (DEFAULTS if world.device.type == "cuda" else DEFAULTS | CPU_DEFAULTS).items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def preserve_process_state(world: World) -> Iterator[None]:
-    """Isolate trainer and engine from each other; wraps everything that vLLM does.
+    """Isolate trainer and engine from each other; every call into vLLM runs inside this context.
 
-    vLLM seeds every generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3 has
-    replaced torch's `linear` by its own, with an autograd function that vLLM's layers would run and compile.
+    vLLM seeds every random generator and, on a CPU, replaces `torch.set_num_threads`; both are restored. DeepSpeed's ZeRO-3
+    replaces torch's `linear` with its own autograd function, which vLLM's layers would run and compile; the block therefore
+    uses torch's original function.
     """
     devices = [world.device] if world.device.type == "cuda" else []
     python, numpy = random.getstate(), np.random.get_state()
@@ -60,10 +61,10 @@ def preserve_process_state(world: World) -> Iterator[None]:
 
 @contextmanager
 def rename_shared_memory(world: World) -> Iterator[None]:
-    """Give vLLM's shared memory files names that are unique to this job, and delete them once all ranks have them open.
+    """Give vLLM's shared-memory files names that are unique to this job, and delete the files once all ranks have opened them.
 
-    Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and leaves the files behind,
-    so a second job on the machine would fail at its start.
+    Ranks on a CPU exchange tensors through these files. vLLM uses the same names in every job and does not delete the files,
+    so a second job on the machine would fail at startup.
     """
     if world.device.type == "cuda":
         yield
@@ -88,30 +89,30 @@ def rename_shared_memory(world: World) -> Iterator[None]:
 
 
 def release(llm: LLM) -> None:
-    """End vLLM's worker and process groups; the default group is the trainer's and stays."""
+    """Shut down vLLM's worker and destroy its process groups, but keep the default group, which belongs to the trainer."""
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     map_pools()
     client = llm.llm_engine.engine_core
-    # vLLM's own shutdown, which runs when the engine is collected, destroys the default group too.
+    # vLLM's own shutdown, which runs when the engine is garbage-collected, would also destroy the default group.
     if (finalizer := getattr(client, "_finalizer", None)) is not None:
         finalizer.detach()
     client.engine_core.model_executor.shutdown()
     destroy_model_parallel()
-    gc.unfreeze()  # vLLM froze whatever existed at its start, its weights included
+    gc.unfreeze()  # vLLM froze all objects that existed at its start, including its weights
 
 
 def map_pools() -> None:
-    """Map the memory of sleeping pools again, if enough is free.
+    """Map the memory of sleeping pools again if enough GPU memory is free.
 
-    vLLM unmaps a pool when it frees it; if sleep has already unmapped the pool, its allocator prints CUDA errors.
+    vLLM unmaps a pool when it frees the pool; if sleep has already unmapped it, the allocator prints CUDA errors.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     if (allocator := CuMemAllocator.instance) is None:  # no sleep mode, for example on a CPU
         return
     asleep = [data for data in allocator.pointer_to_data.values() if data.is_asleep]
-    with suppress(RuntimeError):  # another process may take the memory first, or the engine ends because of a GPU error
+    with suppress(RuntimeError):  # another process may take the memory first, or a GPU error caused the shutdown
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         if asleep and sum(data.handle[1] for data in asleep) <= free:

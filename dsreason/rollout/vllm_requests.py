@@ -1,4 +1,4 @@
-"""Conversion of prompts to vLLM's inputs, and of its outputs to completions."""
+"""Conversion of prompts to vLLM inputs, and of vLLM outputs to completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RolloutRequest(NamedTuple):
-    """A prompt on its way to the ranks of its tensor-parallel group."""
+    """A prompt, its media and its sampling settings, as sent to all ranks of a tensor-parallel group."""
 
     sample_id: str
     prompt_ids: list[int]
@@ -30,14 +30,14 @@ class RolloutRequest(NamedTuple):
 
 
 def make_request_seed(seed: int, stream: int) -> int:
-    """Return vLLM's seed of a random stream: 63 bits, because its seeds are signed."""
+    """Return the seed that vLLM uses for a random stream. It has 63 bits, because vLLM's seeds are signed 64-bit integers."""
     return int(np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def make_sampling_params(
     sampling: Sampling, seed: int, stop_ids: Sequence[int], banned_ids: Collection[int]
 ) -> SamplingParams:
-    """Make vLLM's parameters of a request. Completions end at `stop_ids` and never contain `banned_ids`."""
+    """Build vLLM's sampling parameters for a request. Completions end at `stop_ids` and never contain `banned_ids`."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -49,19 +49,19 @@ def make_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         max_tokens=sampling.max_completion_length,
         seed=seed,
-        logprobs=0,  # return only that of the sampled token
-        ignore_eos=True,  # only the generation config defines stop tokens, not the tokenizer
+        logprobs=0,  # return the log-probability of the sampled token only
+        ignore_eos=True,  # the stop tokens come from the generation config, not from the tokenizer
         stop_token_ids=list(stop_ids),
-        # The bias is added before dividing by the temperature: a high one would make any finite bias ineffective.
+        # The bias is added before the division by the temperature, so a high temperature would make any finite bias ineffective.
         logit_bias=dict.fromkeys(banned_ids, -float("inf")),
         detokenize=False,
     )
 
 
 def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
-    """Return vLLM's inputs: ids with one placeholder per media item, and media already resized and cut to their frames.
+    """Return vLLM's inputs: token ids with one placeholder per media item, and media that are already resized and sampled.
 
-    vLLM processes a media item once and caches it by its digest, which requests with the same prompt share.
+    vLLM processes each media item once and caches it by its digest, which is the same in all requests with the same prompt.
     """
     digests: dict[int, str] = {}
     inputs = []
@@ -83,7 +83,7 @@ def to_inputs(requests: Sequence[RolloutRequest]) -> list[dict[str, Any]]:
 
 
 def compute_digest(medium: Medium) -> str:
-    """Return a digest of everything that the processor reads: pixels and their layout, and the times of video frames."""
+    """Compute a digest of everything that the processor reads: pixels, their layout, and the metadata of videos."""
     if isinstance(medium, Image.Image):
         facts = repr((medium.mode, medium.size))
         pixels: bytes | memoryview = medium.tobytes()
@@ -99,7 +99,7 @@ def compute_digest(medium: Medium) -> str:
 def check_output(
     request: RolloutRequest, output: RequestOutput, banned_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise RolloutError if vLLM read another prompt than the trainer, or ended the completion for another reason."""
+    """Raise RolloutError if vLLM read a different prompt than the trainer, ended abnormally, or sampled a media token."""
     engine_ids = list(output.prompt_token_ids)
     if engine_ids != request.expanded_ids:
         raise RolloutError(
@@ -125,7 +125,7 @@ def to_completion(output: RequestOutput, version: int, tokenizer: PreTrainedToke
 
 
 def describe_difference(actual: Sequence[int], expected: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Describe how two token lists differ: their lengths, the index of the first difference, and the tokens around it."""
+    """Describe how two lists of token ids differ: their lengths, and the first difference with the tokens around it."""
     pairs = zip(actual, expected, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
     actual_text, expected_text = (

@@ -1,15 +1,16 @@
-"""Weight sync into a vLLM engine, and the check that every tensor arrived: by name, then by fingerprint.
+"""Weight sync into a vLLM engine, with checks by name and by fingerprint that every tensor arrived.
 
-vLLM's `reload_weights` returns nothing and only warns about tensors that it did not load, so two checks are made here:
+vLLM's `reload_weights` returns nothing and only warns about tensors that it did not load, so this module makes two checks:
 
-1. Every name and shape of the Hugging Face model must be sent exactly once, and nothing else (`WeightStream`); or it was
-   sent before, is frozen, and the engine still holds it.
-2. After loading, the count, the sum and the sum of squares (float64) of each sent tensor are compared with those of the
-   rows that hold it in the engine (`check_arrival`): they differ if a tensor was dropped on the way or is an old one.
-   Tensors that were not sent again are compared with their last sent values.
+1. Every tensor of the Hugging Face model must be sent exactly once and with its shape, and no others (`WeightStream`). Frozen
+   tensors may be omitted if an earlier sync sent them and the engine still holds them.
+2. After loading, the fingerprint of each sent tensor is compared with that of the rows that hold it in the engine
+   (`check_arrival`). They differ if the tensor was lost or the engine holds old values. A fingerprint consists of the
+   number of values, their sum and the sum of their squares, in float64. Tensors that were omitted are compared with the
+   values last sent.
 
-The fingerprint does not detect values that are permuted inside one tensor, or two tensors of equal sums. Parts of a fused
-layer (query, key and value; gate and up) are compared separately, so swapped parts are detected.
+A fingerprint does not detect values that are permuted inside a tensor, or tensors that were swapped but have equal sums. Parts
+of a fused layer (query, key and value; gate and up) are compared separately, so swapped parts are detected.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from dsreason.problems import join_first
 from dsreason.rollout.protocol import SyncError
 
 VLLMModule: TypeAlias = Any
-"""An `nn.Module` of vLLM, with attributes that depend on its class."""
+"""Type of an `nn.Module` of vLLM, whose attributes depend on its class."""
 CHUNK = 2**24
-"""Number of values that are converted to float64 at a time."""
+"""Number of values converted to float64 at a time."""
 TOLERANCE = 1e-12
-"""Tolerance of a sum, relative to its upper bound: the order of addition changes it by less, one bfloat16 step by more."""
+"""Tolerance of a sum relative to its upper bound. The order of addition changes a sum by less, one bfloat16 step by more."""
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """The place of a tensor, or of this rank's share of it, in the engine: some rows of a layer's parameter."""
+    """The rows of a parameter in the engine that hold a tensor of the model, or this rank's shard of it."""
 
     name: str
     """Name in the Hugging Face model."""
@@ -49,11 +50,11 @@ class TensorSlot:
 
 @dataclass
 class WeightStream:
-    """The iterator that vLLM loads from: it passes on expected tensors and records the others as wrong.
+    """The iterator from which vLLM loads weights. It yields copies of expected tensors and records all others in `wrong`.
 
-    Tensors are copied to the engine's device: vLLM keeps the parts of a fused layer until all have arrived, and by then the
-    gathered tensors are gone. `compute_fingerprints` starts with those of the tensors that the engine still holds, on the CPU;
-    those of sent tensors are on the device until `finish`.
+    The copies are on the engine's device. They are needed because vLLM keeps the parts of a fused layer until all of them have
+    arrived, but gathered tensors are freed before. `fingerprints` initially contains the tensors that the engine still
+    holds; the fingerprints of sent tensors are added and stay on the device until `finish` moves them to the CPU.
     """
 
     weights: Iterator[tuple[str, Tensor]]
@@ -77,12 +78,12 @@ class WeightStream:
                 yield name, copy
 
     def read_remaining(self) -> None:
-        """Read the tensors that vLLM did not read, because every rank must take part in every gather."""
+        """Consume the tensors that vLLM did not read, because every rank must take part in every gather."""
         for _ in self:
             pass
 
     def finish(self) -> None:
-        """Raise SyncError if a tensor was wrong or is missing."""
+        """Raise SyncError if any tensor is wrong or missing."""
         self.fingerprints = move_to_cpu(self.fingerprints)
         self.wrong += [f"{name} did not arrive" for name in self.expected if name not in self.fingerprints]
         raise_sync_error(self.wrong)
@@ -94,10 +95,10 @@ def raise_sync_error(wrong: list[str]) -> None:
 
 
 def find_places(model: VLLMModule, names: list[str], family: Family) -> list[TensorSlot]:
-    """Find the place of each tensor in vLLM's `model`; a tied output layer is a second place of the embedding.
+    """Find the slot of each tensor in vLLM's `model`. A tied output layer is a second slot of the embedding.
 
     Raises:
-        SyncError: a tensor has no place, or a parameter of the engine would get no tensor.
+        SyncError: a tensor has no slot, or a parameter of the engine would get no tensor.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     parameters = {
@@ -128,9 +129,9 @@ def find_places(model: VLLMModule, names: list[str], family: Family) -> list[Ten
 
 
 def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> list[str]:
-    """Return vLLM's names for tensors of the model, with separate names for the parts of fused layers.
+    """Return vLLM's names of the model's tensors, with separate names for the parts of fused layers.
 
-    vLLM's own table names the fused layer but not which part of it a tensor is.
+    vLLM's own mapping only yields the name of the fused layer, not the part that the tensor belongs to.
     """
     engine_names: list[str] = replace(model.hf_to_vllm_mapper, orig_to_new_stacked={}).apply_list(
         [*map(family.to_exported_name, names)]
@@ -141,7 +142,7 @@ def find_engine_names(model: VLLMModule, names: list[str], family: Family) -> li
 def find_part(
     model: VLLMModule, name: str, parameters: dict[str, tuple[VLLMModule, str]]
 ) -> tuple[str | None, int | None]:
-    """Return the name of the engine's parameter; if it is fused, also the number of the part that `name` stands for."""
+    """Return the name of the engine parameter that holds `name` (None if not found) and its part's index (None if not fused)."""
     if name in parameters:
         return name, None
     for fused, parts in model.packed_modules_mapping.items():
@@ -153,7 +154,7 @@ def find_part(
 
 
 def find_rows(layer: VLLMModule, part: int | None) -> slice:
-    """Return the rows of this rank's weight that hold a part of a fused layer, or all rows but a vocabulary's padding."""
+    """Return the rows of this rank's weight that hold a part of a fused layer; if None, all rows except vocabulary padding."""
     if part is not None:
         sizes = layer.output_partition_sizes
         return slice(sum(sizes[:part]), sum(sizes[: part + 1]))
@@ -163,7 +164,7 @@ def find_rows(layer: VLLMModule, part: int | None) -> slice:
 
 
 def repair_tied_output(model: VLLMModule) -> None:
-    """Repack the output weight on a CPU: vLLM computes logits from a copy that reloading a tied weight does not update."""
+    """Repack the output weight on a CPU, where vLLM uses a copy for the logits that a reload of a tied weight does not update."""
     for layer in model.modules():
         if is_output_layer(layer) and hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)
@@ -176,7 +177,7 @@ def is_output_layer(layer: VLLMModule) -> bool:
 
 
 def find_complete_layers(places: list[TensorSlot], names: Collection[str]) -> set[str]:
-    """Return those of `names` that fill whole layers together: vLLM reloads a layer completely or not at all."""
+    """Return the subset of `names` that covers complete layers, because vLLM reloads a layer completely or not at all."""
     names_by_layer: dict[VLLMModule, set[str]] = {}
     for place in places:
         names_by_layer.setdefault(place.layer, set()).add(place.name)
@@ -187,7 +188,7 @@ def find_complete_layers(places: list[TensorSlot], names: Collection[str]) -> se
 
 
 def check_arrival(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raise SyncError, naming the tensors, if the engine's weights differ from the fingerprints of the sent ones."""
+    """Raise SyncError, naming the tensors, if fingerprints of the engine's weights differ from those of the sent tensors."""
     raise_sync_error(
         [
             f"{place.name} was sent, but the engine's {place.engine_name} holds other values"
@@ -198,10 +199,10 @@ def check_arrival(places: list[TensorSlot], sent: dict[str, Tensor], group: dist
 
 @torch.no_grad()
 def find_different(places: list[TensorSlot], sent: dict[str, Tensor], group: dist.ProcessGroup) -> list[TensorSlot]:
-    """Find the places whose values differ from those sent.
+    """Return the slots whose values differ from the sent ones. Collective over the tensor-parallel `group`.
 
-    Collective over the tensor-parallel `group`, whose shares are added up. A tensor that several ranks hold counts several
-    times; the number of values shows how often.
+    The fingerprints of the group's shards are added up. A tensor that several ranks hold is counted several times, which
+    the number of values reveals.
     """
     if not places:
         return []
@@ -215,7 +216,7 @@ def find_different(places: list[TensorSlot], sent: dict[str, Tensor], group: dis
 
 
 def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
-    """Return whether a fingerprint is that of the sent values, held once or several times."""
+    """Return whether `actual` is the fingerprint of one or several copies of the sent values."""
     (count, total, squares), (sent_count, sent_total, sent_squares) = actual.tolist(), sent.tolist()
     copies = count / sent_count if sent_count else 0
     return (
@@ -227,16 +228,16 @@ def is_same_fingerprint(actual: Tensor, sent: Tensor) -> bool:
 
 
 def iter_engine_values(place: TensorSlot) -> Iterator[Tensor]:
-    """Yield the values that the layer computes with, in blocks."""
+    """Yield the values that the engine's layer computes with, in blocks."""
     weight = getattr(place.layer, place.parameter)
     packed = getattr(place.layer, "cpu_linear", None)
     repacked = weight.numel() == 0 or is_output_layer(
         place.layer
-    )  # an embedding reads rows of `weight` even if it repacked them
+    )  # an embedding reads rows of `weight` even if vLLM repacked it
     if packed is None or not repacked or place.parameter != "weight":
         yield weight[place.rows]
         return
-    # Only the layer's own kernel can read the repacked weight, so multiply unit vectors, which is exact.
+    # Only the layer's own kernel can read the repacked weight, so multiply the weight by unit vectors, which is exact.
     width = weight.shape[1] if weight.numel() else place.layer.input_size_per_partition
     for start in range(0, width, 1024):
         units = torch.zeros(min(1024, width - start), width, dtype=weight.dtype)
@@ -245,9 +246,9 @@ def iter_engine_values(place: TensorSlot) -> Iterator[Tensor]:
 
 
 def compute_fingerprint(*blocks: Tensor) -> Tensor:
-    """Compute the number of values, their sum and the sum of their squares: `[3]`, float64, on the device of the values.
+    """Compute the number of values, their sum and the sum of their squares as float64 `[3]` on the device of the values.
 
-    The computation does not wait for the device.
+    The function does not synchronise with the device.
     """
     numbers = torch.zeros(3, dtype=torch.float64, device=blocks[0].device)
     for chunk in (chunk.double() for block in blocks for chunk in block.detach().reshape(-1).split(CHUNK)):
@@ -272,12 +273,12 @@ def move_to_cpu(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def compute_fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Compute the fingerprints of named tensors, on the CPU."""
+    """Compute the fingerprints of named tensors and move them to the CPU."""
     return move_to_cpu({name: compute_fingerprint(tensor) for name, tensor in tensors})
 
 
 def find_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
-    """Return the names whose fingerprints differ. Equal infinities and NaN count as unchanged, as constants may hold them."""
+    """Return the names whose fingerprints differ. Equal infinities or NaN count as unchanged, because constants may have them."""
     unchanged = {
         name
         for name in before.keys() & after.keys()

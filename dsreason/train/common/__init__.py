@@ -1,1 +1,1 @@
-"""Shared parts of all trainers: opening a run, its checks, validation, counting steps, saving and finishing."""
+"""Code shared by all trainers: preflight checks, opening a run, validation, bookkeeping of steps, checkpoints and exports."""

@@ -1,4 +1,4 @@
-"""Generated answers and their references: accuracies, mean rewards, and how answers are written and displayed."""
+"""Generated answers and their references: metrics, files and display."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsreason.rollout.protocol import Completion, Sampling
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """A generated answer and the reference that it is compared with.
+    """A generated answer and the reference answer that it is compared with.
 
     Example: `GeneratedAnswer(row=3, id="7", modality="video", kind="direction", prompt="<|im_start|>user…", completion="left",
     reference="left", correct=True, finish_reason="stop", media=["/d/clips/7.mp4"])`.
@@ -33,30 +33,30 @@ class GeneratedAnswer:
     row: int
     id: str
     modality: str
-    """`text`, `image` or `video`; a sample with both images and videos counts as `video`."""
+    """Modality of the sample: `text`, `image` or `video`. A sample with both images and videos counts as `video`."""
     kind: str | None
-    """`meta["kind"]` of the sample."""
+    """Value of `meta["kind"]` of the sample; None if it has none."""
     prompt: str
     completion: str
     reference: str | None
     correct: bool | None
-    """True if the answer is right; None, like `reference`, if the row has no reference answer."""
+    """Whether the answer is correct. None, like `reference`, if the row has no reference answer."""
     finish_reason: str
     media: list[str]
     rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards by function name, with their weighted sum under ""; empty if the run has no rewards."""
+    """Rewards by function name, with the weighted sum under ""; empty if the run has no rewards."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The result of a validation, equal on all ranks. `sheets` maps row numbers to contact sheets of displayed answers."""
+    """The result of a validation, equal on all ranks. `sheets` maps row numbers of displayed answers to contact sheets."""
 
     metrics: dict[str, float]
     answers: list[GeneratedAnswer]
     sheets: dict[int, Image.Image]
 
     def summary(self, step: int) -> str:
-        """Format the log line.
+        """Return the line for the log.
 
         Example: `validation at step 60: loss 0.1234, reward 1.4375, accuracy 93.8 % (image 95.3 %, video 92.2 %)`.
         """
@@ -69,7 +69,7 @@ class ValidationResult:
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """Write every answer to `validation/step_N.jsonl` and log the displayed ones to TensorBoard, on rank 0 only."""
+        """On rank 0, write every answer to `validation/step_N.jsonl` and log the displayed answers to TensorBoard."""
         if not world.is_main or not self.answers:
             return
         write_rows(output_dir / "validation" / f"{format_step(step)}.jsonl", map(vars, self.answers))
@@ -84,7 +84,7 @@ class ValidationResult:
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write `rows` as JSON lines, creating the folder if it is missing."""
+    """Write `rows` to `file` as JSON Lines; create the folder if it does not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
@@ -97,7 +97,7 @@ def describe(prompt: str, completion: str, reference: str | None, correct: bool 
 
 
 def compute_accuracies(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
-    """Compute `val/accuracy`, and `val/accuracy/<name>` per modality and kind, over the answers that have a reference."""
+    """Compute `val/accuracy`, and `val/accuracy/<name>` for each modality and kind, over the answers that have a reference."""
     outcomes: dict[str, list[bool]] = {}
     for answer in answers:
         if answer.correct is None:
@@ -105,13 +105,13 @@ def compute_accuracies(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
         names = ["val/accuracy", f"val/accuracy/{answer.modality}"]
         if answer.kind is not None:
             names.append(f"val/accuracy/{answer.kind}")
-        for name in dict.fromkeys(names):  # a kind may have the name of a modality
+        for name in dict.fromkeys(names):  # a kind may have the same name as a modality
             outcomes.setdefault(name, []).append(answer.correct)
     return {name: sum(values) / len(values) for name, values in sorted(outcomes.items())}
 
 
 def compute_mean_rewards(answers: Sequence[GeneratedAnswer]) -> dict[str, float]:
-    """Compute `val/reward/mean`, and `val/reward/<function>/mean` per reward function."""
+    """Compute `val/reward/mean`, and `val/reward/<function>/mean` for each reward function."""
     names = dict.fromkeys(name for answer in answers for name in answer.rewards)
     return {
         f"val/reward/{name}/mean".replace("//", "/"): sum(answer.rewards[name] for answer in answers) / len(answers)
@@ -122,7 +122,7 @@ def compute_mean_rewards(answers: Sequence[GeneratedAnswer]) -> dict[str, float]
 def score_completions(
     scorer: Scorer, prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling
 ) -> CompletionScores:
-    """Score each completion of its prompt. The samples carry the completion lengths, which `overlong` reads."""
+    """Score one completion per prompt. Completion lengths are added to the samples, because the reward `overlong` needs them."""
     samples = [
         add_length(prompt.sample, completion.num_tokens, sampling.max_completion_length)
         for prompt, completion in zip(prompts, completions, strict=True)

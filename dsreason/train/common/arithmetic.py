@@ -1,4 +1,4 @@
-"""Device utilisation: the share of the peak FLOP/s, and of the computed tokens, that went into samples."""
+"""Device utilisation: the shares of the peak FLOP/s and of the computed tokens that are spent on samples."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from dsreason.monitor.flops import ModelFlops, Work, compute_model_flops, find_p
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The FLOPs that a model needs, and the peak FLOP/s of a job's devices."""
+    """The FLOPs that a model needs, and the peak FLOP/s of the job's devices."""
 
     flops: ModelFlops
     peak: float | None
-    """FLOP/s of all devices together; None if the device's peak is not known."""
+    """Peak FLOP/s of all devices together; None if the peak of this type of device is unknown."""
     ranks_per_row: int = 1
-    """Number of ranks that share the work on one row; each of them counts it in full."""
+    """Number of ranks that compute a row together; each of them reports the work of the full row."""
 
     def metrics(self, work: Work, batches: Sequence[Batch], seconds: float) -> dict[str, float]:
-        """Compute the utilisation of one step over all ranks; `work` and `batches` are this rank's part. Collective.
+        """Compute the utilisation of one step over all ranks. Collective.
 
-        `perf/mfu` is the FLOPs of the samples' forward and backward pass, divided by `seconds` and by the peak. Activations
-        recomputed in the backward pass, padding, and passes without gradients do not count. In SFT `seconds` is the whole
-        step including the wait for data; in GRPO it is `time/train`, without sampling, which in the first step after a
-        rollout includes the passes of the old policy and the reference. `perf/padding` is the share of the computed tokens
-        that belong to no sample: padding, and media that only keep ranks in step.
+        `perf/mfu` is the number of FLOPs of the samples' forward and backward passes, divided by `seconds` and by the peak. It
+        excludes activations recomputed in the backward pass, padding, and passes without gradients. `perf/padding` is the
+        share of the computed tokens that belong to no sample: padding, and dummy media that keep the ranks in step.
+
+        Args:
+            work: this rank's work.
+            batches: this rank's micro-batches.
+            seconds: duration of the step. In SFT, it includes the wait for data; in GRPO, it is `time/train`, which
+                excludes sampling but, in the first step after a rollout, includes the forward passes of the old policy and
+                the reference.
         """
         computed = reduce_sum(sum(batch.input_ids.numel() for batch in batches))
         metrics = {"perf/padding": 1 - reduce_sum(work.tokens) / max(computed, 1)}
@@ -40,7 +45,7 @@ class Arithmetic:
 
 
 def build_arithmetic(engine: DeepSpeedEngine, world: World) -> Arithmetic:
-    """Build the `Arithmetic` of a policy. Collective: `metrics` is too, so all ranks must agree whether the peak is known."""
+    """Build the `Arithmetic` of a policy. Collective, because all ranks must agree on whether the peak is known."""
     return Arithmetic(
         compute_model_flops(engine.module.model), broadcast_object(find_job_peak_flops(world)), world.ranks_per_row
     )

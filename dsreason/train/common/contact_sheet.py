@@ -1,4 +1,4 @@
-"""Contact sheets: one image with the media that the model saw side by side, and the text below."""
+"""Contact sheets: images that show the media that the model saw side by side, with the text below."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS, SAMPLE_FRAMES, MAX_TEXT = 2, 4, 600
 
 
 def draw_contact_sheet(media: Sequence[Medium], text: str) -> Image.Image:
-    """Draw `media` as the encoder decoded them, with evenly spaced frames of long videos, and below them the wrapped `text`."""
+    """Draw `media` as decoded for the encoder, with the wrapped `text` below. Long videos are reduced to evenly spaced frames."""
     thumbnails = [make_thumbnail(frame) for medium in media for frame in get_frames(medium)]
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, CHARACTERS) or [""]]
     per_row = WIDTH // (THUMBNAIL + 4)
@@ -42,16 +42,16 @@ def get_frames(medium: Medium) -> list[Image.Image]:
 
 
 def make_thumbnail(image: Image.Image) -> Image.Image:
-    """Scale an image up or down to fit into a square of `THUMBNAIL` pixels."""
+    """Scale an image up or down to fit into a square with sides of `THUMBNAIL` pixels."""
     scale = THUMBNAIL / max(image.size)
     return image.convert("RGB").resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
 
 
-# ---------------------------------------------------------------- samples that have not been encoded
+# ---------------------------------------------------------------- sheets of samples that have not been encoded
 
 
 def draw_sample_sheets(samples: Sequence[Sample]) -> Image.Image:
-    """Draw two columns of sheets, one per sample: its media (four frames per video), its question and its answer."""
+    """Draw one sheet per sample, in two columns, with its id, its messages and its media (four frames per video)."""
     sheets = [draw_sample_sheet(sample) for sample in samples]
     pairs = [sheets[i : i + COLUMNS] for i in range(0, len(sheets), COLUMNS)]
     heights = [max(sheet.height for sheet in pair) for pair in pairs]
@@ -78,7 +78,7 @@ def draw_sample_sheet(sample: Sample) -> Image.Image:
 
 
 def load_small_medium(kind: str, path: str) -> Medium:
-    """Decode an image or video at the size of a thumbnail."""
+    """Decode an image, or a few frames of a video, at the size of a thumbnail."""
     if kind == "image":
         return make_thumbnail(load_image(path))
     info = probe_video(path)

@@ -17,14 +17,14 @@ MOST_ROWS = 256
 
 
 def compute_rows_digest(count: int, content: Callable[[int], Any]) -> dict[str, Any]:
-    """Return the number of rows and a hash of up to 256 evenly spaced ones: `{"count": 2560, "digest": "…"}`."""
+    """Return the number of rows and a hash of up to 256 evenly spaced rows: `{"count": 2560, "digest": "…"}`."""
     contents = [content(row) for row in pick_evenly(count, MOST_ROWS)]
     text = json.dumps(contents, sort_keys=True, default=str)
     return {"count": count, "digest": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
 
 
 def compute_samples_digest(samples: SampleDataset) -> dict[str, Any]:
-    """Return the digest of the rows' texts and media file names; folder names do not count, so data may be moved."""
+    """Return a digest of the rows' texts and media file names. Folder names are ignored, so the data may be moved."""
 
     def read_content(row: int) -> Any:
         try:
@@ -35,7 +35,7 @@ def compute_samples_digest(samples: SampleDataset) -> dict[str, Any]:
                 *map(list_message_content, sample.messages),
                 *map(list_message_content, sample.rejected or []),
             ]
-        except Exception:  # noqa: BLE001  rows may have any shape; a bad row is reported when it is used
+        except Exception:  # noqa: BLE001  rows may be malformed in any way; a bad row is reported when it is used
             return None
 
     return compute_rows_digest(len(samples), read_content)

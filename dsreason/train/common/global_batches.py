@@ -1,4 +1,4 @@
-"""Global batches of rows for SFT and DPO: their order, the loop over them, and the metrics logged per step."""
+"""Global batches for SFT and DPO: their order, the training loop over them, and the metrics of each step."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def build_step_order(training: SampleDataset, config: SFTConfig | DPOConfig) -> 
 
 
 def check_steps(order: StepOrder, config: SFTConfig | DPOConfig) -> None:
-    """Raise ConfigError if a step to profile is not one of the run's; log warnings about the number of steps."""
+    """Raise ConfigError if a step to profile is outside the run. Log warnings about the number of steps."""
     check_profiled_steps(config.monitor.profile, order.num_steps)
     for note in list_step_notes(order, config):
         log.warning("%s", note)
 
 
 def list_step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str]:
-    """List warnings about the number of steps, none of them an error."""
+    """Return warnings about the number of steps. None of them is an error."""
     notes = []
     unused = config.train.epochs * order.rows_per_epoch - order.num_steps * order.batch_size
     if unused and (config.train.max_steps is None or order.num_steps < config.train.max_steps):
@@ -60,7 +60,7 @@ def list_step_notes(order: StepOrder, config: SFTConfig | DPOConfig) -> list[str
 def train_on_loader(
     run: TrainingRun[J], loader: Iterable[B], train_on_batches: Callable[[B], None], validate: Validate
 ) -> None:
-    """Train on the batches of each step, from the resumed one on, and finish the run."""
+    """Train on the batches of each step that `loader` yields, then finish the run."""
     run.begin_steps(validate)
     for batches in wait_for_batches(loader, run.job.watchdog):
         run.poll_checkpoint()
@@ -72,7 +72,7 @@ def train_on_loader(
 
 
 def wait_for_batches(loader: Iterable[B], watchdog: Watchdog) -> Iterator[B]:
-    """Yield the batches of each step, from the resumed one on."""
+    """Yield the batches of each step; time spent waiting for them counts as the watchdog's phase `data`."""
     batches = iter(loader)
     while True:
         with watchdog.track_phase("data"):
@@ -91,11 +91,12 @@ def show_batches(
     *,
     seconds: float,
 ) -> None:
-    """Log the metrics of the counted step, and count its skipped rows.
+    """Log the metrics of the step that was just counted, and count its skipped rows.
 
     Args:
-        shown: values for the progress bar.
-        seconds: training time, without the wait for the batches.
+        metrics: metrics of the step; entries are added in place.
+        shown: values to display in the progress bar.
+        seconds: training time of the step, excluding the wait for its batches.
     """
     run.count_skipped(batches.skipped)
     step_seconds = seconds + batches.data_seconds

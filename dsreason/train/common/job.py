@@ -1,4 +1,4 @@
-"""The job that every trainer opens before it loads a model: ranks, output folder, watchdog, uploads."""
+"""The job that every trainer opens before it loads a model: ranks, output folder, watchdog and uploads."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from dsreason.train.common.run_folder import compare_rows, open_output_dir
 
 J = TypeVar("J", bound=JobConfig)
 D = TypeVar("D")
-"""The type of a trainer's data set."""
+"""Type of a trainer's data set."""
 
 
 @dataclass(kw_only=True)
 class TrainingJob(Generic[J]):
-    """Everything that a run opens on one rank before its model is loaded."""
+    """The resources that a run opens on one rank before it loads a model."""
 
     config: J
     world: World
     output_dir: Path
     checkpoint: Path | None
-    """The checkpoint to continue from."""
+    """Checkpoint to continue from; None for a new run."""
     model_path: Path
     deepspeed: dict[str, Any]
     watchdog: Watchdog
@@ -64,17 +64,19 @@ def open_job(
     find_model: Callable[[J], Path],
     stack: ExitStack,
 ) -> TrainingJob[J]:
-    """Join the job and open everything that needs no model, until `stack` closes. Every rank calls it.
+    """Join the job and open everything that needs no model. Every rank must call this; `stack` closes what it opens.
 
     Args:
-        output_dir: folder of the run; if None, the ranks agree on one named after `command`.
-        check: checks data and model, called on rank 0 if a foreign launcher started the ranks.
+        output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
+        resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
+        check: checks data and model; called on rank 0 if another launcher than dsreason started the ranks.
         find_model: returns the local model folder.
     """
     world = init_world()
     stop = stack.enter_context(StopRequest())
     lock = stack.enter_context(FolderLock(report_and_exit, lambda: stop.name))
-    uploads = stack.enter_context(open_uploads(config.checkpoint, lambda: stop.name))  # no rank waits for an upload
+    # Closed after `shutdown`, so that no rank waits for an upload.
+    uploads = stack.enter_context(open_uploads(config.checkpoint, lambda: stop.name))
     stack.callback(shutdown)
     output_dir = broadcast_object(output_dir or build_default_output_dir(command))
     config = config.model_copy(update={"output_dir": str(output_dir)})
@@ -85,7 +87,7 @@ def open_job(
     watchdog = Watchdog(world, time_limit=monitor.phase_time_limit, time_limits=monitor.phase_time_limits)
     stack.enter_context(watchdog)
     with watchdog.track_phase("preflight"):
-        if not is_started_by_us():  # our own command ran the same checks just before it started the ranks
+        if not is_started_by_us():  # otherwise our command ran these checks before it started the ranks
             run_on_rank_zero(lambda: check(config))
         run_on_rank_zero(lambda: check_upload(config, checkpoint, create=True))
     with watchdog.track_phase("open_data"), run_first_rank_first(world):
@@ -93,7 +95,7 @@ def open_job(
     seed_everything(config.train.seed, world.rank)
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     deepspeed = resolve_deepspeed(config.deepspeed, config, device=device, world_size=world.size)
-    if world.folder_ranks:  # every host needs the weights with stages 1 and 2
+    if world.folder_ranks:  # at stages 1 and 2, every host must save the weights
         deepspeed["checkpoint"] = {**deepspeed.get("checkpoint", {}), "use_node_local_storage": True}
     return TrainingJob(
         config=config,
@@ -117,10 +119,10 @@ def open_curves(
     validation: D,
     digest: Callable[[D], Mapping[str, Any]],
 ) -> Metrics:
-    """Write the run's record and open its curves, until `stack` closes. In a resumed run they continue after `state.step`.
+    """Write the run's record and open its curves until `stack` closes. The curves of a resumed run continue after `state.step`.
 
     Args:
-        digest: computes the digest of one data set, see `compute_rows_digest`.
+        digest: computes the digest of a data set; see `compute_rows_digest`.
     """
     config, output_dir, world = job.config, job.output_dir, job.world
     facts = collect_run_facts(world.size) | {"deepspeed": job.deepspeed, "model_path": str(job.model_path.resolve())}

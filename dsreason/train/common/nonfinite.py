@@ -1,4 +1,4 @@
-"""Handling of NaN or infinite losses and gradients: save the batch and stop, or skip the step and count it."""
+"""Handling of NaN or infinite losses and gradients: either save the batch and stop, or skip the step and count it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 FIELDS = ("input_ids", "targets", "predictors", "position_ids", "mm_token_type_ids")
 MAX_SKIPPED = 10
-"""Consecutive steps with a NaN or infinite loss or gradient that stop the run: the weights, not the batches, are to blame."""
+"""Number of consecutive steps with a NaN or infinite loss or gradient that stops the run: the weights must be at fault."""
 
 
 def build_finite_check(config: JobConfig, output_dir: Path, world: World, state: TrainerState) -> FiniteCheck:
-    """Build the check of a run, with the counts that a checkpoint saved."""
+    """Build the check of a run, with the counts from the run's state."""
     return FiniteCheck(
         config.train.on_nonfinite,
         output_dir / "nonfinite",
@@ -43,7 +43,7 @@ def build_finite_check(config: JobConfig, output_dir: Path, world: World, state:
 
 @dataclass
 class FiniteCheck:
-    """The check of every step of a run. Batches are saved in `folder`; a resumed run continues the counts."""
+    """A check of each step's loss and gradient norm. Bad batches are saved in `folder`; a resumed run continues the counts."""
 
     rule: Literal["stop", "skip"]
     folder: Path
@@ -53,7 +53,7 @@ class FiniteCheck:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts that a checkpoint saves."""
+        """Counts to save in a checkpoint."""
         return {"skipped_steps": self.skipped, "nonfinite_in_a_row": self.in_a_row}
 
     def metrics(
@@ -63,17 +63,17 @@ class FiniteCheck:
         step: int,
         names: Callable[[], list[list[Any]]] | None = None,
     ) -> dict[str, float]:
-        """Return the step's metrics, without those that are not finite if the loss or gradient norm is not. Collective.
+        """Return the metrics to log: `metrics`, but only the finite values if the loss or gradient norm is not. Collective.
 
-        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts them. An infinite loss
-        may have a finite gradient, which is applied.
+        DeepSpeed does not apply gradients whose norm is not finite; `train/skipped_steps` counts these steps. An infinite
+        loss may have a finite gradient, which is applied.
 
         Args:
-            names: returns, per micro-batch, the names saved with the samples; None saves the ids of each `Batch`.
+            names: returns, for each micro-batch, the sample names to save with it; None saves the ids of each `Batch`.
 
         Raises:
-            DsReasonError: with the rule "stop", naming the folder where every rank has saved its batch; with "skip", at the
-                last of `MAX_SKIPPED` such steps in a row.
+            DsReasonError: the loss or gradient norm is not finite and the rule is "stop" (the message names the folder where
+                every rank has saved its batch), or this is the last of `MAX_SKIPPED` such steps in a row.
         """
         loss, norm = metrics["train/loss"], metrics["train/grad_norm"]
         if math.isfinite(loss) and math.isfinite(norm):
@@ -127,13 +127,13 @@ def get_tensors(batch: Batch) -> dict[str, Tensor]:
     tensors = {name: vars(batch)[name] for name in FIELDS} | dict(batch.mm_kwargs)
     if batch.attention_mask is not None:
         tensors["attention_mask"] = batch.attention_mask
-    if batch.segments:  # start, length, and the parent's number or -1
+    if batch.segments:  # start, length, and the index of the parent or -1
         rows = [
             (segment.start, segment.length, -1 if segment.parent is None else segment.parent)
             for segment in batch.segments
         ]
         tensors["segments"] = torch.tensor(rows)
-    if batch.part is not None:  # the pixels are only this rank's, in frames with these grids of patches
+    if batch.part is not None:  # the pixels are only this rank's; `part_grids` has the patch grids of its frames
         tensors["part"] = torch.tensor((batch.part.start, batch.part.end))
         if batch.part.media is not None:
             tensors["part_grids"] = batch.part.media.grids

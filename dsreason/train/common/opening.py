@@ -1,4 +1,4 @@
-"""Opening a run of a vision-language model: its data, its policy engine and its sampler."""
+"""Functions that open a run of a vision-language model: its data, its policy engine and its sampler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ C = TypeVar("C", bound=RunConfig)
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """The rows of a run and their encoder."""
+    """The training and held-out rows of a run, and their encoder."""
 
     encoder: Encoder
     training: SampleDataset
@@ -66,11 +66,12 @@ def open_policy_job(
     check: Callable[[C], object],
     stack: ExitStack,
 ) -> tuple[TrainingJob[C], TrainingRows]:
-    """Join the job and open everything that needs no model, until `stack` closes. Every rank calls it.
+    """Join the job, and open the data and everything else that needs no model, until `stack` closes. Collective.
 
     Args:
-        output_dir: folder of the run; if None, the ranks agree on one named after `command`.
-        check: checks data and model, called on rank 0 if a foreign launcher started the ranks.
+        output_dir: folder of the run; if None, the ranks agree on a new folder named after `command`.
+        resume: checkpoint to continue from, `auto` for the newest, or None for a new run.
+        check: checks data and model; called on rank 0 if another launcher than dsreason started the ranks.
     """
     job = open_job(config, output_dir, resume, command=command, check=check, find_model=find_model, stack=stack)
     job.world = build_row_groups(job.world, config.train.sequence_parallel_size)
@@ -82,10 +83,10 @@ def open_policy_job(
 def build_policy_engine(
     config: RunConfig, deepspeed_config: dict[str, Any], model_path: Path, group: Any = None
 ) -> DeepSpeedEngine:
-    """Build the DeepSpeed engine: the partitioned model, its frozen parameters and adapters, and its optimizer.
+    """Load the model, freeze parameters and add adapters as configured, and build the DeepSpeed engine.
 
     Args:
-        group: process group of the ranks that compute rows together, `World.group`.
+        group: process group of the ranks that compute rows together (`World.group`); None if each rank computes its own.
     """
     log.info("loading %s", model_path)
     model = load_model(
@@ -102,7 +103,7 @@ def build_policy_engine(
         log.info("%d parameters are frozen by model.freeze", frozen)
     if config.model.gradient_checkpointing:
         enable_gradient_checkpointing(model, offload=config.train.activation_offload)
-    policy = Policy(model, group)  # must precede the adapters, because it looks for the plain output layer
+    policy = Policy(model, group)  # must precede the adapters, because it needs the plain output layer
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.train.seed)
         check_alike(model)
@@ -112,7 +113,7 @@ def build_policy_engine(
 
 
 def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
-    """Load the checkpoint to continue from (see `start_state`), with a description of the adapters if any are trained."""
+    """Load the checkpoint to continue from, and return the state that the run starts with; see `start_state`."""
     config, model_path = job.config, job.model_path
     adapter = describe_adapter(engine, config, model_path) if config.lora.rank else None
     return start_state(
@@ -121,7 +122,7 @@ def start_policy(job: TrainingJob[C], engine: DeepSpeedEngine) -> TrainerState:
 
 
 def describe_adapter(engine: DeepSpeedEngine, config: RunConfig, model_path: Path) -> SavedAdapter:
-    """Describe the adapters that `engine` trains, for its checkpoints. Collective."""
+    """Return the description of the trained adapters that checkpoints contain. Collective."""
     base, revision, model = config.model.path, config.model.revision, engine.module.model
     names = {"base_model_name_or_path": base if is_hub_name(base) else str(model_path.resolve()), "revision": revision}
     return SavedAdapter(
@@ -147,13 +148,16 @@ def start_policy_run(
     bucket_mb: float = BUCKET_MB,
     offload: OffloadMode = "always",
 ) -> tuple[TrainingRun[C], Sampler]:
-    """Open the record, curves, rollout engine and checkpoints around the policy's `engine`, until `stack` closes.
+    """Open the record, curves, rollout engine and checkpoints of a run until `stack` closes. Collective.
 
-    If the run is resumed, curves continue after the step of `state`. Every rank calls it.
+    The curves of a resumed run continue after the step of `state`.
 
     Args:
+        engine: engine of the policy.
         settings: settings of the rollout engine.
-        scorer: opened after the rollout engine, which needs its share of the GPU first.
+        state: state that the run starts with.
+        scorer: opened after the rollout engine, which must reserve its share of the GPU first.
+        bucket_mb: maximum MiB of weights that a weight sync gathers at a time.
         offload: whether the optimizer's state leaves the GPU during rollouts.
     """
     config, world = job.config, job.world
@@ -200,7 +204,7 @@ def start_sampler(
     bucket_mb: float,
     offload: OffloadMode,
 ) -> Sampler:
-    """Start the rollout engine beside the policy's `engine`, until `stack` closes. Every rank calls it."""
+    """Start the rollout engine on the same devices as the policy's `engine`; it runs until `stack` closes. Collective."""
     config = job.config
     with job.watchdog.track_phase("start_engine"):
         rollout_engine = open_rollout_engine(

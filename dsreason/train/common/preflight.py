@@ -1,4 +1,4 @@
-"""Checks that need no loaded model: model folder, freeze patterns, data rows and media headers."""
+"""Preflight checks that do not load the model: model folder, freeze patterns, data rows and media headers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOW_ADAPTER_LR = 5e-6
 MAX_SECONDS = 30.0
-"""Time limit of the row-by-row check; the remaining rows of a large data set are checked when they are used."""
+"""Time limit of the check of all rows, in seconds. The remaining rows of a large data set are checked when they are used."""
 
 
 def check_model(config: RunConfig) -> Encoder:
-    """Check model folder, monitoring, DeepSpeed's values and freezing, and return the encoder."""
+    """Check the model folder, freeze patterns, adapters, and the monitoring and DeepSpeed settings; return the encoder."""
     check_sinks(config.monitor)
     check_deepspeed(config)
     if config.data.video_decoder == "torchcodec":
@@ -70,7 +70,7 @@ def check_heads(config: RunConfig, model_path: Path) -> None:
 
 
 def check_adapters(config: RunConfig, model_path: Path) -> None:
-    """Raise ConfigError if the model cannot take the adapters; warn about `[optim]` settings that do not suit them."""
+    """Raise ConfigError if the model does not support the adapters; warn about `[optim]` settings unsuitable for adapters."""
     trusted = config.model.trust_remote_code
     model = read_model_config(model_path, trust_remote_code=trusted)
     find_adapted_layers(build_empty_model(model, torch.float32, "sdpa", trusted), config.lora)
@@ -79,7 +79,7 @@ def check_adapters(config: RunConfig, model_path: Path) -> None:
 
 
 def list_adapter_notes(optim: OptimConfig) -> list[str]:
-    """List warnings about settings that do not suit adapters, none of them an error."""
+    """Return warnings about settings that are unsuitable for adapters. None of them is an error."""
     notes = []
     if optim.lr < LOW_ADAPTER_LR:
         notes.append(
@@ -94,12 +94,11 @@ def list_adapter_notes(optim: OptimConfig) -> list[str]:
 
 
 def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = False) -> None:
-    """Raise one ConfigError that lists every target that cannot be uploaded to.
-
-    A run that continues from a `checkpoint` tolerates an outage.
+    """Raise a ConfigError that lists all upload targets that do not accept uploads.
 
     Args:
-        create: create a repository that does not exist.
+        checkpoint: checkpoint that the run continues from; if set, outages of a target are tolerated.
+        create: whether to create repositories that do not exist.
     """
     problems = []
     for target in config.checkpoint.targets:
@@ -112,10 +111,10 @@ def check_upload(config: JobConfig, checkpoint: Path | None, *, create: bool = F
 
 
 def check_resume(config: JobConfig, resume: str | None) -> Path | None:
-    """Return the checkpoint to continue from, checked as far as possible without a model: complete, same ZeRO stage.
+    """Return the checkpoint to continue from, after checking without a model that it is complete and has the same ZeRO stage.
 
     Raises:
-        CheckpointError: the run cannot be resumed from it.
+        CheckpointError: the run cannot be resumed from the checkpoint.
     """
     checkpoint = choose_checkpoint(Path(str(config.output_dir)) / "checkpoints", resume)
     if checkpoint is not None:
@@ -126,7 +125,7 @@ def check_resume(config: JobConfig, resume: str | None) -> Path | None:
 
 
 def check_deepspeed(config: JobConfig) -> None:
-    """Raise ConfigError if DeepSpeed rejects the JSON; DeepSpeed's errors do not name the file, and rarely the key."""
+    """Raise ConfigError, naming file and keys, if DeepSpeed rejects the JSON; DeepSpeed's own errors rarely name the key."""
     name, settings = config.deepspeed, build_trial_settings(config.deepspeed, config)
     error = find_deepspeed_error(settings)
     if error is None:
@@ -143,7 +142,7 @@ def check_deepspeed(config: JobConfig) -> None:
 def find_rejected_parts(
     section: dict[str, Any], path: tuple[str, ...] = ()
 ) -> list[tuple[tuple[str, ...], Any, Exception]]:
-    """Return key, value and error of the smallest parts of a configuration that DeepSpeed rejects by themselves."""
+    """Return the key path, value and error of each smallest part of a configuration that DeepSpeed rejects on its own."""
     problems = []
     for key, value in section.items():
         document: dict[str, Any] = {key: value}
@@ -159,7 +158,7 @@ def find_rejected_parts(
 def find_deepspeed_error(settings: dict[str, Any]) -> Exception | None:
     try:
         DeepSpeedConfig(settings)
-    except Exception as error:  # noqa: BLE001 (any type is possible: a wrong type is often an AttributeError)
+    except Exception as error:  # noqa: BLE001 (any exception is possible; a value of the wrong type often causes AttributeError)
         return error
     return None
 
@@ -181,7 +180,7 @@ def format_error(error: Exception) -> str:
 
 
 def find_model(config: RunConfig) -> Path:
-    """Return the local model folder, downloading or building it if needed. Safe on several ranks at once."""
+    """Return the local model folder, downloading or building it if necessary. Several ranks may call this at the same time."""
     return resolve_model(config.model, get_cache_dir() / "models")
 
 
@@ -203,12 +202,19 @@ def build_encoder(config: RunConfig, model_path: Path) -> Encoder:
 def check_dataset(
     name: str, dataset: SampleDataset, encoder: Encoder, config: RunConfig, check: Check | None = None
 ) -> list[str]:
-    """Read rows and media headers (no decoding), in an order that spreads over the data set.
+    """Check rows and their media headers, without decoding media, for at most `MAX_SECONDS`.
 
-    Return one message for each row that `data.on_bad_row` or `model.on_too_long` leaves out, and log them.
+    The order of the rows ensures that a partial check still covers the entire data set.
+
+    Args:
+        name: name of the data set in messages.
+        check: additional check of a sample; raises DataError to reject the sample.
+
+    Returns:
+        One message for each row that is skipped because of `data.on_bad_row` or `model.on_too_long`. They are also logged.
 
     Raises:
-        DataError: a row is unusable or `check` rejects it, and the configuration does not skip it.
+        DataError: a row is unusable or `check` rejects it, and the configuration does not skip such rows.
     """
 
     def check_row(sample: Sample) -> None:
@@ -235,7 +241,7 @@ def check_dataset(
 
 
 def order_coarse_to_fine(count: int) -> list[int]:
-    """Order 0 … count - 1 coarse to fine, so that a time limit still covers the whole range: 5 → [0, 4, 2, 1, 3]."""
+    """Order 0 … count - 1 from coarse to fine, so that any prefix covers the entire range: 5 → [0, 4, 2, 1, 3]."""
     order: dict[int, None] = {}
     step = max(1, count - 1)
     while len(order) < count:

@@ -1,4 +1,4 @@
-"""A run on one rank: everything that happens around the steps of every trainer, whatever it trains."""
+"""The training run on one rank: the work between steps that is the same for all trainers."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class ValidationOutcome(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
     def summary(self, step: int) -> str:
-        """Format one line for the log."""
+        """Return the line for the log."""
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """Write everything but the metrics: answers, sheets, clips."""
+        """Write everything except the metrics: answers, contact sheets and clips."""
 
 
 Validate: TypeAlias = Callable[[int], ValidationOutcome | None]
-"""Measures the policy as it is after a step; None if there is nothing to measure. Collective."""
+"""Type of a function that validates the policy after a step; it returns None if there is nothing to measure. Collective."""
 
 
 @dataclass(kw_only=True)
 class TrainingRun(Generic[J]):
-    """A run between its first step and its last; counts, displays, validates and saves its steps.
+    """A run from its first step to its last. It counts and logs steps, validates the policy and saves checkpoints.
 
-    A trainer calls `begin_steps`; then `poll_checkpoint`, `count_step` and `show_step` for each step, and `finish_steps`
-    after one or several steps; and `finish` at the end. `state` is the run's progress.
+    A trainer calls `begin_steps` first; then, for each step, `poll_checkpoint`, `count_step` and `show_step`; after one or
+    more steps, `finish_steps`; and at the end, `finish`. `state` is the run's progress.
     """
 
     job: TrainingJob[J]
@@ -67,7 +67,7 @@ class TrainingRun(Generic[J]):
     total_steps: int
     state: TrainerState
     skipped: Counter[str] = field(default_factory=Counter)
-    """Messages of the rows that training has skipped since this process started, with counts."""
+    """Number of times that each row was skipped since this process started, by the message that names the row."""
 
     @property
     def learning_rate(self) -> float:
@@ -76,7 +76,7 @@ class TrainingRun(Generic[J]):
         return optim.lr * compute_lr_factor(self.state.step, self.total_steps, optim)
 
     def begin_steps(self, validate: Validate) -> None:
-        """Validate the model before its first step or, in a resumed run, write the export that its checkpoint still lacks."""
+        """Validate before the first step if configured; in a resumed run, write the export of the checkpoint if it is missing."""
         config, step = self.job.config, self.state.step
         if step == 0 and config.validation.before_training:
             self.validate(validate)
@@ -86,14 +86,15 @@ class TrainingRun(Generic[J]):
         self.profiler.begin(step + 1)
 
     def poll_checkpoint(self) -> None:
-        """Upload and prune if a checkpoint has become complete since the last step."""
+        """If a checkpoint has become complete since the last step, upload it and delete old ones."""
         self.checkpoints.poll(self.state)
 
     def count_step(self, *, epoch: float, extra: Mapping[str, Any] | None = None) -> None:
-        """Count a step that the engine has finished.
+        """Update the run's state after the engine has finished a step.
 
         Args:
-            extra: values that the trainer gets back from a checkpoint; JSON values only.
+            epoch: number of epochs completed, including a fraction.
+            extra: JSON values that the trainer needs after a resume; saved in checkpoints.
         """
         step = self.engine.global_steps
         self.state = replace(
@@ -106,7 +107,11 @@ class TrainingRun(Generic[J]):
         set_step(step)
 
     def count_skipped(self, rows: Sequence[str]) -> None:
-        """Count skipped rows, every time they are skipped, and log each once; `rows` has file, row and reason of each."""
+        """Count skipped rows, and log each row once.
+
+        Args:
+            rows: messages with the file, row number and reason of each skipped row.
+        """
         for text in rows:
             if text not in self.skipped:
                 log.warning("left out: %s", text)
@@ -121,9 +126,13 @@ class TrainingRun(Generic[J]):
         num_tokens: int,
         seconds: float,
     ) -> None:
-        """Log the counted step to the curves, and display it with the values `shown` in the progress bar.
+        """Log the step that was just counted to the curves, and update the progress bar.
 
-        Samples and tokens are counts over all ranks; `seconds` is the duration of the whole step.
+        Args:
+            shown: values to display in the progress bar.
+            num_samples: number of samples on all ranks.
+            num_tokens: number of tokens on all ranks.
+            seconds: duration of the entire step.
         """
         step = self.state.step
         self.progress.step(step, dict(shown), samples=num_samples, tokens=num_tokens)
@@ -138,7 +147,7 @@ class TrainingRun(Generic[J]):
             self.metrics.log_scalars(step, values)
 
     def finish_steps(self, first: int, validate: Validate) -> None:
-        """Validate and save if a step after `first` is due for it, and stop if a rank got a signal."""
+        """Validate and save if either is due in one of the steps after `first`; stop if any rank has received a signal."""
         self.profiler.end()
         config, last = self.job.config, self.state.step == self.total_steps
         steps = range(first + 1, self.state.step + 1)
@@ -150,7 +159,7 @@ class TrainingRun(Generic[J]):
         self.profiler.begin(self.state.step + 1)
 
     def validate(self, validate: Validate) -> bool:
-        """Measure the policy; return True if it is the best so far and `checkpoint.keep_best` asks for a checkpoint."""
+        """Validate the policy; return True if it is the best so far and `checkpoint.keep_best` requires a checkpoint of it."""
         job, step = self.job, self.state.step
         config = job.config.checkpoint
         with job.watchdog.track_phase("validation"):
@@ -169,7 +178,7 @@ class TrainingRun(Generic[J]):
         return is_better and step > 0 and config.keep_best
 
     def finish(self) -> None:
-        """Write the exports and uploads that are still missing, including those of an earlier job, and report the end."""
+        """Write and upload what is still missing, including exports of an earlier job, and print the final messages."""
         self.checkpoints.finish(self.state)
         self.progress.print_line(self.memory.report())
         self.progress.print_line(f"finished at step {self.state.step}; everything is in {self.job.output_dir}")
@@ -189,12 +198,12 @@ def start_run(
     averages: Mapping[str, WeightAverage] | None = None,
     with_frozen: bool = True,
 ) -> TrainingRun[J]:
-    """Open the run around `engine`, its progress and its checkpoints, until `stack` closes. Every rank calls it.
+    """Open the run with its progress bar, profiler and checkpoints until `stack` closes. Every rank must call this.
 
     Args:
         export_file: see `Checkpoints`.
-        averages: averaged weights that checkpoints hold as well, by name.
-        with_frozen: whether checkpoints hold the weights that are not trained.
+        averages: averages of the weights that checkpoints also contain, by name.
+        with_frozen: whether checkpoints contain the weights that are not trained.
     """
     config, world = job.config, job.world
     folder, background = job.output_dir / "checkpoints", config.checkpoint.background
@@ -228,7 +237,7 @@ def start_run(
 
 
 def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack) -> None:
-    """Close the writer with `stack`; if the run ends with an error, complete pending checkpoints first."""
+    """Close the writer when `stack` closes; if the run ends with an error, complete pending checkpoints first."""
     stack.callback(writer.close)
     stack.push(job.watchdog.close_in_time)
 
@@ -243,5 +252,5 @@ def close_at_end(writer: CheckpointWriter, job: TrainingJob[J], stack: ExitStack
 
 
 def is_due(steps: Iterable[int], every: int) -> bool:
-    """Return whether one of the steps is a multiple of `every`; False if `every` is 0."""
+    """Return whether any of the steps is a multiple of `every`; always False if `every` is 0."""
     return every > 0 and any(step % every == 0 for step in steps)

@@ -37,15 +37,16 @@ from dsreason.job.ranks import (
 log = logging.getLogger(__name__)
 
 VISIBILITY_TIMEOUT_S = 3.0
-"""Seconds to wait for a new file of another host, which network file systems may show late."""
+"""Seconds to wait for a file created on another host to become visible; network file systems may delay it."""
 
 
 def open_output_dir(
     output_dir: Path, config: JobConfig, resume: str | None, lock: FolderLock, world: World
 ) -> tuple[World, Path | None]:
-    """Check and lock the run's folder; return the world with the ranks that share it, and the checkpoint to continue from.
+    """Check and lock the run's output folder. Collective.
 
-    Collective.
+    Returns:
+        The world, with the ranks that share the folder, and the checkpoint to continue from (None if there is none).
     """
     run_on_rank_zero(lambda: check_output_dir(output_dir, config, resume))
     world, checkpoints = find_folders(output_dir, world), output_dir / "checkpoints"
@@ -76,10 +77,10 @@ def open_output_dir(
 
 
 def find_folders(output_dir: Path, world: World) -> World:
-    """Create the output folder and return the world with the ranks that see it: all ranks, or those of this host.
+    """Create the output folder and return the world with the ranks that share it: all ranks, or only those of this host.
 
     Raises:
-        ConfigError: a host cannot create the folder; on every rank.
+        ConfigError: a host cannot create the folder; raised on every rank.
     """
     rank_mark = output_dir / f".seen_{broadcast_object(secrets.token_hex(4))}_{world.rank}"
     with share_errors():
@@ -117,14 +118,14 @@ def start_state(
     with_frozen: bool = True,
     adapter: SavedAdapter | None = None,
 ) -> TrainerState:
-    """Load the checkpoint, if there is one, and return the state that the run starts from.
+    """Load the checkpoint, if there is one, and return the state that the run starts with.
 
     Args:
-        with_frozen: whether checkpoints of this run hold the weights that are not trained.
-        adapter: describes this run's adapters.
+        with_frozen: whether checkpoints of this run contain the weights that are not trained.
+        adapter: description of this run's adapters; None if it trains none.
 
     Raises:
-        CheckpointError: the checkpoint holds no adapters, or those of another base model.
+        CheckpointError: the run trains adapters, and the checkpoint has none or those of another base model.
     """
     if checkpoint is None:
         return TrainerState(model_path=str(model_path.resolve()), adapter=adapter)
@@ -136,14 +137,14 @@ def start_state(
     run_once_per_folder(world, lambda: set_newer_aside(run_checkpoints, checkpoint))
     if checkpoint.resolve().parent == run_checkpoints.resolve() and state.best_name == config.checkpoint.best_metric:
         return state
-    # The best value so far is one of another metric, or its checkpoint lies in another run's folder.
+    # The best value so far is of another metric, or its checkpoint is in another run's folder.
     return replace(state, best_metric=None, best_step=None)
 
 
 def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the digests of the rows that the run began with, and warn if the `current` ones differ.
+    """Return the digests of the rows that the run began with, and log a warning if the `current` digests differ.
 
-    No key of the configuration reveals such a difference.
+    A comparison of configurations does not reveal that files have changed.
     """
     record = find_run_record(checkpoint.parent.parent) if checkpoint is not None else None
     recorded = record.get("rows") if record is not None else None
@@ -163,7 +164,7 @@ def compare_rows(checkpoint: Path | None, current: Mapping[str, Any]) -> dict[st
 
 
 def check_base(checkpoint: Path, adapter: SavedAdapter) -> None:
-    """Raise CheckpointError if the checkpoint holds no adapters, or adapters trained on another model than this run's."""
+    """Raise CheckpointError if the checkpoint has no adapters, or if they were trained on a different base model."""
     saved = read_checkpoint(checkpoint).state.adapter
     if saved is None:
         raise CheckpointError(
@@ -192,6 +193,6 @@ def describe_base(adapter: SavedAdapter) -> str:
 
 
 def set_newer_aside(folder: Path, checkpoint: Path) -> None:
-    """Rename the folder's checkpoints after the resumed step: their steps are now trained again."""
+    """Rename the checkpoints in `folder` that are later than the resumed one, because their steps are trained again."""
     for path in set_aside_newer(folder, checkpoint):
         log.warning("training continues from %s; a later checkpoint was renamed to %s", checkpoint, path)

@@ -1,4 +1,4 @@
-"""The handover of weights and device memory between the policy and the rollout engine that samples from it."""
+"""Handover of weights and GPU memory between the policy and the rollout engine that samples from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET_MB = 512.0
 
 @dataclass(frozen=True)
 class Sampler:
-    """The rollout engine and the policy that is trained on the same devices."""
+    """A rollout engine and the policy that is trained on the same devices."""
 
     rollout: RolloutEngine
     policy: DeepSpeedEngine
@@ -35,16 +35,16 @@ class Sampler:
     memory: MemoryLedger
     bucket_mb: float = BUCKET_MB
     watch: Callable[[Phase], AbstractContextManager[object]] = nullcontext
-    """The `track_phase` method of the watchdog."""
+    """Method `track_phase` of the watchdog."""
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds of the last handover: `time/{offload,wake,sync,sleep,reload}`."""
+    """Durations of the last handover in seconds, by metric: `time/{offload,wake,sync,sleep,reload}`."""
 
     @contextmanager
     def awake(self, version: int) -> Iterator[RolloutEngine]:
-        """Wake the engine with the policy's weights while the optimizer's state is offloaded. Collective.
+        """Offload the training state and wake the rollout engine with the policy's weights; undo both afterwards. Collective.
 
         Args:
-            version: stamped on the weights, and on the completions sampled with them.
+            version: version of the weights, which is recorded in the completions sampled with them.
         """
         with self._time_phase("offload"):
             self.offload.offload()
@@ -78,14 +78,16 @@ def open_sampler(
     mode: OffloadMode = "always",
     vllm_share: float | None = None,
 ) -> Sampler:
-    """Start the rollout `engine` beside the policy's, until `stack` closes. Every rank calls it.
+    """Start the rollout `engine` on the same devices as the policy; it runs until `stack` closes. Every rank must call this.
 
     Args:
-        mode: `rollout.offload`.
-        vllm_share: `rollout.gpu_memory_utilization`; None for an engine without a fixed share.
+        engine: context manager that starts the rollout engine.
+        bucket_mb: maximum MiB of weights that a weight sync gathers at a time.
+        mode: value of `rollout.offload`.
+        vllm_share: value of `rollout.gpu_memory_utilization`; None for an engine without a fixed share of the GPU.
     """
     offload = open_offload(policy, mode, vllm_share, int(bucket_mb * 2**20), watchdog.world.size)
-    offload.offload()  # vLLM starts only if its share of the GPU is free
+    offload.offload()  # vLLM's start fails unless its share of the GPU is free
     rollout = stack.enter_context(engine)
     offload.reload()
     return Sampler(rollout, policy, offload, MemoryLedger(watchdog.world.device), bucket_mb, watchdog.track_phase)
@@ -94,10 +96,10 @@ def open_sampler(
 def open_offload(
     policy: DeepSpeedEngine, mode: OffloadMode, vllm_share: float | None, bucket_bytes: int, num_ranks: int
 ) -> StateOffload:
-    """Decide how much of the optimizer's state leaves the GPUs, the maximum over all ranks, and log it. Collective.
+    """Choose how much training state to offload, the maximum of what any rank needs, and log the decision. Collective.
 
     Raises:
-        ConfigError: the mode is "never" but vLLM's share does not fit.
+        ConfigError: the mode is "never", and vLLM's share of the GPU does not fit next to the training state.
     """
     offload = StateOffload(policy)
     if not offload.is_active or vllm_share is None:

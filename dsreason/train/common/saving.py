@@ -1,4 +1,4 @@
-"""Checkpoints and exports: during a run, after a signal to stop, and at the end."""
+"""Saving of checkpoints and exports during a run, after a signal, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from dsreason.train.common.job import TrainingJob
 log = logging.getLogger(__name__)
 
 WriteExport: TypeAlias = Callable[[Path, Literal["bf16", "fp32"], TrainerState], None]
-"""Writes the policy into a folder that does not exist yet. Collective."""
+"""Type of a function that exports the policy to a folder that does not exist yet. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints and exports of a run; each method takes the run's state. Every rank makes the same calls."""
+    """The checkpoints and exports of a run. Every rank must make the same calls, each with the run's current state."""
 
     job: TrainingJob[Any]
     writer: CheckpointWriter
     write_export: WriteExport
     export_file: str
-    """Name of a file in every export; its modification time counts as that of the export."""
+    """Name of the file that marks a complete export; its modification time is used as the export's."""
     metrics: Metrics
     progress: Progress
     total_steps: int
@@ -54,14 +54,16 @@ class Checkpoints:
         return self.job.output_dir / "export"
 
     def poll(self, state: TrainerState) -> None:
-        """Upload and prune if a checkpoint has become complete since the last step."""
+        """If a checkpoint has become complete since the last step, upload it and delete old ones."""
         with self.job.watchdog.track_phase("checkpoint"):
             self.upload_and_prune(self.writer.poll(), state)
 
     def save(self, state: TrainerState, *, last: bool, checkpoint: bool = True) -> None:
-        """Write a checkpoint, in the background unless it is the last, and an export if the configuration asks for one.
+        """Write a checkpoint, and an export if the configuration requires one.
 
-        If `checkpoint` is False, the last step is only exported.
+        Args:
+            last: whether this is the last step of the run; its checkpoint is completed before the method returns.
+            checkpoint: whether to write a checkpoint; if False, only an export is written.
         """
         config, step, started = self.job.config.checkpoint, state.step, time.perf_counter()
         with self.job.watchdog.track_phase("checkpoint"), self.progress.track_phase("saving checkpoint"):
@@ -75,13 +77,13 @@ class Checkpoints:
         self.metrics.log_scalars(step, {"time/save": time.perf_counter() - started})
 
     def export_resumed(self, state: TrainerState) -> None:
-        """Write the export of the checkpoint that this run continues from, if it was killed between writing the two."""
+        """Write the export of the resumed checkpoint if the earlier job was killed before it wrote the export."""
         checkpoint, output = self.folder / format_step(state.step), self.exports / format_step(state.step)
         if run_on_rank_zero(lambda: (checkpoint / MARKER).is_file() and not (output / self.export_file).exists()):
             self.export(output, state, last=False)
 
     def stop_if_asked(self, state: TrainerState) -> None:
-        """Save and raise `Stopped` if a rank got a signal, except after the last step."""
+        """If any rank has received a signal, save a checkpoint and raise `Stopped`; do nothing after the last step."""
         step, name = state.step, self.job.stop.asked()
         if not name or step == self.total_steps:
             return
@@ -99,20 +101,20 @@ class Checkpoints:
         raise Stopped(f"stopped by {name} after step {step}, which is saved; --resume auto continues there")
 
     def upload_and_prune(self, written: Path | None, state: TrainerState) -> None:
-        """Upload the checkpoint that has become complete, and delete those that `checkpoint.keep` no longer covers."""
+        """Upload the checkpoint `written`, if any, and delete the checkpoints beyond `checkpoint.keep`."""
         job = self.job
         if written is None or not job.world.is_first_of_folder:
             return
         config = job.config.checkpoint
         self.metrics.log_scalars(state.step, {"time/save_complete": self.writer.completing})
         job.uploads.add(written, last=written.name == format_step(self.total_steps))
-        # The current best may not be on disk yet; until then the best at the time of this checkpoint is kept as well.
+        # The best checkpoint may not be on disk yet; until then, also keep the one that was best when `written` was saved.
         bests = {state.best_step, read_state(written).state.best_step} if config.keep_best else set()
         spared = {self.folder / format_step(best) for best in bests if best} | job.uploads.list_in_use()
         self.writer.prune(config.keep, spared)
 
     def finish(self, state: TrainerState) -> None:
-        """Write the exports and uploads that are still missing, including those of an earlier job."""
+        """Write the final export if it is missing or outdated, and upload it and the last checkpoint."""
         checkpoint, final = self.folder / format_step(state.step), self.exports / "final"
         if self.job.config.checkpoint.export != "none":
             if run_on_rank_zero(lambda: is_outdated(final / self.export_file, checkpoint)):
@@ -122,7 +124,7 @@ class Checkpoints:
             self.job.uploads.add(checkpoint, last=True)
 
     def export(self, output: Path, state: TrainerState, *, last: bool) -> None:
-        """Write the policy, replacing an older export of this run, and upload it."""
+        """Export the policy to `output`, replacing an older export, and upload it."""
         job, config = self.job, self.job.config.checkpoint
         dtype = job.config.train.precision if config.export_dtype == "auto" else config.export_dtype
         run_on_rank_zero(lambda: delete_old_export(output))
@@ -135,12 +137,12 @@ class Checkpoints:
             try:
                 spared = best | job.uploads.list_in_use()
                 prune_exports(output.parent, config.export_keep, state.step, spared, self.export_file)
-            except OSError as error:  # the run can continue without it
+            except OSError as error:  # the run can continue anyway
                 log.warning("old exports could not be deleted: %s", error)
 
 
 def is_outdated(file: Path, checkpoint: Path) -> bool:
-    """Return whether the export with `file` is missing, of another step, or older than the checkpoint, which may be missing."""
+    """Return whether the export marked by `file` is missing, from another step, or older than the checkpoint, if that exists."""
     if not file.exists() or read_exported_step(file.parent) not in (None, parse_step(checkpoint)):
         return True
     marker = checkpoint / MARKER

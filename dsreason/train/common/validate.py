@@ -1,4 +1,4 @@
-"""Validation on held-out rows: the teacher-forced loss, and the accuracy and rewards of generated answers."""
+"""Validation on held-out rows: teacher-forced loss, and accuracy and rewards of generated answers."""
 
 from __future__ import annotations
 
@@ -52,17 +52,20 @@ def validate(
 ) -> ValidationResult | None:
     """Measure the policy on the held-out rows; return None if the data set has no rows.
 
-    Collective: every rank runs the same forwards and gathers. The metrics are `val/loss`, the mean negative log-likelihood
-    of the trained tokens, and with `validation.generate` the share of right answers: `val/accuracy`, and
-    `val/accuracy/<name>` per modality and per `meta["kind"]`; with a `scorer` also `val/reward/mean` and
-    `val/reward/<function>/mean`, which include rows without a reference answer. Metrics that no row contributes to are
-    left out.
+    Collective: every rank runs the same number of forward passes and gathers. Metrics to which no row contributes are
+    omitted:
+
+    - `val/loss`: mean negative log-likelihood of the trained tokens;
+    - with `validation.generate`, `val/accuracy`: share of correct answers, and `val/accuracy/<name>` for each modality and
+      each `meta["kind"]`;
+    - with a `scorer` as well, `val/reward/mean` and `val/reward/<function>/mean`, which include rows without a reference
+      answer.
 
     Args:
-        version: stamped on the weights that the rollout engine gets (the step).
+        version: version of the weights for the rollout engine: the step.
 
     Raises:
-        DataError: a row is bad, and the configuration does not skip it.
+        DataError: a row is bad, and the configuration does not skip bad rows.
     """
     if len(held_out.dataset) == 0:
         return None
@@ -78,7 +81,7 @@ def validate(
 def answer_rows(
     sampler: Sampler, held_out: HeldOut[Any], *, version: int, progress: Progress, scorer: Scorer | None = None
 ) -> ValidationResult:
-    """Generate and score answers to the held-out rows; the second part of `validate`. Collective."""
+    """Generate and score answers to the held-out rows, which is the second part of `validate`. Collective."""
     with (
         sampler.awake(version) as engine,
         progress.track_phase("validation: answers", len(held_out.rows), "samples") as advance,
@@ -97,7 +100,7 @@ def answer_rows(
 
 @dataclass(frozen=True)
 class HeldOut(Generic[C]):
-    """The held-out rows and everything needed to read them."""
+    """The held-out rows of a run, with everything needed to read them."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -106,26 +109,26 @@ class HeldOut(Generic[C]):
 
     @cached_property
     def shown(self) -> set[int]:
-        """Numbers of the rows whose answers are displayed, evenly spaced."""
+        """Row numbers of the displayed answers, evenly spaced."""
         return {self.rows[i] for i in pick_evenly(len(self.rows), self.config.validation.show)}
 
     @cached_property
     def rows(self) -> list[int]:
-        """Numbers of the rows of all ranks, evenly spaced if `validation.max_samples` leaves some out."""
+        """Row numbers on all ranks, evenly spaced if `validation.max_samples` is less than the number of rows."""
         return pick_evenly(len(self.dataset), self.config.validation.max_samples)
 
     def build_groups(self) -> list[list[int]]:
-        """Cut this rank's rows into groups of one forward each; every rank has the same number of groups, some empty."""
+        """Split this rank's rows into one group per forward pass. All ranks have the same number of groups; some may be empty."""
         size = self.config.validation.micro_batch_size
         rows = self.rows[self.world.rank :: self.world.size]
         num_groups = -(-len(self.rows) // (size * self.world.size))
         return [rows[i * size : (i + 1) * size] for i in range(num_groups)]
 
     def read(self, use: Callable[[Sample], T]) -> Iterator[list[tuple[int, T]]]:
-        """Yield the row numbers and `use(sample)` of each group's usable rows, computed in worker processes.
+        """Yield, for each group, the number and `use(sample)` of each usable row; worker processes call `use`.
 
         Raises:
-            DataError: a row is bad, and the configuration does not skip it; on all ranks.
+            DataError: a row is bad, and the configuration does not skip bad rows; raised on all ranks.
         """
         groups = self.build_groups()
         read = partial(read_rows, self.dataset, use)
@@ -142,9 +145,9 @@ class HeldOut(Generic[C]):
 
 @torch.no_grad()
 def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any], advance: Advance) -> float | None:
-    """Compute the mean negative log-likelihood of the trained tokens over all ranks' rows; the grouping does not matter.
+    """Compute the mean negative log-likelihood of the trained tokens over all ranks; it does not depend on the grouping.
 
-    Return None if the rows have no trained tokens and are only used as prompts.
+    Return None if the rows have no trained tokens because they are only prompts.
     """
     encoder = held_out.encoder
     was_training = policy_engine.training
@@ -172,7 +175,7 @@ def compute_held_out_loss(policy_engine: DeepSpeedEngine, held_out: HeldOut[Any]
 def generate_answers(
     rollout: RolloutEngine, version: int, held_out: HeldOut[Any], advance: Advance, scorer: Scorer | None = None
 ) -> tuple[list[GeneratedAnswer], dict[int, Image.Image]]:
-    """Generate this rank's answers, with rewards if there is a scorer, and contact sheets of the displayed ones by row."""
+    """Generate this rank's answers, scored if there is a scorer, and contact sheets of the displayed answers by row number."""
     tokenizer = held_out.encoder.processor.tokenizer
     settings = held_out.config.validation
     sampling = Sampling(
@@ -223,7 +226,7 @@ def encode_without_pixels(encoder: Encoder, sample: Sample) -> EncodedPrompt:
 def score(
     prompts: Sequence[EncodedPrompt], completions: Sequence[Completion], sampling: Sampling, scorer: Scorer | None
 ) -> list[dict[str, float]]:
-    """Return the rewards of each completion by function name, with the weighted sum under ""; empty without a scorer."""
+    """Return the rewards of each completion by function name, with the weighted sum under ""; no rewards without a scorer."""
     if scorer is None:
         return [{} for _ in completions]
     scores = score_completions(scorer, prompts, completions, sampling)
