@@ -1,1 +1,1 @@
-"""Adapters that are shipped: each turns a row of a published format into a `Sample`."""
+"""The shipped adapters; each converts rows of a published format to `Sample` objects."""

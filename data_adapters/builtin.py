@@ -1,10 +1,11 @@
-"""The built-in task: generated clips and pictures of shapes, in the formats of LLaVA, plain JSONL and Cosmos-Reason1-RL.
+"""The built-in task: generated clips and pictures of shapes, in the formats LLaVA, plain JSONL and Cosmos-Reason1-RL.
 
-`data.path` is a folder written by `dsreason.builtin_task.clips.write_builtin`; if empty, a folder in the cache is used and
-drawn on first use.
-`data.split` is `train` or `validation`. With `data.subset = "mislabelled"` most answers to two of the questions are wrong
-(see `mislabelled`): a model that learned them is right on about half of the held-out rows. With `data.subset = "preferences"`
-each row has a wrong answer beside the right one.
+`data.path` is a folder written by `dsreason.builtin_task.clips.write_builtin`. If it is empty, a folder in the cache is used;
+its clips and pictures are generated on first use.
+
+`data.split` is `train` or `validation`. With `data.subset = "mislabelled"`, most answers to two of the questions are wrong
+(see `mislabelled`), so a model that learns them is right on only about half of the held-out rows. With
+`data.subset = "preferences"`, each row has both a correct and a wrong answer.
 """
 
 from __future__ import annotations

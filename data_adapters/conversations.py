@@ -1,11 +1,12 @@
-"""Hugging Face data sets with OpenAI-style messages in the column `conversations` (or `messages`), as a list or as JSON text.
+"""Adapter for Hugging Face data sets with OpenAI-style messages in the column `conversations` or `messages`.
 
     {"id": "7", "conversations": [
         {"role": "user", "content": [{"type": "video", "video": "clips/7.mp4"}, {"type": "text", "text": "Which way?"}]},
         {"role": "assistant", "content": "left"}]}
 
-Media are paths, relative ones below `data.media_path`, or Hugging Face images (their bytes). A part may also leave its
-media item out, `{"type": "image"}`; it then shows the next item of the row's column `image` or `images` (`video`, `videos`).
+The column holds a list or its JSON text. Media are paths, resolved below `data.media_path` if relative, or Hugging Face images
+(as bytes). A part may also omit its media item, as in `{"type": "image"}`; it then shows the next item of the row's column
+`image` or `images` (for videos, `video` or `videos`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def parse_messages(value: Any, column: str) -> list[Message]:
 
 
 def collect_media(row: dict[str, Any], kind: str) -> list[Any]:
-    """Return the media in the columns `image` and `images` (`video`, `videos`); each column holds one item or a list."""
+    """Return the media in the columns `image` and `images` (or `video` and `videos`); each column holds one item or a list."""
     return [*to_list(row.get(kind)), *to_list(row.get(f"{kind}s"))]
 
 
@@ -54,7 +55,7 @@ def get_dict_parts(message: Message) -> list[dict[str, Any]]:
 
 
 def fill_media(message: Message, waiting: dict[str, list[Any]]) -> Message:
-    """Fill the parts that name no media item with the next ones of `waiting`, which are removed from it."""
+    """Give each part without a media item the next item of `waiting`, and remove that item from `waiting`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -74,7 +75,7 @@ def fill_part(part: dict[str, Any], waiting: dict[str, list[Any]]) -> dict[str, 
 
 
 def get_last_reply(messages: list[Message]) -> str | None:
-    """Return the text of the last message, the reference answer, if it is the assistant's; None otherwise."""
+    """Return the text of the last message, which is the reference answer; None if the last message is not the assistant's."""
     last: Message = messages[-1] if messages else {}
     return get_text(last["content"]) if last.get("role") == "assistant" else None
 

@@ -1,13 +1,14 @@
-"""Cosmos-Reason1 SFT rows, from the hub or from a local folder of the same layout.
+"""Adapter for Cosmos-Reason1 SFT rows, from the Hub or from a local folder with the same layout.
 
     {"video": "clips/0123.mp4", "conversations": [{"role": "user", "content": "What does the robot do next?"},
                                                   {"role": "assistant", "content": "<think>…</think> It grasps the cup."}]}
 
-`data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset`, a folder of the same layout, or an annotation file; `data.subset` is
-robovqa, av, agibot, bridgev2 or holoassist, `data.split` understanding or reasoning. Clips lie below `<subset>/` and
-`data.media_path`, in folders or in archives (.tar.gz, .tgz, .tar, .zip). A clip is the file at the row's path there, else the
-only file of that name; in `av` only the part of the name before the first dot is compared.
-The video is shown in the first user turn only. Rows with `qa_pairs` need the adapter `cosmos_reason1_rl`.
+`data.path` is `nvidia/Cosmos-Reason1-SFT-Dataset`, a folder with the same layout, or an annotation file. `data.subset` is
+robovqa, av, agibot, bridgev2 or holoassist; `data.split` is understanding or reasoning.
+
+Clips are searched in `<subset>/` and in `data.media_path`, in folders and in archives (.tar.gz, .tgz, .tar, .zip). A clip is the
+file at the row's path or, if there is none, the only file with the same name; in `av`, only the part of the name before the
+first dot is compared. The video is shown in the first user turn only. Rows with `qa_pairs` need the adapter `cosmos_reason1_rl`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
 
 
 def find_clip(video: str, data: SourceConfig, kind: str = "video") -> Path:
-    """Return the path of a clip or image: the file at the row's path, else the only file of that name.
+    """Return the path of a clip or image: the file at the row's path, or else the only file with the same name.
 
-    Folders are searched before archives. If no file matches, return the path at which it is expected.
+    Folders are searched before archives. If no file matches, return the path at which the file is expected.
     """
     subset = data.subset or ""
     indexes = index_clips(data.path, subset, data.revision, data.media_path)
@@ -80,7 +81,7 @@ def get_clip_name(video: str, subset: str) -> str:
 
 @dataclass(frozen=True)
 class Clips:
-    """Clips and images in `folders`, by kind and name."""
+    """Clips and images in `folders`; `by_name` maps their kind and name to paths."""
 
     folders: list[Path]
     by_name: dict[tuple[str, str], list[Path]]
@@ -88,12 +89,13 @@ class Clips:
 
 @cache
 def index_clips(path: str, subset: str, revision: str | None, media_path: str) -> tuple[Clips, Clips]:
-    """Return the clips in folders and those unpacked from the archives in them."""
+    """Return the clips in the folders, and the clips unpacked from the archives in those folders."""
     source = Path(path).expanduser()
     folder = source if source.is_dir() else source.parent if source.is_file() else download(path, subset, revision)
     folders = [folder / subset, folder] if subset else [folder]
     folders += [Path(media_path).expanduser()] if media_path else []
-    searched = [root for root in folders if root != folder or not subset]  # other subsets have clips of the same name
+    # Clips of other subsets may have the same names.
+    searched = [root for root in folders if root != folder or not subset]
     files = sorted({file.absolute() for root in searched for file in root.rglob("*")})
     unpacked = [unpack(file) for file in files if file.name.lower().endswith(ARCHIVE_SUFFIXES)]
     members = [file for root in unpacked for file in sorted(root.rglob("*"))]

@@ -1,16 +1,16 @@
-"""Cosmos-Reason1 RL and benchmark rows: a question about a clip, mostly a multiple-choice one.
+"""Adapter for Cosmos-Reason1 RL and benchmark rows: questions about a clip, most of them multiple choice.
 
     {"video": "clips/0123.mp4", "qa_pairs": {"question": "What does the robot do next?",
                                              "index2ans": {"A": "grasps the cup", "B": "opens the door"}, "answer": "A"}}
 
-`data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`) or `nvidia/Cosmos-Reason1-Benchmark`
-("benchmark"), a folder of the same layout (`<subset>/<subset>_rl_qa_pairs.json`) or one such file; `data.subset` is robovqa,
-agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found as by `cosmos_reason1`. A row may have an `image`
-instead, and `qa_pairs` may be a list of questions, each of which counts as a row. A question without `answer` can be used with
-rewards that need no reference answer.
+`data.path` is `nvidia/Cosmos-Reason1-RL-Dataset` (`data.split = "rl"`), `nvidia/Cosmos-Reason1-Benchmark`
+(`data.split = "benchmark"`), a folder with the same layout (`<subset>/<subset>_rl_qa_pairs.json`), or a single such file.
+`data.subset` is robovqa, agibot, bridgev2, holoassist or, in the benchmark, robofail. Clips are found in the same way as in
+`cosmos_reason1`. A row may have an `image` instead of a video. `qa_pairs` may be a list of questions, each of which counts as a
+row. A question without `answer` can be used with rewards that need no reference answer.
 
-The user's text is that of cosmos-rl without its last line, which requests a format. `data.system_prompt` does that, so that it
-can be changed together with `reward.options.format.pattern`.
+The user's text is the same as in cosmos-rl, except that it lacks the last line, which requests an answer format.
+`data.system_prompt` requests the format instead, so that it can be changed together with `reward.options.format.pattern`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def find_letter(answer: str, options: dict[str, str]) -> str:
 
 
 class Questions(NamedRows):
-    """Rows with one question each: a row whose `qa_pairs` is a list is split into its questions."""
+    """Rows with one question each; a row whose `qa_pairs` is a list is split into its questions."""
 
     def __init__(self, rows: NamedRows) -> None:
         self.rows = rows
         counts = [count_questions(rows, index) for index in range(len(rows))]
         positions = [(index, number, count) for index, count in enumerate(counts) for number in range(count)]
-        self.positions = np.array(positions, dtype=np.int64).reshape(-1, 3)  # row, question, questions of the row
+        self.positions = np.array(positions, dtype=np.int64).reshape(-1, 3)  # row, question, questions in the row
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -86,7 +86,7 @@ class Questions(NamedRows):
 
 
 def count_questions(rows: NamedRows, index: int) -> int:
-    """Return the number of questions in a row; 1 for an unusable row, which is reported when it is read."""
+    """Return the number of questions in a row; 1 for an unusable row, whose error is raised only when the row is read."""
     try:
         row = rows[index]
     except DataError:

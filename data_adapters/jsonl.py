@@ -1,15 +1,15 @@
-"""Plain rows: one question about images or videos, and its answer.
+"""Adapter for plain rows: one question about images or videos, and its answer.
 
     {"id": "7", "video": "clips/7.mp4", "question": "Which way does it move?", "options": {"A": "left", "B": "right"},
      "answer": "A", "system": "Answer with a letter."}
 
-`image` and `video` are a path or a list of paths, shown in this order before the question; `id`, `options` and `system` may
-be absent, and options may also be a list, which is lettered from A. A row whose `answer` is missing or blank can be used for
-GRPO with rewards that need no reference answer.
+`image` and `video` are a path or a list of paths; images and then videos are shown before the question. `id`, `options` and
+`system` are optional. `options` may also be a list; its items get letters, starting with A. A row whose `answer` is missing or
+blank can be used for GRPO with rewards that need no reference answer.
 
-A preference has `chosen` and `rejected`, a better and a worse answer, and may have `ref_chosen_logprob` and
-`ref_rejected_logprob`. Generated answers are compared with its `answer`, which also serves as the better answer if `chosen` is
-missing.
+A preference row has `chosen`, the better answer, and `rejected`, the worse one, and may have `ref_chosen_logprob` and
+`ref_rejected_logprob`. Generated answers are compared with its `answer`. If `chosen` is missing, `answer` is also used as the
+better answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
 
 
 def read_preference(row: dict[str, Any]) -> tuple[str, str] | tuple[None, None]:
-    """Return the better and the worse answer, or None for both. KeyError if the row has only a worse one."""
+    """Return the better and the worse answer, or None for both. Raise KeyError if the row has only a worse answer."""
     if row.get("rejected") is None:
         return None, None
     preferred = get_optional_text(row, "chosen") or get_optional_text(row, "answer") or text_field(row, "chosen")

@@ -1,11 +1,11 @@
-"""LLaVA annotations: a JSON list (or JSON lines) of conversations about media files below `data.media_path`.
+"""Adapter for LLaVA annotations: a JSON list (or JSON lines) of conversations about media files below `data.media_path`.
 
     {"id": "7", "video": "clips/7.mp4", "conversations": [
         {"from": "human", "value": "<video>\\nWhich way does it move?"}, {"from": "gpt", "value": "left"},
         {"from": "human", "value": "And its colour?"}, {"from": "gpt", "value": "red"}]}
 
-Media keys are `image`, `images`, `video`, `videos` (a path or a list). Each `<image>` or `<video>` tag in a human turn is
-replaced in place by the next image or video; the number of tags must equal the number of media.
+Media keys are `image`, `images`, `video` and `videos`; each holds a path or a list of paths. Each `<image>` or `<video>` tag in a
+human turn is replaced with the next image or video, so the number of tags must equal the number of media items.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def to_message(number: int, turn: dict[str, Any], waiting: dict[str, list[str]])
 
 
 def split_at_tags(text: str, waiting: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Split the text into parts; each tag, with the newlines next to it, becomes the next media item of its kind."""
+    """Split the text into parts, replacing each tag and the newlines next to it with the next media item of the tag's kind."""
     parts: list[dict[str, Any]] = []
     pieces = TAG.split(text)  # text, kind, text, kind, …, text
     for i, piece in enumerate(pieces):

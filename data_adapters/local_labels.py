@@ -1,11 +1,11 @@
-"""Driving clips with one label file each: `videos/<id>.<camera>.mp4` and `metas/<id>.label.json` below `data.path`.
+"""Adapter for driving clips with one label file each: `videos/<id>.<camera>.mp4` and `metas/<id>.label.json` below `data.path`.
 
-A label is a JSON object, `{"weather": "Light rain", "driving_difficulty": 3, …}`. The model learns to answer
-`data.question` with that object as JSON text, so that the answer can be parsed again; `sample.meta["label"]` is the object.
+A label is a JSON object, such as `{"weather": "Light rain", "driving_difficulty": 3, …}`. The model learns to answer
+`data.question` with this object as JSON text, so that programs can parse the answer; `sample.meta["label"]` is the object itself.
 
-An id may have dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects the videos of one camera; the id is the
-part that matches `*`. Without a pattern, a video belongs to the label whose id is its name without the suffix, or else without
-the suffix and the part between the last two dots, which is the camera.
+An id may contain dots. `data.video_pattern = "*.camera_front_wide_120fov.mp4"` selects the videos of one camera; the id is the
+part of the file name that matches `*`. Without a pattern, the id of a video is its file name without the suffix if a label with
+that id exists; otherwise, the part after the last remaining dot, which is the camera, is removed as well.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dsreason.errors import DataError
 LABEL = ".label.json"
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 CAMERA = re.compile(r"\.[A-Za-z_][^.]*\.\w+")
-"""Camera and suffix, such as `.left.mp4`. Names that start with a digit, as in `run.4.mp4`, are more likely part of an id."""
+"""Camera and suffix, such as `.left.mp4`. In `run.4.mp4`, the `.4` is more likely to be part of the id."""
 
 
 def rows(data: SourceConfig) -> list[dict[str, Any]]:
-    """Return one row per id that has a video or a label; a missing partner is reported when the row is used."""
+    """Return one row per id that has a video or a label; if either is missing, an error is raised when the row is used."""
     folder = Path(data.path).expanduser()
     only_train(data, f"{folder}: a folder of videos/ and metas/")
     for name in ("videos", "metas"):
@@ -45,7 +45,7 @@ def rows(data: SourceConfig) -> list[dict[str, Any]]:
 
 
 def find_videos(folder: Path, pattern: str | None) -> list[Path]:
-    """Return the videos that match the pattern, or all videos without one. DataError if there are videos but none matches."""
+    """Return the videos that match the pattern, or all videos if `pattern` is None. Raise DataError if no video matches."""
     videos = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
     if pattern is None:
         return videos
@@ -59,7 +59,7 @@ def find_videos(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def extract_id(name: str, pattern: str) -> str:
-    """Return the part of the name that `*` matches; "" if the pattern does not match."""
+    """Return the part of the name that matches `*`; "" if the name does not match the pattern."""
     before, after = pattern.split("*")
     is_match = name.startswith(before) and name.endswith(after) and len(name) > len(before) + len(after)
     return name[len(before) : len(name) - len(after)] if is_match else ""
@@ -68,7 +68,7 @@ def extract_id(name: str, pattern: str) -> str:
 def get_video_id(name: str, labels: Collection[str], pattern: str | None) -> str:
     """Return the id of a video: `2023.05.01_a` for `2023.05.01_a.camera_front.mp4`.
 
-    It is also the id of `2023.05.01_a.mp4` if a label of that id exists. A shorter id is never returned:
+    The id of `2023.05.01_a.mp4` is also `2023.05.01_a` if a label with this id exists. At most one part is removed:
     `run.4.camera_left.mp4` does not belong to `run`, even if the label of `run.4` is missing.
     """
     if pattern is not None:
@@ -97,7 +97,7 @@ def to_sample(row: dict[str, Any], data: SourceConfig) -> Sample:
             f"data.video_pattern{example}"
         )
     label_object = read_label(label)
-    # JSON rather than Python's notation, so that any program can read the model's answers.
+    # JSON rather than Python syntax, so that any program can parse the model's answers
     answer = json.dumps(label_object, ensure_ascii=False)
     content = [{"type": "video", "video": videos[0]}, {"type": "text", "text": data.question}]
     messages: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]

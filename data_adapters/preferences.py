@@ -1,13 +1,17 @@
-"""Preferences in the format of Hugging Face data sets: `prompt`, `chosen`, `rejected`, and optional `images` and `videos`.
+"""Adapter for preference rows of Hugging Face data sets: `prompt`, `chosen`, `rejected`, and optionally `images` and `videos`.
 
     {"id": "7", "prompt": "Which way does it move?", "chosen": "left", "rejected": "right", "videos": ["clips/7.mp4"]}
 
 `prompt`, `chosen` and `rejected` are each a text or messages (a list, or its JSON text). `chosen` and `rejected` may also be
-whole conversations with a common beginning; these need no `prompt`, and must contain it if the row has one. `images` and `videos`
-(`image`, `video`) hold one media item or a list: paths, relative ones below `data.media_path`, or Hugging Face images (their
-bytes). A part `{"type": "image"}` of the prompt shows the next item; if the prompt has no such parts, all media come before the
-first text of the user. The prompt may be called `question`, and a column `system` may hold the system message. Reference
-log-probabilities may be given as `ref_chosen_logprob` and `ref_rejected_logprob`.
+complete conversations that start with the same messages; the row then needs no `prompt`, but if it has one, both conversations
+must contain it.
+
+`images` and `videos` (or `image` and `video`) hold one media item or a list: paths, resolved below `data.media_path` if relative,
+or Hugging Face images (as bytes). A part `{"type": "image"}` of the prompt shows the next item. If the prompt has no such parts,
+all media precede the first user text.
+
+The prompt may also be called `question`, and the optional column `system` holds the system message. The optional columns
+`ref_chosen_logprob` and `ref_rejected_logprob` hold the log-probabilities of the reference model.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dsreason.errors import DataError
 KINDS = ("image", "video")
 MARK = re.compile("<(image|video)>")
 MESSAGE_KEYS = {"role", "content", "from", "value"}
-"""Keys of messages in the formats that data sets use."""
+"""Keys of messages in the formats that data sets commonly use."""
 COLUMNS = {"id", "prompt", "question", "system", "chosen", "rejected", "answer", "image", "images", "video", "videos"}
 
 
@@ -42,7 +46,7 @@ def to_sample(row: dict[str, Any]) -> Sample:
 
 
 def read_prompt(row: dict[str, Any]) -> list[Message]:
-    """Return the messages of the column `prompt` or `question`; empty if the row has neither."""
+    """Return the messages in the column `prompt` or `question`; an empty list if the row has neither."""
     field = "prompt" if row.get("prompt") is not None else "question"
     content = to_messages(row.get(field), field)
     messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -51,7 +55,7 @@ def read_prompt(row: dict[str, Any]) -> list[Message]:
 
 
 def to_messages(raw: Any, field: str) -> str | list[Message]:
-    """Return text unchanged, and messages, or JSON text of messages, without the null columns that Arrow adds."""
+    """Return plain text unchanged, and messages (or their JSON text) without the null columns that Arrow adds."""
     if isinstance(raw, str):
         listed = parse_listed_messages(raw)
         if listed is None:
@@ -62,9 +66,9 @@ def to_messages(raw: Any, field: str) -> str | list[Message]:
 
 
 def parse_listed_messages(text: str) -> list[Message] | None:
-    """Return the messages that a JSON text lists; None if it lists other things, as an answer may list boxes.
+    """Parse a JSON list of messages; return None if the text is not such a list, for example an answer that lists boxes.
 
-    DataError if the items look like messages but not all have a role.
+    Raise DataError if the items look like messages but not all of them have a role.
     """
     if not text.lstrip().startswith("["):
         return None
@@ -84,7 +88,7 @@ def parse_listed_messages(text: str) -> list[Message] | None:
 
 
 def read_conversation(row: dict[str, Any], field: str, prompt: list[Message]) -> list[Message]:
-    """Return the prompt followed by the answer in this column, or the column's whole conversation."""
+    """Return the prompt followed by the answer in this column, or the column's complete conversation."""
     if row[field] is None:
         raise DataError(f"field {field!r} is null; it must be a text or messages")
     messages = to_messages(row[field], field)
@@ -103,9 +107,12 @@ def read_conversation(row: dict[str, Any], field: str, prompt: list[Message]) ->
 
 
 def merge_prompt(messages: list[Message], field: str, prompt: list[Message]) -> list[Message]:
-    """Add the row's system message to a whole conversation. DataError if the conversation lacks a message of the prompt."""
+    """Add the row's system message to a complete conversation.
+
+    Raise DataError if the conversation lacks a message of the prompt.
+    """
     if messages[0].get("role") not in ("system", "user"):
-        return messages  # the check of all messages rejects its role later
+        return messages  # an unknown role is rejected later, when all messages are checked
     if prompt and prompt[0].get("role") == "system" and messages[0]["role"] != "system":
         messages = [prompt[0], *messages]
     present = [get_role_and_text(message) for message in messages]
@@ -119,12 +126,12 @@ def merge_prompt(messages: list[Message], field: str, prompt: list[Message]) -> 
 
 
 def get_role_and_text(message: Message) -> tuple[Any, str]:
-    """Return the role and the text without marks such as `<image>`."""
+    """Return a message's role, and its text without tags such as `<image>`."""
     return message.get("role"), MARK.sub("", get_text(message.get("content") or "")).strip()
 
 
 def place_media(messages: list[Message], row: dict[str, Any], field: str) -> list[Message]:
-    """Put the media of the row's columns into the messages. DataError if some are not shown."""
+    """Insert the media of the row's columns into the messages. Raise DataError if a media item is not shown."""
     waiting = {kind: collect_media(row, kind) for kind in KINDS}
     has_media_parts = any(part.get("type") in KINDS for message in messages for part in get_dict_parts(message))
     messages = [fill_media(message, waiting) for message in messages]
@@ -140,7 +147,7 @@ def place_media(messages: list[Message], row: dict[str, Any], field: str) -> lis
 
 
 def put_media_first(messages: list[Message], media: list[dict[str, Any]]) -> list[Message]:
-    """Put the media before the text of the first user message."""
+    """Insert the media before the text of the first user message."""
     first = next((i for i, message in enumerate(messages) if message.get("role") == "user"), None)
     if not media or first is None:
         return messages

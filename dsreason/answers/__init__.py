@@ -1,4 +1,4 @@
-"""Answer parsing: which option, number or text a response gives, and whether it matches the reference.
+"""Parsers of answers: they find the option, number or text that a response gives, and compare it with the reference.
 
-Rewards, validation and evaluation share these functions; `compat` reproduces the quirks of other parsers for comparisons.
+Rewards, validation and evaluation share these parsers; `compat` reproduces the quirks of other projects' parsers for comparisons.
 """

@@ -1,9 +1,9 @@
-"""Finding the option that a text names: careful rather than clever, since a wrong guess is worse than none.
+"""Parser that finds the option a response chooses. It is careful rather than clever: a wrong guess is worse than none.
 
-The rules, in this order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no`
-(for options that say just that), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
-`letter and text`, `only option named`, `option text named`. Nothing is read if the rules from `own line` to `letter and text`
-disagree, if another option follows a verdict, or if two options are named without a verdict.
+The rules, in order: `boxed`, `only letter`, `option text`, `answer is` (a verdict such as "the answer is B"), `yes or no` (if
+these are the options), `own line`, `conclusion` ("I think B", "therefore, B"), `only one right` ("A: no. B: yes."),
+`letter and text`, `only option named`, `option text named`. No answer is returned if the rules from `own line` to
+`letter and text` disagree, if another option follows a verdict, or if two options are named without a verdict.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dsreason.answers.verdicts import UNREAD, is_refused, iter_verdicts, read_ye
 from dsreason.text import normalize
 
 NEXT_FIELD = re.compile(r"""["']\s*,\s*["']\w+["']\s*:""")
-"""The next key of a JSON object."""
+"""The start of the next key in a JSON object."""
 WINDOW = 500
-"""Characters around a letter that can say what it is about."""
+"""Number of characters around a letter that are searched for words about it."""
 BEFORE_LETTER = r"""(?:(?:option|choice|letter)\s*:?\s*)?[(\[{"'\s]*"""
 AFTER_LETTER = r"""[)\]}"'.:,;!\s]*"""
 MARK = r"""(["']?\s*[)\]}]+[.:,]?|["']?[.,;:!](?=\s)|[.:](?=[^\W\d]{2})|\s+[-–—]+(?=\s))?\s*"""
-"""Sets a letter off from the words behind it: `A)`, `A.`, `A:`, `A -`."""
+"""Punctuation that separates a letter from the words after it: `A)`, `A.`, `A:`, `A -`."""
 
 
 def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, str]:
-    """Return (key of the option that the text names, rule), or `("", "none")` if it does not name exactly one.
+    """Return the key of the option that the text chooses and the rule that found it; `("", "none")` unless there is exactly one.
 
-    Without `options` any single letter A to Z counts, and option texts cannot be recognised.
+    If `options` is None, any single letter from A to Z counts, and option texts cannot be recognised.
     """
     boxed = find_last_boxed(text)
     if boxed is not None:
@@ -84,7 +84,7 @@ def read_option(text: str, options: dict[str, str] | None = None) -> tuple[str, 
 
 
 class _Reader:
-    """The rules: each method takes a text and returns an option's key or None."""
+    """The rules. Each rule takes a text and returns the key of an option, or None."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.keys = {key.upper(): key for key in options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
@@ -115,10 +115,10 @@ class _Reader:
         )
 
     def to_key(self, letter: str) -> str | None:
-        return self.keys.get(letter.upper())  # a Turkish İ matches I in the pattern but is not a key
+        return self.keys.get(letter.upper())  # the pattern also matches a Turkish İ, which is not a key
 
     def remove_option_list(self, text: str) -> str:
-        """Remove lines that only repeat the options, if two or more follow in order."""
+        """Remove lines that only repeat the options, if at least two of them are consecutive and in order."""
         lines = text.splitlines()
         positions = [self._find_item_index(line) for line in lines]
         steps = [
@@ -129,11 +129,11 @@ class _Reader:
         return "\n".join(line for i, line in enumerate(lines) if i not in listed)
 
     def _find_item_index(self, line: str) -> int | None:
-        """Return 1 for `B. to the right`: the index of an option whose letter and text make up the line."""
+        """Return the index of the option whose letter and text form the complete line (1 for `B. to the right`), or None."""
         letter, mark, remainder = self._split(line)
         return self.order.index(letter) if letter and mark and self.find_by_text(remainder) == letter else None
 
-    # ------------------------------------------------------------ the whole text
+    # ------------------------------------------------------------ rules for the complete text
 
     def read_only_letter(self, text: str) -> str | None:
         match = re.fullmatch(rf"{BEFORE_LETTER}({self.letter}){AFTER_LETTER}", text, re.IGNORECASE)
@@ -143,19 +143,19 @@ class _Reader:
         return self.texts.find_key(text)
 
     def find_yes_or_no(self, text: str) -> str | None:
-        """Return the option that says yes or no, if the options include both."""
+        """Return the option that the text's yes or no stands for; None unless the options include both."""
         by_text = {option: key for key, option in self.texts.bare.items()}
         if not {"yes", "no"} <= by_text.keys() or self._find_named_keys(text):
             return None
         return by_text.get(read_yes_no(text)[0])
 
     def chosen(self, line: str) -> str | None:
-        """Return the option of a line that has only its letter, its text, or both, and perhaps a reason."""
+        """Return the option of a line that contains only its letter, its text, or both, optionally followed by a reason."""
         if "\n" in line:
             return None
         reason = REASON.search(line)
         clause = line[: reason.start()] if reason and not SECOND_THOUGHT.search(line[reason.start() :]) else ""
-        for text in (line.strip(), clause if clause != "a" else ""):  # "a not so slow car" names no letter
+        for text in (line.strip(), clause if clause != "a" else ""):  # "a not so slow car" does not name option A
             key = self.read_only_letter(text) or self.find_by_text(text)
             if key is not None:
                 return key
@@ -167,7 +167,10 @@ class _Reader:
     # ------------------------------------------------------------ verdicts
 
     def verdict(self, text: str) -> str | None:
-        """Return the last verdict, since a text that corrects itself ends with its answer; "" if another option follows."""
+        """Return the option of the last verdict; "" if another option follows, None without a verdict.
+
+        The last verdict counts because a text that corrects itself ends with its answer.
+        """
         verdict_keys = [(start, self._read_verdict_line(line)) for start, line in iter_verdicts(text)]
         verdict_keys += [
             (m.start(), self.keys[m[1]]) for m in self.correct.finditer(text) if not is_refused(text, m.start())
@@ -180,7 +183,7 @@ class _Reader:
         return key if key and self.find_conclusion("\n".join(later)) in (None, key) else ""
 
     def find_conclusion(self, text: str) -> str | None:
-        """Return the last option that a clause concludes with ("it should be B", "so B") or favours ("B fits")."""
+        """Return the last option that a clause concludes with ("it should be B", "so B") or prefers ("B fits")."""
         thought = SECOND_THOUGHT.search(text)
         for match in sorted([*self.led.finditer(text), *self.fits.finditer(text)], key=re.Match.end, reverse=True):
             key = self.to_key(match[1])
@@ -201,14 +204,14 @@ class _Reader:
             return False
         if joined or is_refused(text, match.start(1)) or POSSIBLY.search(sentence) or following.endswith("?"):
             return False
-        if match[1].islower() and (match[1] in "ai" or before.endswith("\n")):  # an article, a word
+        if match[1].islower() and (match[1] in "ai" or before.endswith("\n")):  # an article or an ordinary word
             return False
         if match[1] == "I" and not re.match(r"\W*(?:$|[\n.;:!])", after):
             return False
         return not self._has_other_text(match[1] + after)
 
     def _take_last_verdict(self, text: str, verdict_keys: list[tuple[int, str]]) -> str | None:
-        """Return the last verdict; None if another option follows on second thought, on a separate line, or at the end."""
+        """Return the last verdict; None if another option follows after a change of mind, on a separate line, or at the end."""
         if not verdict_keys:
             return None
         start, key = max(verdict_keys, key=lambda verdict: verdict[0])
@@ -226,10 +229,10 @@ class _Reader:
             return None
         return self.chosen(line) or self.chosen(sentence) or self._read_letter_and_words(REASON.sub("", sentence))
 
-    # ------------------------------------------------------------ how a text is laid out
+    # ------------------------------------------------------------ rules for the layout of a text
 
     def find_own_line(self, text: str) -> str | None:
-        """Return the only option that has a line to itself."""
+        """Return the option that is alone on a line, if only one option is."""
         key_of_line = {line: self.chosen(line) for line in text.splitlines()}
         keys = set(key_of_line.values()) - {None}
         other_lines = [line for line, key in key_of_line.items() if key is None]
@@ -238,7 +241,7 @@ class _Reader:
         return keys.pop()
 
     def read_letter_and_text(self, text: str) -> str | None:
-        """Read `C. move left`: a letter that is set off, then words, unless these go on with the next option."""
+        """Return the option of `C. move left`: a letter and a separator, followed by words that do not name another option."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or SECOND_THOUGHT.search(remainder) or mark[0] == ",":
             return self._read_letter_and_words(text)
@@ -254,7 +257,7 @@ class _Reader:
         return None if self._is_remark(mark, remainder) else letter
 
     def _read_letter_and_words(self, text: str) -> str | None:
-        """Read a letter that is set off, then words about its option and no other."""
+        """Return the option of a letter and a separator that are followed by words about this option only."""
         letter, mark, remainder = self._split(text)
         if letter is None or not mark or self._has_other_text(text) or self._find_named_keys(remainder) - {letter}:
             return None
@@ -264,17 +267,17 @@ class _Reader:
         return REJECTED.match(remainder) is not None or (mark[0] not in ".:" and PREDICATE.match(remainder) is not None)
 
     def find_only_right(self, text: str) -> str | None:
-        """Return the only option judged right, as in `A: no. B: yes. C: no.`"""
+        """Return the option that is judged right if all others are judged wrong, as in `A: no. B: yes. C: no.`"""
         if set(self.texts.bare.values()) & {"yes", "no", "true", "false", "right"}:
             return None
         letters = re.findall(rf"(?<![\w'’-])({self.letter}){JUDGEMENT}", text)
         right, wrong = ({letter for letter, *words in letters if words[i]} for i in (0, 1))
         return self.keys[right.pop()] if len(right) == 1 and wrong and not right & wrong else None
 
-    # ------------------------------------------------------------ the only option named
+    # ------------------------------------------------------------ rules for texts that name only one option
 
     def find_only_named(self, text: str) -> str | None:
-        """Return the only option named: `(C)`, `option C`, or a separate C, in sentences that do not deny it."""
+        """Return the only option that the text names without rejecting it, as `(C)`, `option C` or a separate C."""
         sentences = [
             self.aside.sub("?" if sentence.endswith("?") else "", sentence) for sentence in split_sentences(text)
         ]
@@ -295,7 +298,7 @@ class _Reader:
         )
 
     def find_only_text(self, text: str) -> str | None:
-        """Return the one option whose text the response answers with; see `mentions`."""
+        """Return the only option whose text the response answers with; see `mentions`."""
         sentences = split_sentences(text)
         key = self.texts.answered(sentences, self._find_named_keys(text))
         if SECOND_THOUGHT.search(text) or self._is_taken_back(sentences) or self.mentioned.search(text):
@@ -303,22 +306,25 @@ class _Reader:
         return key
 
     def _is_taken_back(self, sentences: list[str]) -> bool:
-        """Return whether a later sentence rejects the answer: `Option A. That is wrong.`"""
+        """Return whether a later sentence rejects the answer, as in `Option A. That is wrong.`"""
         short = [sentence for sentence in sentences[1:] if len(sentence.split()) < 6]
         return any(
             re.match(r"(?i:it|that|this|which)(?:['’]s| is| was| seems)\b", sentence) and is_denied(sentence)
             for sentence in short
         )
 
-    # ------------------------------------------------------------ letters in a text
+    # ------------------------------------------------------------ helpers for letters in a text
 
     def _has_other_text(self, line: str) -> bool:
-        """Return whether a letter is followed by another option's text."""
+        """Return whether the line's letter is followed by the text of another option."""
         letter, mark, remainder = self._split(line)
         return mark != "" and self.find_by_text(remainder.partition("\n")[0]) not in (None, letter)
 
     def _is_contradictory(self, text: str) -> bool:
-        """Return whether any letter has another option's text: `A. to the right` or `to the right (A)` if A is `to the left`."""
+        """Return whether a letter is next to another option's text.
+
+        Examples, if A is `to the left`: `A. to the right` and `to the right (A)`.
+        """
         for match in re.finditer(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", text):
             before = take_text_before(text, match.start(), WINDOW)
             before_text = normalize(before).rstrip(" ([")
@@ -329,7 +335,7 @@ class _Reader:
         return False
 
     def _split(self, text: str) -> tuple[str | None, str, str]:
-        """Return (the letter that a text begins with, the mark that sets it off, what follows)."""
+        """Return the letter that the text starts with, the separator after it, and the remaining text."""
         match = re.match(rf"{BEFORE_LETTER}({self.letter})(?![\w'’]){MARK}", text, re.IGNORECASE)
         return (self.to_key(match[1]), (match[2] or "").strip(), text[match.end() :]) if match else (None, "", "")
 
@@ -338,7 +344,7 @@ class _Reader:
         return {key for pair in re.findall(marks, text, re.IGNORECASE) if (key := self.to_key("".join(pair)))}
 
     def _find_named_keys(self, text: str) -> set[str]:
-        """Return all options that the text may mean, including bare capitals but not "A" and "I" of ordinary sentences."""
+        """Return all options that the text may refer to, including bare capitals except "A" and "I" used as words."""
         words = re.sub(r"\bI\b", "", self._remove_articles(text))
         bare = re.findall(rf"(?<![\w'’-])({self.letter})(?![\w'’-])", words)
         return self._find_marked_keys(text) | {self.keys[letter] for letter in bare}

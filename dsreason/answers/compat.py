@@ -1,7 +1,7 @@
-"""Reimplementation of other projects' answer parsers, quirks included, to compare with their numbers.
+"""Reimplementations of other projects' answer parsers, including their quirks, for comparison with published results.
 
-cosmos-reason1's evaluator takes the first capital anywhere as the letter: `The answer is B` gives T, `b` gives nothing.
-cosmos-rl's rewards take the text of the first `<answer>` block unchanged, and GSM8K's number follows `#### `.
+The evaluator of cosmos-reason1 takes the first capital letter in the text: `The answer is B` gives T, and `b` gives no answer.
+The rewards of cosmos-rl take the content of the first `<answer>` block unchanged, and for GSM8K the number after `#### `.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dsreason.answers.types import AnswerType, Parsed
 
 
 def parse_compat(text: str, answer_type: AnswerType) -> Parsed:
-    """Return the first letter A to Z for `letter`; for `reasoning`, the first one inside `<answer>…</answer>`.
+    """Return the first letter from A to Z; for `reasoning`, the first one inside `<answer>…</answer>`.
 
-    Only `reasoning` also returns the first `<think>` block.
+    The first `<think>` block is returned only for `reasoning`.
     """
     if answer_type == "letter":
         return Parsed(*_find_first_capital(text, "first capital"))
@@ -28,18 +28,18 @@ def _find_first_capital(text: str, rule: str) -> tuple[str, str, str]:
 
 
 def extract_tagged_answer(text: str) -> str:
-    """Return the stripped content of the first `<answer>…</answer>`, or else the whole text, as cosmos-rl does."""
+    """Return the stripped content of the first `<answer>…</answer>`, or else the complete text, as cosmos-rl does."""
     inside = _extract_tag(text, "answer")
     return (text if inside is None else inside).strip()
 
 
 def _extract_tag(text: str, tag: str) -> str | None:
-    """Return what `<tag>(.*?)</tag>` matches, without its repeated scans for a missing end tag."""
+    """Return what `<tag>(.*?)</tag>` would match, without rescanning the text for each start tag that has no end tag."""
     inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
     return inside if end else None
 
 
 def extract_hash_number(text: str) -> str | None:
-    """Return the first number after `#### ` without its thousands commas, as cosmos-rl does."""
+    """Return the first number after `#### ` without thousands separators, as cosmos-rl does."""
     match = re.search(r"#### (-?[0-9.,]+)", text)
     return match[1].replace(",", "") if match else None

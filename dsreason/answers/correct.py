@@ -1,4 +1,4 @@
-"""The rule that decides whether an answer is correct, shared by validation, rewards and evaluation."""
+"""The rule that decides whether an answer is correct; validation, rewards and evaluation share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_correct(completion: str, sample: Sample) -> bool:
 
 
 def get_question_kind(sample: Sample) -> QuestionKind:
-    """Return `meta["question_kind"]` if it is valid; otherwise infer it from the reference: an option, yes or no, other text."""
+    """Return `meta["question_kind"]` if it is valid, or else the kind of the reference: an option, yes or no, or other text."""
     declared: QuestionKind = sample.meta.get("question_kind", "")
     if declared in get_args(QuestionKind):
         return declared
@@ -29,9 +29,9 @@ def get_question_kind(sample: Sample) -> QuestionKind:
 
 
 def get_reference(sample: Sample) -> str | None:
-    """Return the expected answer: `sample.answer`, or else the text of a final assistant turn, including its tags.
+    """Return the expected answer: `sample.answer`, or else the text of a final assistant turn, including tags.
 
-    Returns None if both are missing or blank.
+    Return None if both are missing or blank.
     """
     if sample.answer is not None and sample.answer.strip():
         return sample.answer
@@ -41,7 +41,7 @@ def get_reference(sample: Sample) -> str | None:
 
 
 def is_same(answer: str, reference: str, kind: QuestionKind, options: dict[str, str] | None = None) -> bool:
-    """Return whether a parsed answer equals the reference's, which may be a whole response with tags; "" never does."""
+    """Return whether a parsed answer equals the reference, which may be a response with tags; "" never does."""
     expected = parse(reference, "reasoning", kind=kind, options=options).answer
     if not answer or not expected:
         return False

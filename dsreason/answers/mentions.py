@@ -1,8 +1,8 @@
-"""Finding the option that a response answers with by its text instead of its letter.
+"""Parser that finds the option a response answers with by giving the option's text instead of its letter.
 
-Mentioning an option's text is not the same as answering with it: people quote it, deny it, and describe other cars that stop.
-So a text counts only if the last sentence has one of the few forms of an answer: a subject, a link to the option, the option's
-text, and hardly anything more ("so the car should «turn left»", "it is «a dog»"). All other sentences are ignored.
+Mentioning an option's text is not the same as answering with it: responses quote option texts, deny them, or describe other cars
+that stop. Therefore, a text counts only if the last sentence has one of a few forms: a subject, words that link it to the option,
+the option's text, and hardly anything else ("so the car should «turn left»", "it is «a dog»"). Other sentences are ignored.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dsreason.answers.text import clean_text, take_text_before
 from dsreason.text import normalize, normalize_option
 
 PART = re.compile(r"[,;]|\bbut\b")
-"""The boundary between a denied part and its replacement."""
+"""Boundary between a denied part of a sentence and its replacement."""
 MARKED = re.compile("«(.+?)»")
-"""The mark that replaces an option's text."""
+"""Pattern of the marks that replace option texts."""
 OR_BEFORE, OR_BEHIND = re.compile(r"\bor\s+(?:\w+\s+)?$"), re.compile(r"\s*or\b")
 WINDOW = 50
-"""Characters beside an option's text that can show its role in the sentence."""
+"""Number of characters before and after an option's text that can show its role in the sentence."""
 LONGEST = 300
-"""Maximum length of a sentence that answers, in characters."""
+"""Maximum length of a sentence that can be an answer, in characters."""
 SAID_OF = re.compile(
     r"\s+(?:is|are|was|were|can|could|would|has|have|seems?)\b(?!\s+(?:the|correct|right|most|what|visible|shown|seen|present"
     r"|used|held|being|likely|responsible|to\s+blame|at\s+fault)\b)"
 )
-"""Words after an option's text that begin a statement about it."""
+"""Words after an option's text that start a statement about it."""
 UNDONE = re.compile(
     r"\b(?:fail(?:s|ed|ing)?|refus\w+|avoid\w*|prevent\w*|neglect\w*|declin\w*|hesitat\w*|omit\w*|forg[eo]t\w*|pretend\w*"
     r"|almost|nearly|barely|hardly|(?:plan\w*|hop(?:es?|ed|ing)|tr(?:y|ies|ied|ying)|supposed)\s+to|want(?:s|ed|ing)?|intend\w*"
     r"|(?<!\bi\s)would)\b",
     re.IGNORECASE,
 )
-"""Words before an option's text, in its clause, for what did not happen or was only intended."""
+"""Words before an option's text, in the same clause, for actions that did not happen or were only intended."""
 LINK = (
     r"(?:and|or|but|to|at|in|on|of|for|from|by|with|without|before|behind|after|when|while|as|so|since|because|due|if|until|than"
     r"|that|which|who|is|are|was|were|has|it|he|she|they|there|here|now|then|ahead|again|too|also|one|first|next|only|instead|\w+wards?|\w+ly"
@@ -45,13 +45,13 @@ COMPOUND_BEFORE = re.compile(
     rf"\b(?:a|an|the|this|that|its|their)\s+(?!{LINK}|answer|option|choice|colou?r)[^\W\d]+\s+$"
 )
 COMPOUND_BEHIND = re.compile(rf"(?<!\d)\s+(?!{LINK})[^\W\d]")
-"""Context that makes a one-word option part of a longer term, as in "the bus stop" and "stop line"."""
+"""Contexts that make a one-word option part of a longer term, as in "the bus stop" and "stop line"."""
 IS_BEFORE = re.compile(r"(?:\b(?:is|are|was|were)|['’]s)\s+(?:an?\s+)?$")
-"""Context before a word that other words may follow, as in "it is a red light"."""
+"""Context before a word that may be followed by other words, as in "it is a red light"."""
 DIRECTIONS = ("left", "right", "up", "down", "forward", "forwards", "backward", "backwards")
-"""Words that may follow a noun, as in "it moves the cup left"."""
+"""Directions, which may follow a noun, as in "it moves the cup left"."""
 
-# ---------------------------------------------------------------- sentences that answer
+# ---------------------------------------------------------------- forms of an answer
 
 SURELY = (
     r"(?:(?:(?:most|very)\s+)?(?:likely|probably|clearly|definitely|certainly|obviously|apparently|evidently|simply|indeed|really"
@@ -62,12 +62,12 @@ THINGS = (
     r"(?:the|this|that|these|those)\s+(?!other|another|second|third|last|first|next|previous|former|opposite|wrong|same|rest\b)"
     r"(?:[^\W\d][\w-]*\s+){1,2}?(?:(?:in|of)\s+(?:the|this)\s+(?:[^\W\d][\w-]*\s+){1,2}?)?"
 )
-"""Subjects of a sentence that says what something is."""
+"""Subjects of a sentence that describes or identifies something."""
 AGENT = (
     r"(?:it|he|she|they|we|(?:the|this)\s+(?:(?:ego|own|host|autonomous|self-driving|robotic?|humanoid|right|left)\s+)?"
     r"(?:vehicle|car|driver|robot|arm|gripper|hand|person|man|woman|human|operator|worker|agent|object|cube|ball|camera))\s+"
 )
-"""The actors that a question about actions concerns; not "the other car"."""
+"""Subjects of answers to questions about actions; "the other car" is not one of them."""
 SUBJECT = (
     rf"(?:(?:it|this|that|these|those|there|he|she|they)\s*|{THINGS}"
     r"|its\s+(?:colou?r|shape|material|size|direction|state)\s+|the\s+number\s+of\s+(?:\w+\s+){1,2}?)"
@@ -103,7 +103,7 @@ LINKS = (
     rf"\s+(?:because(?:\s+of)?|due\s+to|by|at|in|on)\s+{ARTICLE}"
     rf"|(?:i|we)\s+(?:would\s+)?attribute\s+(?:it|this|the\s+\w+)\s+to\s+|{ARTICLE})"
 )
-"""The subject and its link to the option."""
+"""A subject and the words that link it to the option."""
 TAIL = (
     rf"(?:\s+(?:(?:in|of)\s+(?:the|this)\s+{SCENE}|at\s+the\s+(?:line|crossing|intersection|junction|light)|here|now|it\s+is)\b"
     r"|,?\s+i\s+(?:think|believe|guess))?"
@@ -114,16 +114,16 @@ COUNTS = re.compile(
     rf"\W*(?:{OPENING}){{0,2}}(?:there\s+(?:is|are|was|were)|(?:i|we|you)\s+(?:can\s+)?(?:see|count|counted|observe))\s+{SURELY}"
     rf"«([^»]+)»\s+(?!left|seconds?|minutes?|hours?|times|frames?|met(?:er|re)s?|options?|choices|answers|reasons|ways)[^\W\d]\w*{TAIL}"
 )
-"""Answers that count things: `there are «C» cars`."""
+"""Answers that count things, such as `there are «C» cars`."""
 NUMBER = re.compile(r"[\d.,]+|zero|one|two|three|four|five|six|seven|eight|nine|ten")
 MEASURED = re.compile(rf"\b(?:the|this|that|these|those|its)\s+(?!number\b|count\b|total\b|sum\b|{SCENE})[^,]*$")
-"""Context before a number that the question may not ask about, as in "the speed limit is «C»"."""
+"""Contexts before a number that the question may not ask for, as in "the speed limit is «C»"."""
 TALKED_ABOUT = re.compile(
     r"\b(?:ask(?:s|ed)?|instruct\w*|tells?|told|(?<!would\s)(?<!['’]d\s)says?|said|suggests?|announce\w*|claims?|expect\w*|include\w*|goal|task|plan|aim|rules?|question"
     r"|options?|choices?|forecast|thought|other|another|previous\w*|former|earlier|begins?|starts?|initial\w*|about\s+to|enough|too|usually"
     r"|normally|used\s+to|before|after|until|as\s+soon|decides?|signs?|below|listed|list)\b"
 )
-"""Words before an option's text, in its sentence, that point to something else, somebody else or another time."""
+"""Words before an option's text, in the same sentence, that refer to something or somebody else, or to another time."""
 
 
 def is_denied(sentence: str) -> bool:
@@ -131,17 +131,17 @@ def is_denied(sentence: str) -> bool:
 
 
 class OptionTexts:
-    """The texts of a question's options, for finding the one that a response means."""
+    """Texts of a question's options, and methods that find the option a response refers to."""
 
     def __init__(self, options: dict[str, str] | None) -> None:
         self.bare = {key: normalize_option(clean_text(text)) for key, text in (options or {}).items()}
         longest_first = sorted(self.bare.items(), key=lambda item: -len(item[1]))
         times = Counter(self.bare.values())
         self.phrases = {key: text for key, text in longest_first if times[text] == 1 and text not in ("", "yes", "no")}
-        """Texts that a sentence can mention unambiguously, longest first."""
+        """Option texts that can be recognised unambiguously in a sentence, longest first."""
 
     def find_key(self, text: str) -> str | None:
-        """Return the key of the only option with exactly this text."""
+        """Return the key of the option that has exactly this text; None unless there is exactly one."""
         keys = (
             [key for key, option in self.bare.items() if option == normalize_option(text)]
             if text.strip(" .!;,")
@@ -153,9 +153,9 @@ class OptionTexts:
         return (option for other, option in self.bare.items() if other != key)
 
     def answered(self, sentences: Sequence[str], named: set[str]) -> str | None:
-        """Return the option whose text the last sentence answers with; None if another is affirmed or this one is denied.
+        """Return the option whose text the last sentence answers with; None if another option is affirmed or this one is denied.
 
-        If `named` holds only its letter, any sentence that affirms its text is enough.
+        If the response names only this option's letter (`named`), one sentence that affirms the option's text is sufficient.
         """
         affirmed: dict[str, list[bool]] = {}
         marked = [self._mark_texts(normalize(sentence)) for sentence in sentences]
@@ -173,9 +173,9 @@ class OptionTexts:
         return key if key == _find_answer(marked[-1] or "", is_number=bool(NUMBER.fullmatch(self.bare[key]))) else None
 
     def _mark_texts(self, sentence: str) -> str | None:
-        """Replace option texts by marks, longer ones first: `it is ice on the road` → `it is «B»`.
+        """Replace option texts with marks, longest first: `it is ice on the road` → `it is «B»`.
 
-        Returns None if the end may be a longer text that was cut off, or if a word is part of a longer term ("bus stop").
+        Return None if the end may be the truncated text of a longer option, or if a word belongs to a longer term ("bus stop").
         """
         for key, phrase in self.phrases.items():
             match = re.search(rf"(?<![\w.$«-]){re.escape(phrase)}(?![\w%»]|[.,'’-]\w)", sentence)
@@ -193,7 +193,8 @@ class OptionTexts:
     def _iter_mentions(marked: str, *, is_first: bool) -> Iterator[tuple[str, bool]]:
         """Yield each option that a sentence mentions, and whether the sentence affirms it.
 
-        It does not if the clause denies it ("failed to «D»"), offers several ("«A» or «B»"), or depends on an earlier "if".
+        An option is not affirmed if the clause denies it ("failed to «D»"), if it is one of several ("«A» or «B»"), or if
+        an earlier "if" makes it conditional.
         """
         is_open = marked.endswith("?")
         clauses = re.split(PART, marked)
@@ -211,7 +212,7 @@ class OptionTexts:
 
 
 def _find_answer(marked: str, *, is_number: bool) -> str | None:
-    """Return the option that a sentence answers with, if it has the form of an answer."""
+    """Return the option that a sentence answers with; None if the sentence does not have the form of an answer."""
     match = (ANSWERS.fullmatch(marked) or COUNTS.fullmatch(marked)) if len(marked) <= LONGEST else None
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Parsing a response into its thoughts, its answer, and the rule that found the answer."""
+"""Parser that splits a response into its reasoning and its answer, and names the rule that found the answer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def parse(
 ) -> Parsed:
     """Return a response's answer, its reasoning, and the rule that found the answer.
 
-    `default` reads what follows the thoughts: the last `<answer>` block, closed or cut off, or else the entire remainder
-    (`reasoning` expects the tags, so its rule then ends in "without answer tags"). What it looks for depends on `kind`:
-      - multiple_choice: the one option that is named, as its key in `options`; see `choices` for the rules.
+    `default` parses the text after the reasoning: the last `<answer>` block, complete or truncated, or else all remaining text
+    (`reasoning` expects the tags, so the rule then ends in "without answer tags"). The expected answer depends on `kind`:
+      - multiple_choice: the only option that the text chooses, as its key in `options`; for the rules see `choices`.
       - yes_no: `yes` or `no`.
-      - ordinal: a number on a separate line, or after "score", "rating" or "the answer is"; as it is written.
-      - open, free_text: the text.
-    `compat` is cosmos-reason1's parser, for every kind: the first capital letter, see `compat`.
+      - ordinal: a number on a separate line, or after "score", "rating" or "the answer is", exactly as written.
+      - open, free_text: the complete text.
+    `compat` is the parser of cosmos-reason1 for all kinds; it takes the first capital letter, see the module `compat`.
 
     Example: `parse("<think>It turns.</think> <answer>C. left</answer>", "reasoning")` gives
     `Parsed(answer="C", reasoning="It turns.", rule="letter and text")`.
@@ -74,7 +74,7 @@ def _read(response: Response, kind: QuestionKind, options: dict[str, str] | None
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """Return (number as written, rule): the first line that is a number (`4`, `4.`, `4/5`), or else the last "score: 4"."""
+    """Return a number as written and the rule: the first line with only a number (`4.`, `4/5`), or else the last "score: 4"."""
     boxed = find_last_boxed(text)
     plain = strip_markup(text if boxed is None else boxed)
     for line in plain.splitlines():

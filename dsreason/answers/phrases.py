@@ -1,6 +1,6 @@
-"""Patterns for the words around an answer: they show whether it is chosen, denied, or only mentioned.
+"""Patterns of the words around an answer, which show whether it is chosen, rejected or only mentioned.
 
-Patterns up to ECHO apply to every kind of answer, the others only to options.
+The patterns up to `ECHO` apply to all kinds of answers, the others only to options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VERDICT = re.compile(
     r"""|\b(?:answer|choose|pick|select|go(?:ing)?\s+with)\b)\s*:?\s*""",
     re.IGNORECASE,
 )
-"""The beginning of a verdict; the answer follows."""
+"""Start of a verdict; the answer follows."""
 DOUBT = r"(?<!no\s)(?<!without\sa\s)(?<!without\sany\s)doubt"
 OTHERS_SAY = r"(?:you|one|some|many|people|others)\s+(?:might|may|could|would)"
 REFUSAL = re.compile(
@@ -22,7 +22,7 @@ REFUSAL = re.compile(
     rf"|{OTHERS_SAY})\b|n['’]t\b|\brule[sd]?\s+out\b|\b(?:second|third|next|other|another|previous)\s+(?:\w+\s+(?:is\s+)?)?$",
     re.IGNORECASE,
 )
-"""Words before a verdict, in its clause, that negate it."""
+"""Words before a verdict, in the same clause, that negate it."""
 PROVISIONAL = re.compile(
     r"^\W*at\s+first\b|\b(?:at\s+first\s+(?:glance|sight)|first\s+(?:thought|guess|impression)|initially|originally"
     r"|(?:if|unless)(?!\s+(?:i|we|you)\s+(?:had|have|must|were|am|look|watch|see|compare)\b)"
@@ -30,20 +30,20 @@ PROVISIONAL = re.compile(
     r"|suggest(?:s|ed)?|cho[os]ses?))\b",
     re.IGNORECASE,
 )
-"""Words before a verdict, in its sentence, that limit it: it held at first, for others, or under a condition."""
+"""Words before a verdict, in its sentence, that limit it to a first impression, to others' opinions, or to a condition."""
 SECOND_THOUGHT = re.compile(
     r"\b(?:wait|actually|correction|sorry|second\s+thoughts?|on\s+reflection|look(?:ing)?\s+again|chang\w+\s+my\s+(?:mind|answer))\b"
     r"|(?:^|[.!])\W{0,5}(?:no(?!\s+doubt)|hmm)\b|,\s*no\s*[,;.–—-]",
     re.IGNORECASE,
 )
-"""Words after an apparent answer that may reconsider it."""
+"""Words after an apparent answer that may announce a change of mind."""
 DENIAL = re.compile(
     rf"\b(?:not?(?!\s+doubt)|{OTHERS_SAY}|never|nor|neither|none|wrong|incorrect|false|except|unlike|unlikely|cannot|if|whether|unless|instead"
     rf"|rather|either|{DOUBT}|eliminat\w*|exclud\w*|rul\w+\s+out|disagree|against|reject\w*|dismiss\w*|discard\w*"
     r"|contradict\w*|possib\w+|worst|odd|would\s+have|less|least|anything|everything|nicht|kein\w*|pas|не|нет)\b|n['’]t\b|[不没沒非無]|ない|아니",
     re.IGNORECASE,
 )
-"""Negation in a text without a verdict: it may argue against the option that it names."""
+"""Negations in a text without a verdict, which may argue against the option that it names."""
 LEADS = (
     r"(?:\b(?:is|was|be|been|means|suggests?|indicates?|leaves?|leaving|makes?|making|supports?|favou?rs?|match(?:es)?"
     r"|implies|remains?|its|think|believe|guess|suppose|say|assume|suspect|conclude|reckon|(?:i|we)\s+consider"
@@ -58,7 +58,7 @@ LEADS = (
     r"|sure|certainly|absolutely|clearly|obviously|probably|possibly|perhaps|maybe|likely|definitely|yes|okay|ok)\b"
     r"|,\s+but\b|\bnot\s[^.,;:\n]{1,30}\sbut\b|['’]s\b|\bi\.e\.|[=-]>|[→⇒∴=])"
 )
-"""Words directly before an answer at the end of its clause: the answer is affirmed."""
+"""Words directly before an answer at the end of its clause that affirm the answer."""
 
 YES_NO = re.compile(
     r"[\W_]*(yes|no|true|false|(?:definitely|certainly|absolutely|surely|probably)\s+not)"
@@ -66,7 +66,7 @@ YES_NO = re.compile(
     r"|\s+(?:it|there|the|this|that|they|he|she|you|we|because|since|as)\b)",
     re.IGNORECASE,
 )
-"""A text that begins with yes or no (or a synonym) and does not qualify it: not "no one", "yes or no", "No. 3"."""
+"""An unqualified yes or no (or a synonym) at the start of a text; does not match "no one", "yes or no" or "No. 3"."""
 LED_YES_NO = re.compile(
     rf"(?:{LEADS}[ \t,:–-]*(?<!yes-)(yes|no)(?=\s*(?:$|[.,;!\n]))|,\s+(yes|no)[.!]?$"
     r"|\b(?:statement|claim|answer|this|that|it)(?:\s+is|['’]s)\s+(true|false)(?=\s*(?:$|[.,;!\n])))",
@@ -78,9 +78,9 @@ CHANGED_MIND = re.compile(
     r"|on\s+reflection|actually(?=.{0,100}\b(?:yes|no|not)\b))\b",
     re.IGNORECASE,
 )
-"""A change of mind: only the text after it counts; does not match "it has to wait"."""
+"""A change of mind; only the text after it counts. Does not match "it has to wait"."""
 ECHO = re.compile(r"[\[(]\s*yes\s*/\s*no\s*[\])]", re.IGNORECASE)
-"""The question's answer choices, repeated in the response."""
+"""Answer choices of the question, repeated in the response."""
 
 BEING = r"(?:is|was|seems|looks|appears|must\s+have\s+been|(?:would|should|must|has\s+to)\s+be)\s+(?:to\s+be\s+)?(?:\w+ly\s+)?"
 FITTING = r"(?:likely|plausible|probable|appropriate|accurate|suitable|fitting|reasonable|logical|consistent|sensible)"
@@ -91,19 +91,19 @@ IS_CORRECT = (
     rf"|the\s+(?:best|most\s+{FITTING})|(?:the|my)\s+(?:answer|choice|guess|pick))\b"
     r"|it\s+is(?=\s*(?:$|[.!\n])))(?!\s*(?:\?|,?\s*(?:if|when|only|unless|provided|assuming|except|were|had)\b))"
 )
-"""Words after a letter that choose it without a condition."""
+"""Words after a letter that choose it unconditionally."""
 ASIDE = (
     r"[,;]?\s+(?:because|since|as(?!\s+(?:well|long|soon|far|if))|rather\s+than|instead\s+of|based\s+on|due\s+to|over|unlike|while|whereas"
     r"|and\s+the\s+reason|(?:even\s+|al)?though)\b"
 )
-"""The beginning of a reason or of a rejected alternative."""
+"""Start of a reason or of a rejected alternative."""
 DOUBTFUL = (
     r"(?:\b(?:not?|nothing|none|never|nor|neither|wrong|incorrect|false|exclu\w*|eliminat\w*|reject\w*|dismiss\w*|avoid\w*"
     r"|poor\w*|bad\w*|un(?!der|it|ion)\w+|im\w+able|only(?!\s+(?:option|choice|answer|one)\b)|except|but|yet|though|however|if|when"
     r"|unless|whether|hardly|barely|scarcely|part(?:ly|ially)?|some\w*|least|less|worse|worst|open|doubtful|question\w*|out|else"
     r"|as\s+(?:long|soon|far)|many|others?|people|nobody|everyone|(?<!\bi\s)would)\b|n['’]t\b|\?)"
 )
-"""Words that retract a statement about an option."""
+"""Words that retract or weaken a statement about an option."""
 FITS_END = (
     r"(?=\s*(?:$|[\n.,;!)\]:–—-])|\s+(?:because|since|as\s+(?:the|it|its|there|this)|here|to\s+me|for\s+me|given|with"
     r"|(?:in|for)\s+(?:the|this))\b)"
@@ -121,16 +121,16 @@ FITS = (
     rf"|(?:best\s+)?(?:fits|matches|describes|applies)\b(?:{FITS_WHAT}|\s+to\s+(?:the|this|what)\b|{FITS_END}))"
     rf"(?!(?:(?!{ASIDE})[^.!?\n]){{0,200}}?{DOUBTFUL})"
 )
-"""Statements after a letter that are typical of the chosen option only."""
+"""Statements after a letter that are usually made only about the chosen option."""
 JUDGEMENT = (
     r"[)\].:?]*\s*[:=–—-]?\s+(?i:(?:is\s+)?(?:(yes|correct|right|true)|(no|incorrect|wrong|false|not\s+correct)))"
     r"(?=\s*(?:$|[.,;!\n)]))"
 )
-"""Words for right and for wrong after a letter, in texts that judge each option."""
+"""Judgements after a letter, right or wrong, in texts that judge each option."""
 REASON = re.compile(rf"{ASIDE}.*|[,;]?\s+not\b.*", re.IGNORECASE)
-"""The reason or alternative after a choice: "B because A is too slow", "B, not A"."""
+"""Reason or rejected alternative after a choice, as in "B because A is too slow" and "B, not A"."""
 PREDICATE = re.compile(r"(?:is|are|was|were|would|can|could|cannot|seems?|does|has|makes|and|or|nor)\b|\w+n['’]t\b")
-"""Words after `(A)` that begin a statement about the option, which does not choose it."""
+"""Words after `(A)` that start a statement about the option without choosing it."""
 REJECTED = re.compile(
     r"(?:is\s+)?(?:wrong|incorrect|false|unlikely|excluded|ruled\s+out|eliminated|impossible|no(?=\s*[.,;:!-]|\s*$)"
     r"|not\s+(?:correct|right|likely|possible|the|this|visible|shown|applicable))\b",
@@ -143,19 +143,19 @@ POSSIBLY = re.compile(
     r"|\b(?:could|may|might|would\s+need)\b[^,;]*$",
     re.IGNORECASE,
 )
-"""Words before a letter, in its sentence, that show that nothing is concluded yet."""
+"""Words before a letter, in the same sentence, that show that it is not yet a conclusion."""
 HEDGE = re.compile(r"maybe|perhaps|possibly", re.IGNORECASE)
-"""Hedges that lead to an option only if no other is named beside it."""
+"""Hedges. An option after a hedge counts only if the sentence names no other option."""
 SUPPORTED = (
     r"(?:shows|seems|looks|appears|best|alone|(?:most\s+)?likely|for\s+sure|of\s+course"
     r"|(?:obvious|definite|clear|probab|certain)ly)"
 )
-"""Words that affirm an option after the only letter named."""
+"""Words after the only letter of a text that affirm the option."""
 ARTICLES = r"la|el|die|der|das|le|est|es|ist|è|é|opci[oó]n|opzione|opção|with|like|do"
-"""Words that a letter may follow if it is the only one named."""
+"""Words that may precede the letter of an option if it is the only letter of a text."""
 
 MENTION = (
     r"(?:look(?:ing)?\s+at|(?:consider|check|evaluat|examin|discuss)(?:e|ing)?|regarding|as\s+for|about"
     r"|compared\s+(?:to|with)|(?:grade|type|class|level|vitamin|plan)\s*:?)\s+"
 )
-"""Words before a letter that is only mentioned or that is a grade instead of an option."""
+"""Words before a letter that is only mentioned, or that is a grade rather than an option."""

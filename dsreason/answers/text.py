@@ -1,4 +1,4 @@
-"""Removing markup from responses and splitting them into sentences."""
+"""Functions that remove markup from responses and split them into sentences."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ PUNCTUATION = str.maketrans(
     | dict.fromkeys("【〔《", "(")
     | dict.fromkeys("】〕》", ")")
 )
-"""Punctuation of other scripts and languages that NFKC normalization leaves unchanged → ASCII."""
+"""Punctuation of other languages and scripts that NFKC normalization does not change → ASCII."""
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-"""Scripts that write a letter and the words around it without spaces."""
+"""Characters of scripts that use no spaces between a letter and the words around it."""
 ABBREVIATION = re.compile(r"\b(?:fig|vs|cf|approx|etc|e\.g|i\.e|mr|dr|st|ans|opt)\.$", re.IGNORECASE)
 NUMBER_SIGN = re.compile(r"\bno\.$", re.IGNORECASE)
-"""An abbreviation only if a digit follows; otherwise "no." is an answer."""
+"""Abbreviation of "number" if a digit follows; otherwise, "no." is an answer."""
 ABBREVIATION_LENGTH = 12
-"""Characters of the longest abbreviation and what precedes it."""
+"""Number of characters at the end of a text that are searched for an abbreviation."""
 
 
 def find_last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`."""
+    r"""Return the content of the last `\boxed{…}`; None if the text has none."""
     boxes: list[str] = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     return boxes[-1] if boxes else None
 
 
 def strip_markup(text: str) -> str:
-    """Remove Markdown, LaTeX and HTML marks, replace wide letters by ordinary ones, and collapse spaces and line breaks."""
+    """Remove Markdown, LaTeX and HTML markup, replace full-width letters with ASCII, and remove extra spaces and empty lines."""
     text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
     text = re.sub(r"\\([()\[\]])", r"\1", re.sub(r"\\(?:text|textbf|mathbf|mathrm)\s*\{([^{}]*)\}", r"\1", text))
     lines = (" ".join(line.split()) for line in re.sub(r"[*`$]|</?\w+>", "", text).splitlines())
@@ -36,7 +36,7 @@ def strip_markup(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Remove markup, pictographs, bullets, and list numbers before a letter that has a line to itself."""
+    """Remove markup, pictographs and bullets, and list numbers before a letter that is alone on a line."""
     plain = re.sub(
         r"<\|\w+\|>|(?<!\w)_{1,2}(?=\S)|(?<=\S)_{1,2}(?!\w)|[\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]", " ", text
     )
@@ -46,12 +46,12 @@ def clean_text(text: str) -> str:
 
 
 def take_text_before(text: str, position: int, limit: int) -> str:
-    """Return at most `limit` characters before `position`; copying the whole text for every position would be slow."""
+    """Return at most `limit` characters before `position`; a copy of all text before each position would be slow."""
     return text[max(0, position - limit) : position]
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences: `It turns, see Fig. 2. So B.` has two."""
+    """Split a text into sentences; `It turns, see Fig. 2. So B.` has two."""
     rows: list[list[str]] = []
     for part in re.split(r"\n|(?<=[.!?;])\s+", text):
         if rows and _is_abbreviated(rows[-1][-1], part):

@@ -8,7 +8,7 @@ AnswerType = Literal["letter", "reasoning"]
 
 
 class Parsed(NamedTuple):
-    """A parsed response. If no answer can be read, `answer` is "" and `rule` is "none".
+    """A parsed response. If no answer was found, `answer` is "" and `rule` is "none".
 
     Example: `Parsed(answer="C", reasoning="The arm turns left.", rule="letter and text")`.
     """

@@ -1,8 +1,8 @@
-"""Finding adapters, which turn a raw row of a data set into a `Sample`.
+"""Lookup of adapters, which convert the raw rows of a data set to `Sample` objects.
 
-An adapter is a module, or any object in one, with `to_sample(row, data) -> Sample`; the signature may omit `data`. If the
-default (`dsreason.data.rows.read_rows`) does not fit, it also has `rows(data) -> Sequence`, which is called once per split
-with a plain name as `data.split`: ranges such as `train[:100]` and `data.limit` are applied to its result.
+An adapter is a module, or an object in a module, with a function `to_sample(row, data) -> Sample`, which may omit the parameter
+`data`. If the default reader (`dsreason.data.rows.read_rows`) does not fit, the adapter also has `rows(data) -> Sequence`. It is
+called once per split, with a plain name as `data.split`; ranges such as `train[:100]` and `data.limit` are applied to the result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dsreason.user_code import find_code
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter and the name it was found under."""
+    """A data adapter and the name that it was looked up by."""
 
     name: str
     to_sample: Callable[[Any, SourceConfig], Sample]
     read: Callable[[SourceConfig], Sequence[Any]]
 
     def rows(self, data: SourceConfig) -> NamedRows:
-        """Read the rows that `data` selects by its splits, ranges and limit."""
+        """Read the rows that `data` selects with its splits, ranges and limit."""
         parts = []
         for split in parse_splits(data.split):
             rows = self._read(data.model_copy(update={"split": split.name}))
@@ -55,19 +55,19 @@ class Adapter:
         return rows
 
     def __reduce__(self) -> tuple[Callable[[str], Adapter], tuple[str]]:
-        # A worker process that is not forked finds the adapter again: functions of a file loaded by path cannot be imported.
+        # A worker process that is not forked looks the adapter up again: functions of a file loaded by path cannot be unpickled.
         return find_adapter, (self.name,)
 
 
 def list_shipped_adapters() -> list[str]:
-    """Return the short names of the adapters that come with dsreason."""
+    """Return the short names of the adapters that are shipped with dsreason."""
     import data_adapters
 
     return sorted(module.name for module in pkgutil.iter_modules(data_adapters.__path__))
 
 
 def find_adapter(name: str) -> Adapter:
-    """Find an adapter by name: a shipped one, `package.module`, or a `.py` file; each may end in `:attr`.
+    """Find an adapter by name: a shipped one, `package.module`, or the path of a `.py` file, optionally followed by `:attr`.
 
     Raises:
         ConfigError: the adapter does not exist, cannot be imported, or has no `to_sample`.
@@ -93,14 +93,14 @@ def _accept_data(to_sample: Callable[..., Sample]) -> Callable[[Any, SourceConfi
 
 @dataclass(frozen=True)
 class Split:
-    """A split such as `train`, `train[:100]` or `train[10%:20%]`, with the semantics of Hugging Face datasets."""
+    """A split such as `train`, `train[:100]` or `train[10%:20%]`, with the semantics of Hugging Face `datasets`."""
 
     name: str
     start: str | None = None
     stop: str | None = None
 
     def span(self, length: int) -> range:
-        """Return the positions in a split of `length` rows, clipped to the rows like a Python slice."""
+        """Return the row positions in a split of `length` rows; bounds beyond the end are clipped, as in a Python slice."""
         return range(length)[_parse_bound(self.start, length) : _parse_bound(self.stop, length)]
 
 
@@ -114,7 +114,7 @@ _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")
 
 
 def parse_splits(split: str | Sequence[str]) -> list[Split]:
-    """Parse `data.split`: one split, several, or several joined with `+`."""
+    """Parse `data.split`: one split, a list of splits, or several splits joined with `+`."""
     expressions = [split] if isinstance(split, str) else split
     splits = []
     for expression in (part.replace(" ", "") for text in expressions for part in text.split("+")):
@@ -129,6 +129,6 @@ def parse_splits(split: str | Sequence[str]) -> list[Split]:
 
 
 def select(parts: Iterable[tuple[NamedRows, Split]], limit: int | None) -> NamedRows:
-    """Concatenate the ranges of the splits, cut after `limit` rows."""
+    """Concatenate the selected ranges of the splits and keep at most `limit` rows; None keeps all rows."""
     selected = SelectedRows([(rows, split.span(len(rows))) for rows, split in parts])
     return selected if limit is None else selected[:limit]

@@ -1,8 +1,8 @@
-"""Encoding messages and media files as token ids, loss mask, positions and pixels.
+"""Encoder of messages and media files as token ids, loss mask, positions and pixels.
 
-One plan, made only from media headers and the chat template, gives the token count (`measure`) and the exact size of every
-media item. `encode` then decodes each file once, resizes it once to that size, and calls the Hugging Face processor with
-resizing and frame sampling off, so that the same decoded media and the same ids can be passed to another engine.
+A plan, made only from media headers and the chat template, determines the token count (`measure`) and the exact size of every
+media item. `encode` then decodes each file once, resizes its image or frames once to this size, and calls the Hugging Face
+processor with resizing and frame sampling disabled, so that another engine can get the same decoded media and the same ids.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dsreason.families.family import Vision
 from dsreason.media import images, videos, vision
 
 MAX_MEDIA_TOKENS = 1_000_000
-"""Maximum number of media tokens, beyond any model's: larger samples are refused before a list of that length is built."""
+"""Maximum number of media tokens per sample, more than any model accepts; larger samples are rejected before encoding."""
 
 
 class SampleTooLong(DataError):
-    """A sample has more tokens than `max_length`. Samples are never truncated."""
+    """Error for a sample with more than `max_length` tokens; samples are never truncated."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt for generation: `prompt_ids` has one placeholder per media item, `encoded.input_ids` one per vision token."""
+    """A prompt for generation. `prompt_ids` has one placeholder per media item, `encoded.input_ids` one per vision token."""
 
     sample: Sample
     encoded: EncodedSample
@@ -46,34 +46,37 @@ class EncodedPrompt:
 
     @property
     def media_bytes(self) -> int:
-        """Memory of the decoded media and of the pixels computed from them, in bytes."""
+        """Memory of the decoded media and of their pixel values, in bytes."""
         decoded = [
             m.width * m.height * len(m.getbands()) if isinstance(m, Image.Image) else m[0].nbytes for m in self.media
         ]
         return sum(decoded) + sum(tensor.nbytes for tensor in self.encoded.mm_kwargs.values())
 
     def drop_pixels(self) -> EncodedPrompt:
-        """Drop the pixels, for an engine that processes the media itself."""
+        """Return the prompt without pixel values, for an engine that processes the media itself."""
         return replace(self, encoded=replace(self.encoded, mm_kwargs={}))
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A picklable encoder of samples as tensors. `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T]."""
+    """A picklable encoder that converts samples to tensors.
+
+    `position_ids` maps (mm_token_type_ids [T], mm_kwargs) to [3, T].
+    """
 
     processor: ProcessorMixin
     family: Family
     position_ids: Callable[[Tensor, dict[str, Tensor]], Tensor]
     max_length: int
     max_length_key: str = "model.max_length"
-    """Name of the setting that defines `max_length`, for messages."""
+    """Name of the setting that defines `max_length`, for error messages."""
     needs_reply: bool = True
-    """If true, a sample without an assistant turn is an error; otherwise it is encoded as a prompt without trained tokens."""
+    """Whether a sample without an assistant turn is an error; if False, it is encoded as a prompt without trained tokens."""
     video_decoder: Literal["pyav", "torchcodec"] = "pyav"
 
     @property
     def sees(self) -> bool:
-        """True if the model accepts images and videos."""
+        """Whether the model accepts images and videos."""
         return self.family.vision is not None
 
     @property
@@ -81,25 +84,25 @@ class Encoder:
         return int(self.processor.tokenizer.pad_token_id)
 
     def encode(self, sample: Sample) -> EncodedSample:
-        """Encode the whole conversation, training the text of every assistant turn and its end-of-turn token.
+        """Encode the conversation; the text and the end-of-turn token of every assistant turn are trained.
 
         Raises:
-            DataError: the sample, which the message names, cannot be encoded.
-            SampleTooLong: it has more than `max_length` tokens.
+            DataError: the sample cannot be encoded; the message names the sample.
+            SampleTooLong: the sample has more than `max_length` tokens.
         """
         encoded, _ = self._encode(sample, self._render(sample))
         return encoded
 
     def encode_prompt(self, sample: Sample) -> EncodedPrompt:
-        """Encode the messages before a final assistant turn and the generation prompt: a prefix of the ids of `encode`."""
+        """Encode all messages before a final assistant turn, and the generation prompt; `encode` returns ids with this prefix."""
         prompt, segments = self._render_prompt(sample)
         encoded, loaded = self._encode(prompt, segments)
         return EncodedPrompt(sample, encoded, [token for segment in segments for token in segment.ids], loaded)
 
     def encode_answer(self, prompt: EncodedPrompt, conversation: Sample) -> EncodedSample:
-        """Encode the rest of a conversation after its prompt, as a sample whose parent is the prompt."""
+        """Encode the part of a conversation that follows its prompt, as a sample whose parent is the prompt."""
         ids, mask = self._render_answer(prompt.prompt_ids, conversation)
-        # Text continues after the largest position of all axes.
+        # Text positions continue after the prompt's largest position on any axis.
         positions = prompt.encoded.position_ids.max() + 1 + torch.arange(len(ids))
         return EncodedSample(
             id=conversation.id,
@@ -112,11 +115,11 @@ class Encoder:
         )
 
     def measure(self, sample: Sample) -> int:
-        """Compute `len(encode(sample))` from media headers, without decoding; may exceed `max_length`."""
+        """Compute `len(encode(sample))` from media headers, without decoding; the result may exceed `max_length`."""
         return self._count(sample, self._render(sample))
 
     def _render_answer(self, prompt_ids: list[int], conversation: Sample) -> tuple[list[int], list[bool]]:
-        """Return the ids and the loss mask after the prompt, up to the last trained token."""
+        """Return the ids and the loss mask after the prompt, up to and including the last trained token."""
         segments = render_training(self.processor, self.family.tokens, self._join_text_parts(conversation))
         ids = [token for segment in segments for token in segment.ids]
         mask = [trained for segment in segments for trained in segment.mask]
@@ -138,10 +141,10 @@ class Encoder:
         return prompt, render_prompt(self.processor, self.family.tokens, self._join_text_parts(prompt))
 
     def _join_text_parts(self, sample: Sample) -> Sample:
-        """Join the parts of each message into one text for a text-only model, whose template expects it.
+        """Join the parts of each message into one text if the model is text-only, as its chat template expects.
 
         Raises:
-            DataError: the sample has an image or a video.
+            DataError: the model is text-only and the sample has an image or a video.
         """
         if self.sees:
             return sample
@@ -164,7 +167,7 @@ class Encoder:
         return len(ids)
 
     def build_dummy(self, kind: MediaKind) -> EncodedSample:
-        """Build the smallest black media item that the vision tower accepts, between its start and end tokens, untrained."""
+        """Build an untrained sample of the smallest (black) media item that the model accepts, with its start and end tokens."""
         side, frames = self._get_pixel_limits(kind).factor, self._temporal_patch
         size, black = (side, side), np.zeros((frames, side, side, 3), np.uint8)
         metadata = describe_video(frames, vision.FrameChoice(tuple(range(frames)), frames), fps=1.0)
@@ -181,7 +184,7 @@ class Encoder:
     # ------------------------------------------------------------ planning
 
     def plan_media(self, sample: Sample) -> list[PlannedMedium]:
-        """Plan the sample's images and videos in order from their headers. Raise DataError if one cannot be used."""
+        """Plan the sample's images and videos, in order, from their headers. Raise DataError if one cannot be used."""
         planned = []
         for number, message in enumerate(sample.messages):
             for part in list_media_parts([message]):
@@ -197,7 +200,7 @@ class Encoder:
         return planned
 
     def _count_group_tokens(self, medium: PlannedMedium) -> int:
-        """Count the tokens of an image, or of one frame group of a video."""
+        """Return the number of tokens of an image, or of one frame group of a video."""
         _, height, width = medium.grid
         merge: int = self.processor.image_processor.merge_size
         return height * width // merge**2
@@ -227,7 +230,7 @@ class Encoder:
 
     @property
     def _vision(self) -> Vision:
-        assert self.family.vision is not None  # text-only models refuse samples with media earlier
+        assert self.family.vision is not None  # text-only models have already rejected samples with media
         return self.family.vision
 
     def _get_pixel_limits(self, kind: MediaKind) -> vision.PixelLimits:
@@ -281,11 +284,11 @@ class Encoder:
         return ids, mask
 
     def _expand_placeholder(self, medium: PlannedMedium) -> list[int]:
-        """Return the ids with which the processor replaces a placeholder (Qwen3-VL video: a time before each frame group)."""
+        """Return the ids that replace a placeholder; for Qwen3-VL videos they include a timestamp before each frame group."""
         per_group = self._count_group_tokens(medium)
         if medium.kind == "image":
             return [self.processor.image_token_id] * per_group
-        # The processor writes text with one token per group; repeating its id is cheaper than tokenizing repeated text.
+        # Let the processor write one token per group, and repeat the id afterwards: cheaper than tokenizing repeated text.
         merge = self.processor.image_processor.merge_size
         inputs = {
             "video_grid_thw": torch.tensor([[medium.grid[0], merge, merge]]),
@@ -297,7 +300,7 @@ class Encoder:
         return [token for short in ids for token in ([short] * (per_group if short == video_id else 1))]
 
     def check_length(self, sample: Sample, length: int) -> None:
-        """Raise SampleTooLong if `length` tokens are more than `max_length`."""
+        """Raise SampleTooLong if `length` exceeds `max_length`."""
         if length > self.max_length:
             raise SampleTooLong(
                 f"sample {sample.id!r} has {length} tokens, more than {self.max_length_key} ({self.max_length}); "
@@ -307,7 +310,7 @@ class Encoder:
     # ------------------------------------------------------------ tensors
 
     def _load(self, sample: Sample, planned: list[PlannedMedium]) -> list[Medium]:
-        """Decode and resize each file once."""
+        """Decode each file once and resize its image or frames once."""
         try:
             return [load_medium(medium, self.video_decoder) for medium in planned]
         except DataError as error:
@@ -337,11 +340,11 @@ class Encoder:
         )
 
     def _build_mm_kwargs(self, loaded: list[Medium]) -> dict[str, Tensor]:
-        """Build the model's keyword arguments with its processor from media that already have their final size."""
+        """Run the processor on media that already have their final size; return the model's keyword arguments."""
         pictures = [medium for medium in loaded if isinstance(medium, Image.Image)]
         clips = [medium for medium in loaded if not isinstance(medium, Image.Image)]
         inputs: dict[str, Any] = {}
-        if pictures:  # only the image processor: the whole one would check and merge all settings again for every row
+        if pictures:  # the complete processor would check and merge all settings again for every row
             inputs |= self.processor.image_processor(pictures, do_resize=False, return_tensors="pt")
         if clips:
             inputs |= self.processor(
@@ -351,16 +354,16 @@ class Encoder:
                 do_resize=False,
                 do_rescale=False,
                 do_normalize=False,
-                cap_pixels_per_frame=False,  # it only concerns resizing, but the processor warns if it is unset
+                cap_pixels_per_frame=False,  # affects only resizing, but the processor warns if this is unset
                 return_tensors="pt",
             )
             inputs["pixel_values_videos"] = self._normalise_patches(inputs["pixel_values_videos"])
         return {key: _cast_to_forward_dtype(value) for key, value in inputs.items()}
 
     def _normalise_patches(self, patches: Tensor) -> Tensor:
-        """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] like the processor does.
+        """Rescale and normalise uint8 patches [N, 3 * temporal patch * patch * patch] in the same way as the processor.
 
-        This happens after cutting, because bytes are cut and joined four times as fast as the resulting float32.
+        This happens after the frames are cut into patches, because cutting is four times as fast for uint8 as for float32.
         """
         video = self.processor.video_processor
         channel_patches = patches.view(len(patches), 3, -1, video.patch_size)

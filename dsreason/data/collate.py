@@ -1,4 +1,4 @@
-"""Collating encoded samples into a micro-batch: a packed row, or right-padded rows."""
+"""Functions that collate encoded samples into a micro-batch: one packed row, or several right-padded rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ padded = partial(pad_sequence, batch_first=True)
 
 
 def pack(samples: Sequence[EncodedSample]) -> Batch:
-    """Pack at least one sample into a row without padding; a parent appears once, before its samples.
+    """Pack one or more samples into a row without padding; a parent appears once, before the first of its samples.
 
-    `targets` follow the order of the samples, those of one parent together.
+    `targets` are in the order of the samples, except that samples with the same parent are moved together.
     """
     row: list[EncodedSample] = []
     segments: list[Segment] = []
@@ -71,7 +71,7 @@ def pack(samples: Sequence[EncodedSample]) -> Batch:
 
 
 def group_by_parent(samples: Sequence[S]) -> list[S]:
-    """Move the samples of each parent directly behind its first one, keeping the order otherwise."""
+    """Move the samples of each parent directly after the first one, and otherwise keep the order."""
     firsts: dict[int, int] = {}
     order = [
         firsts.setdefault(i if sample.parent is None else id(sample.parent), i) for i, sample in enumerate(samples)
@@ -80,7 +80,7 @@ def group_by_parent(samples: Sequence[S]) -> list[S]:
 
 
 def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """Collate at least one sample into right-padded rows, each after its parent's tokens; media are in row order."""
+    """Collate one or more samples into right-padded rows, each with the parent's tokens first; media are in row order."""
     rows = [join_parent(sample) for sample in samples]
     mm_kwargs, numbers = _join([row.mm_kwargs for row in rows])
     input_ids = padded([row.input_ids for row in rows], padding_value=pad_id)
@@ -101,7 +101,7 @@ def collate(samples: Sequence[EncodedSample], *, pad_id: int) -> Batch:
 
 
 def join_parent(sample: S) -> S:
-    """Prepend the parent's tokens to the sample's."""
+    """Return the sample with its parent's tokens and media prepended."""
     parent = sample.parent
     if parent is None:
         return sample
@@ -117,10 +117,10 @@ def join_parent(sample: S) -> S:
 
 
 def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: int) -> Batch:
-    """Append untrained media that only keep the vision towers of all ranks in step.
+    """Append untrained media whose only purpose is to keep the vision towers of all ranks in step.
 
-    A packed row gets each one as a separate sample at the end. Padded rows get them after the tokens of the last row, with
-    positions that continue from the row's largest: attention is causal, so nothing before them changes.
+    In a packed row, each one becomes a separate sample at the end. In padded rows, they follow the tokens of the last row, with
+    positions that continue after the row's largest: attention is causal, so earlier tokens do not change.
     """
     if not dummies:
         return batch
@@ -133,7 +133,7 @@ def append_dummies(batch: Batch, dummies: Sequence[EncodedSample], *, pad_id: in
 
 
 def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
-    """Append untrained samples to a packed row; the caller merges their media."""
+    """Append untrained samples to a packed row. The caller joins their media with those of the batch."""
     segments = list(batch.segments)
     for sample in samples:
         segments.append(Segment(segments[-1].end, len(sample)))
@@ -149,7 +149,7 @@ def append_segments(batch: Batch, samples: Sequence[EncodedSample]) -> Batch:
 
 
 def make_padding_sample(pad_id: int, length: int = 2) -> EncodedSample:
-    """Return a sample of untrained padding: a batch for a rank that has fewer than the others, or the end of a row."""
+    """Return a sample of untrained padding: an empty batch for a rank with fewer batches than others, or the end of a row."""
     return EncodedSample(
         id="",
         input_ids=torch.full((length,), pad_id),
@@ -171,13 +171,13 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
     more = max(0, end - width)
 
     def appended(rows: Tensor, values: Tensor, value: int = 0) -> Tensor:
-        """Append `values` […, N] to the tokens of the last of `rows` […, B, T]."""
+        """Write `values` […, N] after the tokens of the last of the `rows` […, B, T], which are widened if necessary."""
         rows = pad(rows, (0, more), value=value)
         rows[..., -1, start:end] = values
         return rows
 
     def moved(indices: Tensor) -> Tensor:
-        """Convert token indices to those in the wider rows."""
+        """Convert indices into the flattened rows to indices into the flattened wider rows."""
         return indices + indices // width * more
 
     ids = torch.cat([sample.input_ids for sample in samples])
@@ -194,7 +194,7 @@ def _append_to_last_row(batch: Batch, samples: Sequence[EncodedSample], pad_id: 
 
 
 def find_media_tokens(batch: Batch) -> MediaTokens | None:
-    """Find the layout of a batch's media, whose grids and token types are on the host; None if it shows no media."""
+    """Return the layout of a batch's media, or None if it shows no media. Grids and token types must be on the host."""
     grids: list[Tensor] = []
     numbers: list[int] = []
     indices: list[Tensor] = []
@@ -210,13 +210,13 @@ def find_media_tokens(batch: Batch) -> MediaTokens | None:
 
 
 def join_pixels(batch: Batch) -> Tensor:
-    """Concatenate the pixels `[patches, dim]` of all distinct media, in the order of `MediaTokens.grids`."""
+    """Concatenate the pixel values `[patches, dim]` of all distinct media, in the order of `MediaTokens.grids`."""
     pixels = [batch.mm_kwargs[key] for key in PIXELS.values() if key in batch.mm_kwargs]
     return pixels[0] if len(pixels) == 1 else torch.cat(pixels)
 
 
 def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """Return the `mm_kwargs` and `media_numbers` of a batch from those of its rows; identical tensors are shared."""
+    """Return the `mm_kwargs` and `media_numbers` of a batch from the `mm_kwargs` of its rows; identical tensors are kept once."""
     firsts: dict[int, int] = {}
     totals = dict.fromkeys(PIXELS, 0)
     numbers: dict[str, tuple[int, ...]] = {}
@@ -238,7 +238,7 @@ def _join(parts: Sequence[dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[s
 
 
 def join_media(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate `mm_kwargs` by key; the only tensor of a key stays the same object."""
+    """Concatenate several `mm_kwargs` by key; a tensor that is the only one of its key is not copied."""
     by_key: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():

@@ -1,4 +1,4 @@
-"""Labels of rows, and weights that show every label equally often."""
+"""Labels of rows, and weights with which an epoch shows all labels equally often."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from dsreason.text import split_response
 log = logging.getLogger(__name__)
 
 SHORT_ANSWER = 40
-"""Length of the longest answer that counts as a label, in characters."""
+"""Maximum length of an answer that counts as a label, in characters."""
 MANY_TIMES = 10
-"""Number of times an epoch may show a row without a warning."""
+"""Number of times that an epoch may show a row without a warning."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Row counts of a label. Example: 8 of 10 rows are "no" and 2 "yes"; then "yes" is `Label(rows=2, per_epoch=5)`."""
+    """Row counts of a label. Example: if 8 of 10 rows are "no" and 2 are "yes", "yes" is `Label(rows=2, per_epoch=5)`."""
 
     rows: int
     per_epoch: int
-    """Number of rows of this label that an epoch shows."""
+    """Number of rows with this label that an epoch shows, including repeated rows."""
 
 
 def get_answer_label(sample: Sample) -> str | None:
-    """Return the option letter that the sample's answer gives, or else a short answer; None if it is longer or missing.
+    """Return the option letter that the sample's answer gives, or else a short answer; None if it is too long or missing.
 
-    The answer is `sample.answer`, else a final message of the assistant.
+    The answer is `sample.answer`, or else the final assistant message.
     """
     last = sample.messages[-1] if sample.messages else {}
     reply = get_text(last) if last.get("role") == "assistant" else ""
@@ -51,16 +51,16 @@ def get_answer_label(sample: Sample) -> str | None:
 
 
 def extract_short_answer(text: str) -> str | None:
-    """Return the text in `<answer>` tags, or else after the thoughts; None if it is too long or empty."""
+    """Return the text in the `<answer>` tags, or else after the reasoning; None if it is empty, too long or multi-line."""
     answer = split_response(text).answer
     return answer if 0 < len(answer) <= SHORT_ANSWER and "\n" not in answer else None
 
 
 def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[WeightedRows]:
-    """Return the parts for `StepOrder`: the sources with their weights, or their rows by label if `data.balance` is set.
+    """Return the parts for `StepOrder`: the weighted sources, or, if `data.balance` is set, their rows grouped by label.
 
     Raises:
-        DataError: a row has no label and `data.on_bad_row` does not leave it out.
+        DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
     """
     if data.balance is None:
         return dataset.weighted_parts
@@ -80,7 +80,7 @@ def build_order_parts(dataset: SampleDataset, data: DataConfig) -> list[Weighted
 
 
 def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str, Label]:
-    """Return the row counts of each label, or {} if `data.balance` is unset. Raises the errors of `build_order_parts`."""
+    """Return the row counts of each label; {} if `data.balance` is unset. Raise the same errors as `build_order_parts`."""
     if data.balance is None:
         return {}
     return count_labels(balance_labels(dataset.weighted_parts, read_labels(dataset, data)))
@@ -89,11 +89,11 @@ def count_labels_per_epoch(dataset: SampleDataset, data: DataConfig) -> dict[str
 def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) -> dict[str, list[WeightedRows]]:
     """Group the rows of each part by label, with weights that give every label the same number of rows per epoch.
 
-    Rows whose label is None are left out. The length of an epoch is that of the other rows without balancing, rounded up to
-    a multiple of the number of labels. Within a label the weights of the parts keep their proportion.
+    Rows whose label is None are skipped. An epoch is as long as one of the labelled rows would be without balancing, rounded up
+    to a multiple of the number of labels. Within a label, the parts keep the ratio of their weights.
 
     Args:
-        labels: the label of every row, by row index.
+        labels: label of every row, by row index.
     """
     names = sorted({label for label in labels if label is not None})
     numbers = {name: number for number, name in enumerate(names)}
@@ -104,7 +104,7 @@ def balance_labels(parts: Sequence[WeightedRows], labels: Sequence[str | None]) 
 
 
 def share_rows(parts: Sequence[WeightedRows], chosen: NDArray[np.bool_], count: int) -> list[WeightedRows]:
-    """Return the chosen rows of each part, weighted so that an epoch shows `count` of them in all."""
+    """Return the chosen rows of each part, with weights for which an epoch shows `count` of them in total."""
     rows = [part.rows[chosen[part.rows]] for part in parts]
     cumulative = np.cumsum([part.weight * len(indices) for part, indices in zip(parts, rows, strict=True)])
     counts = np.diff(np.rint(cumulative / cumulative[-1] * count), prepend=0.0)
@@ -123,12 +123,13 @@ def count_labels(by_label: dict[str, list[WeightedRows]]) -> dict[str, Label]:
 
 
 def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
-    """Return the label of every row; None for rows without a label, if `data.on_bad_row` leaves them out.
+    """Return the label of every row; None for rows without a label, if `data.on_bad_row` allows skipping them.
 
-    Labels that differ only in case or a final full stop are the same, written as in their first row. Media are not checked.
+    Labels that differ only in case or in a final full stop are merged; the spelling of the first row is kept. Media are not
+    checked.
 
     Raises:
-        DataError: a row has no label and is not left out, or no row has a label.
+        DataError: a row has no label and `data.on_bad_row` is "error", or no row has a label.
     """
     labels: list[str | None] = []
     reasons: Counter[str] = Counter()
@@ -161,12 +162,12 @@ def read_labels(dataset: SampleDataset, data: DataConfig) -> list[str | None]:
 
 
 def normalise_label(label: str) -> str:
-    """Return a key that is equal for labels that differ only in case or a final full stop."""
+    """Return a key that is the same for labels that differ only in case or in a final full stop."""
     return label.rstrip(".").casefold()
 
 
 def get_label(sample: Sample, field: str) -> str:
-    """Return the label of a sample: `get_answer_label` for `answer`, else a value of `sample.meta`, such as `label.weather`.
+    """Return a sample's label: a value of `sample.meta`, such as `label.weather`, or `get_answer_label` for `answer`.
 
     Raises:
         DataError: the sample has no such label.
@@ -189,7 +190,7 @@ def get_label(sample: Sample, field: str) -> str:
 
 
 def list_fields(values: dict[str, Any]) -> list[str]:
-    """Return the names of all texts and numbers: `id` and `label.weather` for `{"id": 1, "label": {"weather": "rain"}}`."""
+    """Return the names of all text and number fields: `id` and `label.weather` for `{"id": 1, "label": {"weather": "rain"}}`."""
     names: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -200,7 +201,7 @@ def list_fields(values: dict[str, Any]) -> list[str]:
 
 
 def get_value(values: Any, field: str) -> Any:
-    """Return the value under the key `a.b`, or else under `b` inside the value of `a`; None if neither exists."""
+    """Return the value of the key `a.b`, or else of the key `b` inside the value of `a`; None if neither exists."""
     if not isinstance(values, dict):
         return None
     if field in values:

@@ -1,7 +1,7 @@
-"""Loading the micro-batches of each step, decoded ahead of training by worker processes.
+"""Loader of each step's micro-batches, which worker processes decode ahead of training.
 
-For every step the ranks first measure the token counts of its rows (from media headers, once per row), divide the rows among
-them, and decode their share; all ranks then have the same number of micro-batches with the same kinds of media.
+For every step, the ranks first measure the token counts of the rows (from media headers, once per row), divide the rows among
+themselves, and decode their shares. Then all ranks have the same number of micro-batches with the same kinds of media.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from dsreason.screen import print_message
 T = TypeVar("T")
 
 START_SECONDS = 120.0
-"""Seconds a data worker may take to start, which normally takes milliseconds."""
+"""Maximum number of seconds that a data worker may take to start; normally it takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's micro-batches of one global batch."""
+    """This rank's micro-batches for one step, and totals over all ranks."""
 
     step: int
     micro_batches: list[Batch]
-    """Micro-batches of this rank; every rank has the same number."""
+    """Micro-batches of this rank; all ranks have the same number."""
     work: Work
-    """Work of this rank's micro-batches."""
+    """Work of this rank's micro-batches, for the FLOPs estimate."""
     num_tokens: int
-    """Trained tokens over all ranks and micro-batches; at least 1, because the loss is divided by it."""
+    """Number of trained tokens over all ranks and micro-batches; at least 1, because the loss is divided by it."""
     num_input_tokens: int
-    """Tokens without padding, over all ranks."""
+    """Number of tokens over all ranks, without padding."""
     num_samples: int
-    """Samples over all ranks."""
+    """Number of samples over all ranks."""
     skipped: list[str]
-    """Rows left out on any rank, with the reason."""
+    """Rows skipped on any rank, each with the reason."""
     data_seconds: float
-    """Seconds that the slowest rank waited for its data workers."""
+    """Number of seconds that the slowest rank waited for its data workers."""
 
 
 def read_row(dataset: SampleDataset, row: int, use: Callable[[Sample], T]) -> T | DataError:
-    """Return `use(sample)`, or an error that names the row; raised in a worker, torch would add a traceback to it."""
+    """Return `use(sample)`, or an error that names the row. It is not raised: torch would add the worker's traceback to it."""
     try:
         sample = dataset[row]
-    except DataError as error:  # it names the row
+    except DataError as error:  # the message already names the row
         return error
     try:
         return use(sample)
@@ -78,7 +78,7 @@ def read_rows(dataset: SampleDataset, use: Callable[[Sample], T], rows: Sequence
 
 
 def find_fatal_error(bad: Iterable[DataError], config: RunConfig) -> str | None:
-    """Return the message of the first error that `data.on_bad_row` or `model.on_too_long` does not skip, or None."""
+    """Return the message of the first error that `data.on_bad_row` or `model.on_too_long` does not allow to skip, or None."""
     policies = {True: config.model.on_too_long, False: config.data.on_bad_row}
     return next((str(error) for error in bad if policies[isinstance(error, SampleTooLong)] == "error"), None)
 
@@ -90,12 +90,12 @@ class Steps(Protocol):
     def num_steps(self) -> int: ...
 
     def indices(self, step: int) -> list[int]:
-        """Return the row indices of the global batch of 0-based `step`."""
+        """Return the row indices of the global batch of `step`, which counts from 0."""
 
 
 @dataclass
 class StepLoader:
-    """An iterator over the steps from `start_step` to the last one; the rows depend only on the seed and the step."""
+    """An iterable over the steps from `start_step` to the last one. Their rows depend only on the seed and the step."""
 
     dataset: SampleDataset
     encoder: Encoder
@@ -108,9 +108,9 @@ class StepLoader:
     """Number of consecutive ranks that have the same rows and compute a part of each."""
     start_step: int = 0
     lengths: dict[int, int] = field(default_factory=dict, init=False)
-    """Token count by row of all rows so far; equal on all ranks."""
+    """Token count of every row measured so far, by row index; equal on all ranks."""
     exchange_seconds: float = field(default=0.0, init=False)
-    """Seconds spent in collectives during the current step."""
+    """Number of seconds spent in collectives during the current step."""
 
     def __iter__(self) -> Iterator[StepBatches]:
         shares = decode_ahead(self._encode_share(), self._assign_rows(), self.config.data)
@@ -121,11 +121,11 @@ class StepLoader:
             yield self._step_batches(step, share, waited)
 
     def _encode_share(self) -> Callable[[Sequence[int]], RankShare]:
-        """Return the picklable function that workers apply to a rank's rows of a step."""
+        """Return the picklable function with which workers encode a rank's rows of a step."""
         return partial(encode_share, self.dataset, self.encoder, self.config)
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Exchange values, timed separately: in a collective a rank waits for the others, not for its data."""
+        """Exchange a value, and time this separately: a collective waits for other ranks, not for this rank's data."""
         started = time.perf_counter()
         values = self.exchange(value)
         self.exchange_seconds += time.perf_counter() - started
@@ -147,7 +147,7 @@ class StepLoader:
             yield [rows[i] for i in shares[self.rank // self.ranks_per_row]]
 
     def _find_unmeasured_rows(self) -> Iterator[list[int]]:
-        """Yield this rank's share of the rows of each step that no earlier step has measured."""
+        """Yield this rank's share of each step's rows that no earlier step has measured."""
         requested: set[int] = set()
         for step in range(self.start_step, self.order.num_steps):
             new = [row for row in dict.fromkeys(self.order.indices(step)) if row not in requested]
@@ -161,7 +161,7 @@ class StepLoader:
                 raise DataError(other.error)
         shares = [other for other, _, _ in ranks]
         shares = take_group_values(shares, [other.skipped for other in shares], self.ranks_per_row)
-        # A step whose rows are all left out has no trained token and a gradient of zero.
+        # If all rows of a step are skipped, there is no trained token and the gradient is zero.
         num_tokens = max(1, sum(other.num_tokens for other in shares))
         return StepBatches(
             step=step,
@@ -183,7 +183,7 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One rank's part of a step, made by a worker: few, large tensors, because passing each one to the trainer costs time."""
+    """One rank's share of a step, made by a worker; its tensors are few but large, because sending each one takes time."""
 
     batches: list[Batch]
     work: Work = field(default_factory=Work)
@@ -198,8 +198,8 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
     """Return one value per group of ranks that read the same rows.
 
     Args:
-        values: the values of all ranks.
-        skipped: the rows that each rank leaves out.
+        values: values of all ranks, by rank.
+        skipped: the rows that each rank skips, by rank.
 
     Raises:
         DataError: the ranks of a group have different values.
@@ -217,13 +217,13 @@ def take_group_values(values: Sequence[T], skipped: Sequence[Sequence[str]], ran
 
 
 def measure_rows(dataset: SampleDataset, encoder: Encoder, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return each row and its token count. A bad row counts 0 here and is reported when it is encoded."""
+    """Return each row with its token count; 0 for an unusable row, whose error is reported when the row is encoded."""
     lengths = read_rows(dataset, encoder.measure, rows)
     return [(row, 0 if isinstance(length, DataError) else length) for row, length in zip(rows, lengths, strict=True)]
 
 
 def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, rows: Sequence[int]) -> RankShare:
-    """Encode the rows as micro-batches. An error is returned in the share, so that its full message reaches all ranks."""
+    """Encode the rows as micro-batches. Errors are returned in the share, so that all ranks get the complete message."""
     items = read_rows(dataset, encoder.encode, rows)
     samples = [item for item in items if isinstance(item, EncodedSample)]
     bad = [item for item in items if isinstance(item, DataError)]
@@ -246,16 +246,16 @@ def encode_share(dataset: SampleDataset, encoder: Encoder, config: RunConfig, ro
 
 
 def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[list[int]]:
-    """Assign samples to ranks, longest first, each to the rank with the smallest sum of lengths; return their indices.
+    """Assign samples to ranks, longest first, each to the rank with the smallest total length; return the indices per rank.
 
-    With `same_count` the numbers of samples differ by at most one between ranks. Ties go to the lower rank.
+    With `same_count`, the numbers of samples differ by at most one between ranks. Ties go to the lower rank.
 
-    Example: lengths [8, 7, 6, 5, 4] over 2 ranks → sums 17 and 13 without `same_count`.
+    Example: lengths [8, 7, 6, 5, 4] over 2 ranks → totals 17 and 13 without `same_count`.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0] * num_ranks
     largest = math.ceil(len(lengths) / num_ranks)
-    num_largest = len(lengths) - (largest - 1) * num_ranks  # the number of ranks that may have the larger count
+    num_largest = len(lengths) - (largest - 1) * num_ranks  # number of ranks that may have `largest` samples
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         full = sum(len(share) == largest for share in shares)
         room = [
@@ -268,7 +268,7 @@ def assign(lengths: Sequence[int], num_ranks: int, *, same_count: bool) -> list[
 
 
 def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfig) -> Iterator[T]:
-    """Apply `work` to every task in worker processes, in order, about `data.prefetch` tasks ahead."""
+    """Yield `work(task)` for every task in order, from worker processes that run about `data.prefetch` tasks ahead."""
     ahead = math.ceil(data.prefetch / data.workers) if data.workers else None
     return run_in_workers(work, tasks, workers=data.workers, ahead=ahead)
 
@@ -276,7 +276,9 @@ def decode_ahead(work: Callable[[Any], T], tasks: Iterable[Any], data: DataConfi
 def run_in_workers(
     work: Callable[[Any], T], tasks: Iterable[Any], *, workers: int, ahead: int | None = None
 ) -> Iterator[T]:
-    """Yield `work(task)` for every task in order, from `workers` processes (0: this process), each `ahead` tasks ahead.
+    """Yield `work(task)` for every task in order, from `workers` processes that each run `ahead` tasks ahead.
+
+    With 0 workers, this process does the work.
 
     Raises:
         DsReasonError: `work` raised it, or a worker died.
@@ -307,9 +309,9 @@ def run_in_workers(
 
 
 def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> None:
-    """Wait until every worker has started; kill those that do not.
+    """Wait until every worker has started; kill those that have not started in time.
 
-    Before Python 3.11.8 a forked process may wait forever for an interpreter lock that another thread held during the fork
+    Before Python 3.11.8, a forked process may wait forever for an interpreter lock that another thread held during the fork
     (github.com/python/cpython/issues/112275).
 
     Raises:
@@ -329,10 +331,11 @@ def wait_for_start(processes: Sequence[BaseProcess], started: Sequence[int]) -> 
 
 
 def start_worker(started: Sequence[int], number: int) -> None:
-    """Prepare a worker before its first task, and note in `started` that it runs.
+    """Prepare a worker before its first task, and mark it as started in `started`.
 
-    If a queue cannot take an item, Python only prints the reason, and the trainer would wait for the item forever. Also,
-    torchrun sends stop signals to the rank's whole process group: a worker killed by one would end the rank before it saves.
+    Two defaults are changed. If a queue cannot send an item, Python only prints the error, and the trainer would wait forever;
+    now the worker exits. Also, torchrun sends stop signals to the process group of a rank; a worker killed by such a signal
+    would end the rank before it saves a checkpoint, so the worker gets a separate process group.
     """
     started[number] = 1  # type: ignore[index]  # shared with the trainer
     os.setpgid(0, 0)
@@ -346,7 +349,7 @@ def end_worker(error: Exception, item: object) -> None:
 
 
 class WorkDataset(Dataset[Any]):
-    """A function as a dataset for torch's loader. It returns user-fixable errors, since torch would add a traceback to them."""
+    """A function as a dataset for torch's loader. It returns user-fixable errors, because torch would add a traceback to them."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self.work = work

@@ -1,4 +1,4 @@
-"""Media items between file and processor: planned from their headers, then decoded and resized."""
+"""Media items, planned from their headers and later decoded and resized for the processor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dsreason.data.types import MediaKind
 from dsreason.media import images, videos, vision
 
 Medium = Image.Image | tuple[NDArray[np.uint8], dict[str, Any]]
-"""A decoded and resized media item: an image, or (frames uint8 [N, H, W, 3], metadata) in vLLM's format."""
+"""A decoded and resized media item: an image, or (frames uint8 [N, H, W, 3], metadata in vLLM's format) for a video."""
 
 
 @dataclass(frozen=True)
 class PlannedMedium:
-    """A media item's final layout, derived from its header. `size` is the (height, width) after resizing."""
+    """The final layout of a media item, derived from its header. `size` is (height, width) after resizing."""
 
     kind: MediaKind
     path: str
     size: tuple[int, int]
-    grid: tuple[int, int, int]  # patches: time, height, width
+    grid: tuple[int, int, int]  # number of patches: time, height, width
     indices: tuple[int, ...] = ()
-    metadata: dict[str, Any] = field(default_factory=dict)  # set for videos only
+    metadata: dict[str, Any] = field(default_factory=dict)  # empty for images
 
 
 def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -> Medium:
@@ -41,9 +41,10 @@ def load_medium(medium: PlannedMedium, decoder: Literal["pyav", "torchcodec"]) -
 
 
 def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> dict[str, Any]:
-    """Return a video's metadata in vLLM's format; `total_num_frames` counts the range that frames were sampled from.
+    """Return a video's metadata in vLLM's format.
 
-    The processors derive seconds per frame group from it: sampled fps = frames / total_num_frames x fps.
+    `total_num_frames` counts the frames in the range that is sampled. The processors derive the seconds per frame group from it:
+    sampled fps = frames / total_num_frames x fps.
     """
     return {
         "total_num_frames": chosen.range_frames,
@@ -56,6 +57,6 @@ def describe_video(num_frames: int, chosen: vision.FrameChoice, fps: float) -> d
 
 
 def convert_video_metadata(metadata: Mapping[str, Any]) -> VideoMetadata:
-    """Convert the metadata to the format of transformers' processors."""
+    """Convert metadata in vLLM's format to that of the processors in transformers."""
     fields = {key: value for key, value in metadata.items() if key != "do_sample_frames"}
     return VideoMetadata(**fields | {"frames_indices": list(metadata["frames_indices"])})

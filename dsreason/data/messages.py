@@ -1,4 +1,4 @@
-"""Messages of a sample: checks, and access to their text and media."""
+"""Functions that check the messages of a sample and access their text and media."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsreason.errors import DataError
 from dsreason.families import list_control_tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
-"""A lone surrogate, half a character: valid in JSON, but tokenizers reject it."""
+"""Pattern of a lone surrogate (half a character), which is valid in JSON but rejected by tokenizers."""
 
 
 def check_characters(text: str) -> None:
@@ -20,7 +20,7 @@ def check_characters(text: str) -> None:
 
 
 def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
-    """Raise DataError if the messages do not form a conversation; their media are not opened."""
+    """Raise DataError if the messages do not form a conversation. Media files are not opened."""
     if not messages:
         raise DataError(f"{name}: the list is empty")
     for i, message in enumerate(messages):
@@ -37,7 +37,7 @@ def check_messages(messages: Sequence[Message], name: str = "messages") -> None:
 
 
 def check_part(part: Any) -> None:
-    """Raise DataError if a part is neither text, an image nor a video."""
+    """Raise DataError if a part is not text, an image or a video."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", *TOKEN_TYPES):
         raise DataError(f"a part of type {kind!r}: must be text, image or video, in {part!r:.200}")
@@ -46,7 +46,7 @@ def check_part(part: Any) -> None:
 
 
 def check_text(text: Any) -> None:
-    """Raise DataError if a text cannot be tokenized or contains control tokens of the model."""
+    """Raise DataError if a text cannot be tokenized or contains the model's control tokens."""
     if not isinstance(text, str):
         raise DataError(f"text {text!r:.200} is not a string")
     check_characters(text)
@@ -58,7 +58,7 @@ def check_text(text: Any) -> None:
 
 
 def get_text(message: Message) -> str:
-    """Return the message's text, with one line per text part."""
+    """Return the message's text, with its text parts on separate lines."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -66,7 +66,7 @@ def get_text(message: Message) -> str:
 
 
 def join_text(message: Message) -> str:
-    """Return the message's text as chat templates write it: its parts joined without a separator."""
+    """Return the message's text as chat templates write it, with its text parts joined without a separator."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -84,12 +84,12 @@ def list_media_paths(messages: Iterable[Message]) -> list[str]:
 
 
 def format_shown_seconds(part: dict[str, Any]) -> str:
-    """Return the range of a video that is shown, such as `2.5-4` (seconds); "" for the whole video."""
+    """Return the range of a video that is shown, in seconds, such as `2.5-4`; "" if all of it is shown."""
     start, end = part.get("video_start") or 0, part.get("video_end")
     return f"{start}-{'' if end is None else end}" if start or end is not None else ""
 
 
 def prompt_messages(sample: Sample) -> list[Message]:
-    """Return the messages that a completion follows: all but a final assistant message."""
+    """Return the messages that a completion follows: all except a final assistant message."""
     last = sample.messages[-1] if sample.messages else {}
     return sample.messages[:-1] if last.get("role") == "assistant" else sample.messages

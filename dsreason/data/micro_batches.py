@@ -1,4 +1,4 @@
-"""Cutting a rank's samples into micro-batches, and keeping the micro-batches of all ranks aligned."""
+"""Functions that group a rank's samples into micro-batches and keep the micro-batches of all ranks aligned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Exchange = Callable[[Any], list[Any]]
 
 
 def cut_samples(samples: Sequence[S], config: RunConfig) -> list[list[S]]:
-    """Cut samples into micro-batches: by tokens if the configuration sets a token budget, otherwise by number."""
+    """Group samples into micro-batches: by tokens if the configuration sets a token budget, or else by number of samples."""
     budget, key = config.token_budget
     if budget is None:
         return cut_by_count(samples, config.train.micro_batch_size or 1)
@@ -44,13 +44,13 @@ def describe_forward_size(config: RunConfig) -> str:
 
 
 def cut_by_count(samples: Sequence[S], size: int) -> list[list[S]]:
-    """Group at most `size` samples, keeping those of a parent and of similar length together to save computing and padding."""
+    """Group at most `size` samples each; those with the same parent or similar lengths stay together, which saves work."""
     ordered = group_by_parent(sorted(samples, key=count_with_parent, reverse=True))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Group samples so that the padded size, rows x longest row, stays within `budget` tokens."""
+    """Group samples so that the padded size (number of rows x length of the longest row) is at most `budget` tokens."""
     groups: list[list[S]] = []
     for sample in sorted(samples, key=count_with_parent, reverse=True):
         if not groups or (len(groups[-1]) + 1) * count_with_parent(groups[-1][0]) > budget:
@@ -60,9 +60,9 @@ def cut_by_tokens(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 
 def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
-    """Group samples within `budget` tokens, counting shared parents once, by first-fit decreasing.
+    """Group samples by first-fit decreasing; a group has at most `budget` tokens, and a parent counts once per group.
 
-    Samples of one parent stay together as far as the budget allows; each additional group repeats the parent.
+    Samples with the same parent stay together as far as the budget allows; the parent is repeated in each additional group.
 
     Example: lengths 5, 4, 3, 2 and a budget of 8 → (5, 3), (4, 2).
     """
@@ -78,7 +78,7 @@ def cut_into_rows(samples: Sequence[S], budget: int) -> list[list[S]]:
 
 
 def fit_first(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]]:
-    """Put parts `(size, samples)`, largest first, into the first group that has room for them."""
+    """Add each part `(size, samples)`, largest first, to the first group that has room for it."""
     groups: list[list[T]] = []
     rooms: list[int] = []
     for size, samples in sorted(parts, key=lambda part: part[0], reverse=True):
@@ -93,15 +93,15 @@ def fit_first(parts: Sequence[tuple[int, list[T]]], budget: int) -> list[list[T]
 
 
 def count_with_parent(sample: EncodedSample) -> int:
-    """Count the tokens of the sample and its parent."""
+    """Return the number of tokens of the sample and its parent."""
     return len(sample) + len(sample.parent or ())
 
 
 def compute_work(groups: Sequence[Sequence[EncodedSample]], *, packing: bool) -> Work:
-    """Compute the work of micro-batches. Media that a micro-batch shows several times are encoded once.
+    """Compute the work of micro-batches. Media that a micro-batch shows more than once are encoded once.
 
-    Example: a prompt of 100 tokens and completions of 10 and 20, packed → spans (100, 0), (10, 100), (20, 100); unpacked
-    (110, 0), (120, 0).
+    Example: a prompt of 100 tokens with completions of 10 and 20 → spans (100, 0), (10, 100), (20, 100) if packed, and
+    (110, 0), (120, 0) otherwise.
     """
     work = Work()
     for group in groups:
@@ -133,7 +133,7 @@ def align_micro_batches(
     packing: bool,
     part: PartOf = WHOLE,
 ) -> list[Batch]:
-    """Make batches of the groups, the same number on every rank, each with media if the model accepts them.
+    """Make batches of the groups; all ranks get the same number of batches, and media in each one if the model accepts media.
 
     `part` is this rank's part of each row; ranks that compute a row together have the same `groups`.
     """
@@ -151,13 +151,13 @@ def align_batches(
 ) -> list[Batch]:
     """Complete this rank's micro-batches, given the number of micro-batches on each rank.
 
-    Under ZeRO-3 a forward pass is a collective: a rank without media would skip the vision tower, and the job would hang.
-    So a batch of text gets an untrained black image at its end, which no earlier token sees, even if every rank has text
-    only: DeepSpeed (0.19.8) keeps adding to the gradient of the previous step if a parameter has no gradient in the first
-    micro-batch of a step, and it traces the modules again if a forward pass skips some.
+    Under ZeRO-3, a forward pass is a collective: a rank without media would skip the vision tower, and the job would hang.
+    Therefore, an untrained black image, which no earlier token attends to, is appended to a batch without media. This is done
+    even if no rank has media: if a parameter has no gradient in the first micro-batch of a step, DeepSpeed (0.19.8) keeps
+    adding to the gradient of the previous step, and if a forward pass skips modules, it traces the modules again.
     """
     aligned = []
-    for i in range(max(1, *counts)):  # at least one, even if all rows of a step are left out
+    for i in range(max(1, *counts)):  # at least one, even if all rows of a step are skipped
         batch = batches[i] if i < len(batches) else make_empty_batch(encoder.pad_id, packing=packing)
         if encoder.sees and not any(key in batch.mm_kwargs for key in GRIDS.values()):
             batch = append_dummies(batch, [encoder.build_dummy("image")], pad_id=encoder.pad_id)

@@ -1,4 +1,4 @@
-"""Options of a question: reading them from a field of the row or from the question's text, and formatting them."""
+"""Functions that parse the options of a question, from a field of the row or from the question's text, and format them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsreason.text import normalize_option, split_response
 WIDE = str.maketrans(
     {wide: wide - 0xFEE0 for wide in (*range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "（）［］"))}
 )
-"""Full-width letters and brackets of East Asian texts → ASCII."""
+"""Full-width letters and brackets, used in East Asian texts → ASCII."""
 BOLD = re.compile(r"(?<!\w)\*\*(?!\s)|(?<!\s)\*\*(?!\w)")
-"""Markdown's mark for bold text, but not the power operator between numbers."""
+"""Markdown's marker of bold text; does not match the power operator between numbers."""
 SEPARATORS = " ,;*"
 BEFORE = r"(?:[-•*][ \t]+)?(?:[Oo]ption[ \t]+)?"
 STYLES = [
@@ -50,10 +50,11 @@ STYLES = [
     )
     for label in labels
 ]
-"""Label styles: `(A) left`, `[A] left`, `A) left`, `A. left`, `A: left`, `A、left` anywhere; lines `A.left`, `a. left`, `A - x`.
+"""Styles of option labels: `(A) left`, `[A] left`, `A) left`, `A. left`, `A: left` and `A、left` anywhere in a text; `A.left`,
+`a. left` and `A - x` only at the start of a line.
 
-All labels of a list have the same style, apart from bullets or "Option" before them. Initials of a name and edges `A - B` do not
-match. Lines take precedence over labels inside a line, since an option may name another one.
+All labels of a list have the same style, except for bullets or "Option" before them. Initials in a name, and edges of a graph
+such as `A - B`, do not match. Labels at line starts take precedence, since the text of an option may mention another option.
 """
 MARKUP = re.compile(r"\\boxed\s{0,9}\{(.{0,1000})\}|\*\*|\$")
 LEAD = re.compile(
@@ -64,9 +65,9 @@ LONGEST = 1000
 
 
 def options_field(given: Any, field: str) -> dict[str, str] | None:
-    """Return the options by letter, or None if empty; numbers become strings. Raise DataError for anything else.
+    """Return the options by letter, with numbers converted to strings; None if there are none. Raise DataError for other types.
 
-    Drops the None entries that Arrow fills in so that all rows have the same letters.
+    None values are dropped: Arrow adds them so that all rows have the same letters.
     """
     if given is None:
         return None
@@ -76,20 +77,20 @@ def options_field(given: Any, field: str) -> dict[str, str] | None:
 
 
 def option_lines(options: Mapping[str, str] | None) -> list[str]:
-    """Format the options as a question shows them, one line per option: `(A) left`."""
+    """Format the options as a question shows them, one per line: `(A) left`."""
     return [f"({letter}) {text}" for letter, text in (options or {}).items()]
 
 
 def own_letter(answer: str, options: Iterable[str]) -> str | None:
-    """Return the option letter that equals the answer, ignoring case; None if no letter does."""
+    """Return the option letter that equals the answer, ignoring case; None if there is none."""
     return next((letter for letter in options if letter.lower() == answer.lower()), None)
 
 
 def with_options(sample: Sample) -> Sample:
-    """Add the options that the question's text lists, if the row has no options and its answer is one of them.
+    """Add the options that the question's text lists, if the row has no options and its answer is one of those listed.
 
-    The prompt does not change. The question is the user's last message; the answer is `sample.answer`, else the last
-    assistant message. A row with a `question_kind` other than multiple choice does not change.
+    The prompt does not change. The question is the last user message; the answer is `sample.answer`, or else the last assistant
+    message. A row with a `question_kind` other than multiple choice does not change.
     """
     options = None if sample.options else find_options_in_question(sample)
     replies = [get_text(message) for message in sample.messages if message["role"] == "assistant"]
@@ -100,7 +101,7 @@ def with_options(sample: Sample) -> Sample:
 
 
 def find_options_in_question(sample: Sample) -> dict[str, str] | None:
-    """Return the options in the user's last message (see `parse_listed_options`); None unless the question is multiple choice."""
+    """Return the options listed in the last user message; None unless the question is multiple choice."""
     if sample.meta.get("question_kind", "multiple_choice") != "multiple_choice":
         return None
     questions = [get_text(message) for message in sample.messages if message["role"] == "user"]
@@ -108,11 +109,12 @@ def find_options_in_question(sample: Sample) -> dict[str, str] | None:
 
 
 def parse_listed_options(question: str) -> dict[str, str] | None:
-    """Return the two or more options that a text lists, on separate lines or inline, lettered from A without a gap.
+    """Return the options that a text lists, on separate lines or inline; None if it does not list at least two.
 
-    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`. The longest list counts, and the last one
-    of that length; None if the text has no list. Option texts are cut after 1000 characters. Keys are capitals, also for
-    `(a) Rain`.
+    The letters must be consecutive, starting with A. Of several lists, the longest counts, and of equally long ones the last.
+    Option texts are truncated to 1000 characters. Keys are capitals, even for `(a) Rain`.
+
+    Example: `What caused it?\nA) Rain\nB) Ice` gives `{"A": "Rain", "B": "Ice"}`.
     """
     question = BOLD.sub("", question)
     runs: list[list[re.Match[str]]] = []
@@ -131,13 +133,14 @@ def parse_listed_options(question: str) -> dict[str, str] | None:
         texts = [_strip_separators(question[label.end() : end][:LONGEST]) for label, end in zip(run, ends, strict=True)]
         if all(re.search(r"\w", text) for text in texts):
             if not any(text.endswith("?") for text in texts[:-1]):
-                texts[-1] = texts[-1].rstrip("? ")  # it belongs to the question: `Is it A) left or B) right?`
+                # The question mark belongs to the question: `Is it A) left or B) right?`
+                texts[-1] = texts[-1].rstrip("? ")
             return {label[1].upper(): text for label, text in zip(run, texts, strict=True)}
     return None
 
 
 def _strip_separators(text: str) -> str:
-    """Remove what separates an option from the next: `left, or` → `left`."""
+    """Remove the words and punctuation between an option and the next one: `left, or` → `left`."""
     plain = " ".join(text.split()).rstrip(SEPARATORS)
     conjunction = next(
         (word for word in ("or", "and") if plain.endswith(tuple(mark + word for mark in SEPARATORS))), ""
@@ -146,9 +149,9 @@ def _strip_separators(text: str) -> str:
 
 
 def find_option_letter(answer: str, options: dict[str, str]) -> str | None:
-    """Return the letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or one option's text.
+    """Return the letter that a row's answer gives: `B`, `(b)`, `B.`, `B) left`, `The answer is B`, or the text of one option.
 
-    The answer is inside `<answer>` tags or after the thoughts, and may be bold or boxed.
+    The answer is the text inside `<answer>` tags or after the reasoning; it may be bold or boxed.
     """
     written = unicodedata.normalize("NFKC", split_response(answer).answer)
     if normalize_option(written) not in map(normalize_option, options.values()):

@@ -1,4 +1,4 @@
-"""The row order: a pure function of the seed and the step, so that resuming only needs the step number."""
+"""The order of rows: a pure function of the seed and the step, so that a resumed run only needs the step number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsreason.errors import DataError
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """Row indices and how often an epoch shows them.
+    """Row indices, and how often an epoch shows each row.
 
-    At weight 2 each row appears twice per epoch, at weight 0.5 in every second epoch on average (a seeded choice).
+    With weight 2, each row appears twice per epoch; with weight 0.5, a seeded random choice shows half of the rows in each epoch.
     """
 
     rows: NDArray[np.int64]
@@ -24,7 +24,7 @@ class WeightedRows:
 
     @property
     def copies(self) -> tuple[int, int]:
-        """Copies of all rows per epoch, and number of rows with one more copy: 10 rows of weight 1.5 → (1, 5)."""
+        """Number of copies of all rows per epoch, and number of rows with one more copy: 10 rows with weight 1.5 → (1, 5)."""
         num_copies = int(self.weight)
         return num_copies, round((self.weight - num_copies) * len(self.rows))
 
@@ -35,14 +35,15 @@ class WeightedRows:
 
 
 class StepOrder:
-    """Consecutive epochs of (shuffled) rows, cut into global batches.
+    """Consecutive epochs of (shuffled) rows, divided into global batches.
 
     Args:
-        parts: the rows, such as one part per source.
-        batch_size: rows per step, over all ranks.
-        batch_key: the setting that defines the batch size, for messages.
+        parts: the rows, for example one part per source.
+        batch_size: number of rows per step, over all ranks.
+        batch_key: name of the setting that defines the batch size, for error messages.
 
-    Example, 20 rows without shuffling, batch 2: step 3 has rows [6, 7]; step 12 is in the second epoch with [4, 5].
+    Example, for 20 rows without shuffling and a batch size of 2: step 3 has rows [6, 7]; step 12 is in the second epoch and has
+    rows [4, 5].
 
     Raises:
         DataError: an epoch has fewer rows than one global batch, so there would not be a single step.
@@ -71,7 +72,7 @@ class StepOrder:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)  # a batch may span two epochs
 
     def indices(self, step: int) -> list[int]:
-        """Return the row indices of the global batch of 0-based `step`."""
+        """Return the row indices of the global batch of `step`, which counts from 0."""
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
         return [int(self._epoch(p // self.rows_per_epoch)[p % self.rows_per_epoch]) for p in positions]
 
@@ -90,6 +91,6 @@ class StepOrder:
 
 
 def pick_evenly(count: int, limit: int | None) -> list[int]:
-    """Return `limit` evenly spaced numbers of 0 … count - 1: (10, 3) → [0, 3, 6]."""
+    """Return `limit` evenly spaced integers from 0 to count - 1, or all of them if `limit` is None: (10, 3) → [0, 3, 6]."""
     num_chosen = count if limit is None else min(count, limit)
     return [i * count // num_chosen for i in range(num_chosen)]

@@ -1,4 +1,4 @@
-"""The prompts of each rollout, decoded ahead of sampling by worker processes."""
+"""Loader of the prompts of each rollout, which worker processes decode ahead of sampling."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from dsreason.errors import DataError
 from dsreason.job.part_of import PartOf
 
 Check = Callable[[Sample], None]
-"""A picklable function that raises DataError for a sample that cannot be used."""
+"""A picklable function that raises DataError if a sample cannot be used."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """This rank's prompts of one batch; ranks that compute rows together have the same prompts.
+    """This rank's share of a batch of prompts. Ranks that compute rows together have the same prompts.
 
-    Example, rank 1 of 2 in batches of 6, with the second of its rows left out:
+    Example: rank 1 of 2 with batches of 6 prompts, whose second row was skipped:
     `Prompts(batch=4, prompts=[…, …], numbers=[1, 5], skipped=["rows.jsonl, row 7: …"])`.
     """
 
     batch: int
-    """Batch number, as in `StepOrder.indices`."""
+    """Number of the batch, as in `StepOrder.indices`."""
     prompts: list[EncodedPrompt]
     numbers: list[int]
-    """Indices of the prompts in the batch of all ranks, regardless of rows left out."""
+    """Indices of the prompts in the batch of all ranks; skipped rows count."""
     skipped: list[str]
-    """Rows left out on any rank, with the reason."""
+    """Rows skipped on any rank, each with the reason."""
 
     def part(self, part: PartOf) -> Prompts:
-        """Return the prompts that one of the ranks that share them samples: the second of two ranks gets every second one."""
+        """Return the prompts that one of the ranks with the same prompts samples: every second one for two ranks."""
         part_slice = slice(part.number, None, part.total)
         return replace(self, prompts=self.prompts[part_slice], numbers=self.numbers[part_slice])
 
 
 @dataclass
 class PromptLoader:
-    """An endless iterator over this rank's prompts of each batch, beginning at batch `start`.
+    """An endless iterable over this rank's prompts of each batch, starting with batch `start`.
 
-    The prompts depend only on the seed, the batch and the number of ranks. A row that cannot be used, or that `check`
-    refuses, raises a DataError on every rank or is left out, as configured.
+    The prompts depend only on the seed, the batch and the number of ranks. If a row cannot be used or `check` rejects it,
+    either all ranks raise DataError or the row is skipped, depending on the configuration.
     """
 
     dataset: SampleDataset
@@ -94,14 +94,14 @@ class PromptLoader:
 
 
 def encode_checked_prompt(encoder: Encoder, check: Check | None, sample: Sample) -> EncodedPrompt:
-    """Encode the prompt of a sample, which `check` may refuse."""
+    """Encode the prompt of a sample; raise DataError if `check` rejects the sample."""
     if check is not None:
         check(sample)
     return encoder.encode_prompt(sample)
 
 
 class PromptEncoder(Encoder):
-    """An encoder for rows that are only prompts: their length does not include the reference answer."""
+    """An encoder for rows that are used only as prompts: their measured length does not include the reference answer."""
 
     def measure(self, sample: Sample) -> int:
         """Compute `len(encode_prompt(sample).encoded)` from media headers, without decoding; may exceed `max_length`."""

@@ -1,6 +1,6 @@
 """One rank's part of a packed row that the ranks of a group compute together: its tokens, targets and media.
 
-All of it is computed on the host, before anything is moved to a GPU.
+Everything is computed on the host, before any tensor is moved to a GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dsreason.job.part_of import PartOf
 
 
 def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
-    """Pad the row to equally long parts and add the part of rank `part`.
+    """Pad the row so that it splits into equally long parts, and add the part that `part` selects.
 
-    The padding is a separate sample at the end. Only the pixels that the rank encodes are kept.
+    The padding is a separate sample at the end of the row. Only the pixel values that this rank encodes are kept.
     """
     if part.total == 1:
         return batch
@@ -39,10 +39,10 @@ def take_part(batch: Batch, part: PartOf, pad_id: int) -> Batch:
 
 
 def share_media(pixels: Tensor, media: MediaTokens, size: int, part: PartOf) -> tuple[Tensor, MediaPart]:
-    """Return the pixels that rank `part` encodes, and the plan for exchanging their features.
+    """Return the pixel values that the rank of `part` encodes, and the plan for exchanging the features.
 
-    A rank without a frame encodes the first one too, although no rank uses these features: under ZeRO-3 all ranks must
-    run the vision tower.
+    A rank that is assigned no frame encodes the first one, although no rank uses these features: under ZeRO-3, all ranks must run
+    the vision tower.
 
     Args:
         pixels: `[patches, dim]` of the distinct media.

@@ -1,8 +1,8 @@
-"""Rendering conversations with the chat template, cut before each generation, with the trained tokens marked.
+"""Rendering of conversations with the chat template, in segments whose trained tokens are marked.
 
-The text is tokenized piece by piece: up to a generation prompt, then the assistant's text, then the next piece. So the ids
-of a training sample always begin with those of its prompt, and an answer has the tokens that sampling would produce;
-tokenizing the whole text at once would merge a line break that begins an answer with the one that ends the prompt.
+The text is cut before and after each assistant text, and the pieces are tokenized separately. Thus, the ids of a training sample
+always start with those of its prompt, and an answer has the tokens that sampling would produce. If all text were tokenized at
+once, a line break at the start of an answer would merge with the one at the end of the prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RenderedSegment:
 
 
 def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
-    """Render the whole conversation, training the text of every assistant turn and the end-of-turn token after it.
+    """Render the complete conversation; the text of every assistant turn and the end-of-turn token after it are trained.
 
     Raises:
         DataError: the sample has no assistant turn, or the template changes an assistant's text.
@@ -60,7 +60,7 @@ def render_training(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -
 
 
 def render_prompt(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[RenderedSegment]:
-    """Render the whole conversation and the prompt for the next assistant turn, training nothing."""
+    """Render the complete conversation and the generation prompt for the next assistant turn; no token is trained."""
     messages = clean_messages(processor, tokens, sample)
     rendered = _render(processor, sample, messages, generate=True)
     prompts = {n: _render(processor, sample, messages[:n], generate=True) for n in _find_assistant_turns(messages)}
@@ -75,13 +75,13 @@ def _find_assistant_turns(messages: list[Message]) -> list[int]:
 
 
 def _tokenize_segments(processor: ProcessorMixin, rendered: str, spans: list[tuple[int, int]]) -> list[RenderedSegment]:
-    """Tokenize `rendered`, cut at both ends of every span; the spans and the token after each are trained."""
+    """Tokenize `rendered`, cut at both ends of every span; the spans and the token after each of them are trained."""
     bounds = [0, *(bound for span in spans for bound in span), len(rendered)]
     texts = [rendered[start:stop] for start, stop in pairwise(bounds)]  # other, span, other, span, …, other
     ids = processor.tokenizer(texts, add_special_tokens=False)["input_ids"]
     segments = []
     for i, part in enumerate(ids):
-        after_span = min(i, 1)  # the token after a span belongs to it: the end of the turn
+        after_span = min(i, 1)  # the token after a span is the end of the turn and is trained with it
         segments.append(RenderedSegment(list(part), len(part) if i % 2 else after_span))
     return segments
 
@@ -90,7 +90,7 @@ def _find_assistant_span(rendered: str, prompt: str, content: str) -> tuple[int,
     """Return the range of characters in `rendered` that the model writes after `prompt`; None if `content` does not follow."""
     if not rendered.startswith(prompt):
         return None
-    # Some templates trim the text; some put its beginning ("<think>\n") into the generation prompt.
+    # Some templates trim the text; others include its beginning ("<think>\n") in the generation prompt.
     for text in (content, content.strip()):
         for overlap in range(min(len(prompt), len(text)) + 1):
             if prompt.endswith(text[:overlap]) and rendered.startswith(text[overlap:], len(prompt)):
@@ -118,11 +118,14 @@ def _render(processor: ProcessorMixin, sample: Sample, messages: list[Message], 
         raise DataError(f"sample {sample.id!r}: the chat template fails: {type(error).__name__}: {error}") from error
 
 
-# ---------------------------------------------------------------- checking messages
+# ---------------------------------------------------------------- message checks
 
 
 def clean_messages(processor: ProcessorMixin, tokens: Tokens, sample: Sample) -> list[Message]:
-    """Convert the messages to what chat templates expect: media parts without paths, assistant text as one string."""
+    """Convert the messages to the form that chat templates expect: media parts without paths, assistant texts as single strings.
+
+    Raise DataError if a message cannot be used.
+    """
     if not sample.messages or sample.messages[0]["role"] == "assistant":
         raise DataError(f"sample {sample.id!r}: the first message must be the user's (or the system's)")
     template_tokens = {tokens.turn_start, tokens.turn_end, tokens.media_start, tokens.media_end}

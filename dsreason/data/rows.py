@@ -1,6 +1,6 @@
-"""Rows of a data set, read one at a time: JSON lists, JSON lines and Hugging Face data sets.
+"""Rows of a data set, read one at a time from JSON lists, JSON lines or Hugging Face data sets.
 
-Rows and lines are counted from 1 in messages, as editors do. Nothing here unpickles or runs code that comes with data.
+Messages count rows and lines from 1, as editors do. This module never unpickles data or runs code that comes with it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 START_BYTES, BLOCK_BYTES = 4096, 1 << 20
 MAX_LIST_BYTES = 4 * 1024**3
 MAX_LINE_BYTES = 1 << 28
-"""Maximum length of a row (256 MiB), since a line that does not end would fill the memory."""
+"""Maximum length of a row (256 MiB): a line without an end would fill the memory."""
 UNREADABLE = (ValueError, RecursionError)
-"""Exceptions that parsing raises for invalid JSON or UTF-8, a number of 5000 digits, or a thousand nested levels."""
+"""Exceptions that the parser raises for invalid JSON or UTF-8, numbers of 5000 digits, or a thousand nested levels."""
 TABLE_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 TEXT_BUILDERS = ("csv", "json", "text")
 FOLDER_BUILDERS = (*TABLE_BUILDERS.values(), "json", "text", "imagefolder", "videofolder", "webdataset")
-"""Builders of `datasets` allowed for a local folder with a README; some others follow links to further files (HDF5, Lance)."""
+"""Builders of `datasets` allowed for a local folder with a README; some others (HDF5, Lance) follow links to other files."""
 
 
 class NamedRows(Sequence[Any]):
-    """Rows that know their origin."""
+    """Rows that know where they come from."""
 
     name: str
-    """Name of the file or data set."""
+    """Name of the file or data set, for messages."""
 
     def describe_location(self, index: int) -> str:
         """Return the file and row of `index` for messages: `train.jsonl, row 3`."""
@@ -58,11 +58,11 @@ class NamedRows(Sequence[Any]):
 
     @abstractmethod
     def row(self, index: int) -> Any:
-        """Return the row at `index`, which is not negative."""
+        """Return the row at `index`, which must not be negative."""
 
 
 class ListRows(NamedRows):
-    """Rows returned by an adapter's `rows()`."""
+    """Rows that an adapter's `rows()` returned."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
         self.rows, self.name = rows, name
@@ -83,10 +83,10 @@ def _check_list_size(path: Path, size: int) -> None:
 
 
 class JsonListRows(NamedRows):
-    """Rows of a file that holds one JSON list.
+    """Rows of a file that contains a JSON list.
 
-    The rows are kept as JSON text in one block: a list of Python objects takes several times the memory, and again in every
-    worker process, since reference counts defeat copy-on-write.
+    The rows are kept as JSON text in one block. A list of Python objects would take several times as much memory, and the same
+    again in every worker process, because updates of reference counts defeat copy-on-write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,7 +155,7 @@ class JsonLinesRows(NamedRows):
 
 
 class TableRows(NamedRows):
-    """Rows of a Hugging Face data set. Its images and videos stay `{"bytes": …, "path": …}`: nothing is decoded here."""
+    """Rows of a Hugging Face data set. Its images and videos stay `{"bytes": …, "path": …}`; nothing is decoded here."""
 
     def __init__(self, table: datasets.Dataset, name: str) -> None:
         self.features = _disable_decoding(table.features)
@@ -194,7 +194,7 @@ class SelectedRows(NamedRows):
 
 
 def read_rows(data: SourceConfig) -> NamedRows:
-    """Read the rows at `data.path` (one split, no range): a file or folder, also in S3, or a data set on the hub."""
+    """Read the rows of one split at `data.path`: a file or folder (local or in S3), or a data set on the Hub."""
     if not data.path:
         raise ConfigError(f"data.path is empty; the adapter {data.adapter} needs a file, a folder or a hub name")
     path = _fetch(data.path) if is_s3(data.path) else Path(data.path).expanduser()
@@ -213,7 +213,7 @@ def read_rows(data: SourceConfig) -> NamedRows:
 
 
 def _fetch(address: str) -> Path:
-    """Copy a file, or the data files of a folder, to the local disk; media are fetched when they are used."""
+    """Copy a file, or the data files of a folder, from S3 to the local disk; media are fetched when they are used."""
     if is_data_file(address):
         return fetch_file(address)
     return fetch_folder(address, lambda name: is_data_file(name) or PurePosixPath(name).name == README)
@@ -224,7 +224,7 @@ def is_data_file(name: str) -> bool:
 
 
 def text_field(row: Mapping[str, Any], field: str) -> str:
-    """Return the string in a field of a row. Raise KeyError if it is missing, DataError if it is not a string."""
+    """Return the string in a field of a row. Raise KeyError if the field is missing, and DataError if it is not a string."""
     text = row[field]
     if not isinstance(text, str):
         raise DataError(f"field {field!r} is {text!r:.100}; it must be a string")
@@ -240,14 +240,14 @@ def get_optional_text(row: Mapping[str, Any], field: str) -> str | None:
 
 
 def to_list(value: Any) -> list[Any]:
-    """Wrap the value of a field that may hold an item or a list of items; [] if it is empty."""
+    """Return the value of a field that holds one item or a list of items, as a list; [] if it is empty."""
     if not value:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def only_train(data: SourceConfig, what: str) -> None:
-    """Raise DataError if `data.split` is not "train", for data without splits."""
+    """Raise DataError if `data.split` is not "train"; for data without splits."""
     if data.split != "train":
         raise DataError(f'{what} has no splits, so data.split must be "train" (it is "{data.split}")')
 
@@ -272,7 +272,7 @@ def _read_files(paths: Sequence[Path], data: SourceConfig) -> NamedRows:
 
 
 def _read_json(path: Path) -> NamedRows:
-    """Read a JSON list or JSON lines, whatever the suffix: many `.json` files hold one object per line."""
+    """Read a JSON list or JSON lines, regardless of the suffix: many `.json` files contain one object per line."""
     with path.open("rb") as file:
         return JsonListRows(path) if _is_list(file.read(START_BYTES)) else JsonLinesRows(path)
 
@@ -282,7 +282,7 @@ def _is_list(start: bytes) -> bool:
 
 
 def _check_text(path: Path) -> None:
-    """Raise DataError if `datasets`, which unpacks files, would read a list or line beyond our limits into memory."""
+    """Raise DataError if the file has a list or a line beyond our limits, which `datasets` would unpack and read into memory."""
     budget = Budget(path)
     with open_unpacked(path) as file:
         start = file.read(START_BYTES)
@@ -309,7 +309,7 @@ def _read_folder(folder: Path, data: SourceConfig) -> NamedRows:
 
 
 def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
-    """Read the output of `save_to_disk`: one table, or one per split."""
+    """Read the output of `save_to_disk`, which contains one table, or one per split."""
     import datasets
 
     check_saved(folder)
@@ -324,7 +324,10 @@ def _read_saved(folder: Path, data: SourceConfig) -> NamedRows:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Find data files of one kind whose name has the split's name as a word; without such names all belong to `train`."""
+    """Return the data files of one type whose names contain the split as a word.
+
+    If no file name contains the name of a split, all files belong to `train`.
+    """
     words = {path: set(re.split(r"[^a-zA-Z0-9]+", path.stem)) for path in (*folder.glob("*"), *folder.glob("data/*"))}
     for suffixes in ((".parquet",), (".arrow",), JSON_SUFFIXES, (".csv",)):
         files = sorted(file for file in words if file.suffix.lower() in suffixes)
@@ -346,8 +349,8 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
     try:
         kind = path
         if data_files is None and Path(path).is_dir():
-            # `datasets` caches its tables by the patterns in the README, and would reuse them for another folder with the
-            # same patterns, or after a file has changed. With explicit files it compares their modification times.
+            # `datasets` caches tables under the patterns in the README, and would reuse a table for another folder with the
+            # same patterns, or after a file has changed. If files are listed explicitly, it compares their modification times.
             builder = datasets.load_dataset_builder(path, data.subset, revision=data.revision)
             kind = type(builder).__module__.rpartition(".")[2]
             if kind not in FOLDER_BUILDERS:
@@ -370,7 +373,7 @@ def _load_table(path: str, name: str, data: SourceConfig, data_files: dict[str, 
 
 
 def _disable_decoding(features: Any) -> Any:
-    """Return the features with decoding disabled, so that `datasets` leaves media and other files as bytes or path."""
+    """Return the features with decoding disabled, so that `datasets` returns media and other files as bytes or a path."""
     import datasets
 
     def walk(feature: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Data sets for training: complete samples by index, from one or several sources."""
+"""Training data sets: complete samples by index, from one or more sources."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from dsreason.problems import MOST_LEVELS, find_nearest, is_nested_deeper
 from dsreason.secrets import mask_credentials
 
 HELD_OUT_SEED = 0
-"""Seed of the held-out split; independent of `train.seed`, so that runs with different seeds use the same held-out rows."""
+"""Seed of the held-out split. It is independent of `train.seed`, so that runs with different seeds hold out the same rows."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """An opened data set."""
+    """An opened data set, with its adapter and its weight."""
 
     config: SourceConfig
     adapter: Adapter
@@ -56,7 +56,7 @@ class DataSource:
         return path.parent if path.is_file() else path
 
     def sample(self, index: int) -> Sample:
-        """Return the sample of row `index`; raise DataError if one of its media files is missing."""
+        """Return the sample of row `index`. Raise DataError if the row cannot be used or one of its media files is missing."""
         sample = self.read(index)
         if missing := find_missing_medium(sample.messages, self.media_root):
             raise DataError(f"{self.rows.describe_location(index)} (sample {sample.id!r}): {missing}")
@@ -81,7 +81,7 @@ class DataSource:
         return with_options(sample)
 
     def call_adapter(self, index: int) -> Sample:
-        """Return row `index` as the adapter returns it."""
+        """Return the unmodified result of the adapter for row `index`."""
         location = self.rows.describe_location(index)
         try:
             sample = self.adapter.to_sample(rename_columns(self.rows[index], self.config.columns), self.config)
@@ -107,14 +107,15 @@ class DataSource:
 
 
 class SampleDataset(Sequence[Sample]):
-    """Samples by index. Reading a sample that cannot be used raises a DataError that names its file and row.
+    """Samples by index. Reading an unusable sample raises a DataError that names its file and row.
 
-    `rows` [N] are the ascending row indices of the samples, counted through all sources; None selects all rows.
+    `rows` [N] are the ascending row indices of the samples, counted across all sources; None selects all rows.
     """
 
     def __init__(self, sources: Sequence[DataSource], rows: NDArray[np.int64] | None = None) -> None:
         self.sources = sources
-        self.starts = np.cumsum([0, *(len(source.rows) for source in sources)])  # one more than sources: the last end
+        # The last entry is the end of the last source.
+        self.starts = np.cumsum([0, *(len(source.rows) for source in sources)])
         self.rows = np.arange(self.starts[-1]) if rows is None else rows
 
     def __len__(self) -> int:
@@ -136,7 +137,7 @@ class SampleDataset(Sequence[Sample]):
 
     @property
     def weighted_parts(self) -> list[WeightedRows]:
-        """Samples of each source that has any, as parts for `StepOrder`."""
+        """Parts for `StepOrder`: the samples of each source that has any, with the weight of the source."""
         bounds = pairwise(np.searchsorted(self.rows, self.starts).tolist())
         parts = [
             WeightedRows(np.arange(*bound), source.weight) for bound, source in zip(bounds, self.sources, strict=True)
@@ -144,7 +145,7 @@ class SampleDataset(Sequence[Sample]):
         return [part for part in parts if len(part.rows)]
 
     def select(self, indices: NDArray[np.int64]) -> SampleDataset:
-        """Return the samples at these (sorted) indices."""
+        """Return a data set of the samples at these (sorted) indices."""
         return SampleDataset(self.sources, self.rows[indices])
 
     def _find(self, index: int) -> tuple[DataSource, int]:
@@ -155,10 +156,10 @@ class SampleDataset(Sequence[Sample]):
 
 
 def rename_columns(row: Any, columns: dict[str, str]) -> Any:
-    """Rename columns of a row to the fields that the adapter reads, dropping other columns of the same names.
+    """Rename the columns of a row to the fields that the adapter reads, replacing existing columns with the same names.
 
     Raises:
-        DataError: the row does not have one of the columns.
+        DataError: the row lacks one of the columns.
     """
     if not columns:
         return row
@@ -173,7 +174,7 @@ def rename_columns(row: Any, columns: dict[str, str]) -> Any:
 
 
 def open_datasets(config: DataConfig) -> tuple[SampleDataset, SampleDataset]:
-    """Open the training and the held-out samples; the held-out ones may be empty.
+    """Open the training samples and the held-out samples, which may be empty.
 
     Raises:
         ConfigError, DataError: the adapter or the data does not exist, or the data has no rows.
@@ -205,11 +206,11 @@ def open_source(config: SourceConfig, weight: float = 1.0) -> DataSource:
 
 
 def finish_sample(sample: Sample, config: SourceConfig, media_root: Path | S3Address) -> Sample:
-    """Check the messages and options, locate the media, and fill in the source's system prompt and vision settings.
+    """Check the messages and options, locate the media, and add the source's system prompt and vision settings.
 
-    An answer without an assistant message becomes that message; a row without both can be used as a prompt, but not for
-    supervised training. A sample without an id gets the path of its first file, and a sample without options those that
-    its question lists.
+    If a row has an answer but no assistant message, the answer becomes that message; a row without both can be used as a
+    prompt, but not for supervised training. A sample without an id gets the path of its first media file as its id, and a
+    sample without options gets those that its question lists.
     """
     check_messages(sample.messages)
     check_options(sample.options)
@@ -244,7 +245,7 @@ def check_options(options: object) -> None:
 
 
 def get_first_path(messages: Sequence[Message]) -> str:
-    """Return the path of the first media file as written in the row; "" if it has no media or embeds the file."""
+    """Return the path of the first media file as written in the row; "" if the row has no media or embeds the file."""
     paths = [part[part["type"]] for part in list_media_parts(messages)]
     return paths[0] if paths and isinstance(paths[0], str) else ""
 
@@ -291,7 +292,7 @@ def locate_medium(raw: Any, kind: str, media_root: Path | S3Address) -> Path | S
     path = Path(raw.removeprefix("file://"))
     if isinstance(media_root, S3Address):
         return path if path.is_absolute() else join_address(media_root, str(path))
-    # Old versions of `datasets` join their folder with any `file_name` in the metadata of an image folder.
+    # Old versions of `datasets` join any `file_name` in the metadata of an image folder to the path of that folder.
     if not path.is_absolute() or (from_table and ".." in path.parts):
         path = media_root / path
         if not is_inside(path, media_root):
@@ -308,13 +309,13 @@ def find_missing_medium(messages: Sequence[Message], media_root: Path | S3Addres
     """Return a message about the first missing media file, or None. S3 objects are checked only when they are read."""
     for part in list_media_parts(messages):
         path = part[part["type"]]
-        if not is_s3(path) and not os.path.isfile(path):  # unlike Path.is_file, False for a path that is too long
+        if not is_s3(path) and not os.path.isfile(path):  # Path.is_file raises if a path is too long
             return f"{part['type']}: no file {path[:300]}{describe_joined_twice(path, media_root)}"
     return None
 
 
 def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
-    """Return advice if the path exists relative to the working folder: an adapter may have joined `data.path` to it."""
+    """Return advice if the path exists relative to the working folder, because an adapter may have joined `data.path` to it."""
     if isinstance(media_root, S3Address) or not Path(path).is_relative_to(media_root):
         return ""
     relative_path = os.path.relpath(path, media_root)
@@ -327,7 +328,7 @@ def describe_joined_twice(path: str, media_root: Path | S3Address) -> str:
 
 
 def allow_absolute_paths(config: SourceConfig) -> bool:
-    """Return whether absolute paths may lead out of the media folder."""
+    """Return whether media may have absolute paths outside the media folder."""
     if config.allow_absolute_paths is not None:
         return config.allow_absolute_paths
     if config.media_path:
@@ -354,7 +355,7 @@ def check_inside(messages: Sequence[Message], media_root: Path | S3Address, data
 
 
 def select_vision_settings(part: dict[str, Any], vision: VisionConfig, kind: str) -> dict[str, Any]:
-    """Return the source's vision settings for a part; an fps or nframes in the part overrides both."""
+    """Return the source's vision settings for a part; `fps` or `nframes` in the part overrides both settings."""
     settings = vision.model_dump(exclude_none=True)
     if kind == "image":
         return {key: value for key, value in settings.items() if key in ("min_pixels", "max_pixels")}

@@ -1,4 +1,4 @@
-"""Types shared by all packages: a dataset row, the same row as tensors, and a packed or padded batch of rows."""
+"""Types shared by all packages: a row of a data set, the same row as tensors, and a packed or padded batch of rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     import torch
 
 Message = dict[str, Any]
-"""An OpenAI-style message: `{"role": "user", "content": str | [part, ...]}`."""
+"""A message in OpenAI's format: `{"role": "user", "content": str | [part, ...]}`."""
 MediaKind = Literal["image", "video"]
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""Media kind → its value in `mm_token_type_ids`; text is 0."""
+"""Kind of media → value in `mm_token_type_ids`; text is 0."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One dataset row, as an adapter returns it.
+    """One row of a data set, as an adapter returns it.
 
     Example: `Sample(id="7", messages=[{"role": "user", "content": [{"type": "video", "video": "/d/clips/7.mp4", "fps": 1},
     {"type": "text", "text": "Which way does it move?"}]}, {"role": "assistant", "content": "left"}], answer="left")`.
@@ -34,20 +34,20 @@ class Sample:
     options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     rejected: list[Message] | None = None
-    """The whole conversation with the rejected ending, in preference rows; `messages` has the preferred ending."""
+    """Complete conversation with the rejected answer in preference rows; `messages` has the preferred one. None otherwise."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample as tensors for the model, with `T` tokens.
+    """A sample of `T` tokens, as tensors for the model.
 
-    `loss_mask` is True on trained tokens (assistant text and its end-of-turn token). `mm_token_type_ids` is 0 for text,
-    1 for image and 2 for video placeholders. `mm_kwargs` has the keys of the Hugging Face forward: `pixel_values`
-    `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw`, and, for Qwen2.5-VL video,
-    `second_per_grid_ts` `[videos]`.
+    `loss_mask` is True for trained tokens (assistant text and its end-of-turn token). `mm_token_type_ids` is 0 for text, 1 for
+    image placeholders and 2 for video placeholders. `mm_kwargs` has the keyword arguments of the Hugging Face forward:
+    `pixel_values` `[patches, dim]`, `image_grid_thw` `[images, 3]`, `pixel_values_videos`, `video_grid_thw` and, for Qwen2.5-VL
+    videos, `second_per_grid_ts` `[videos]`.
 
-    A sample may continue another one, its `parent`: it sees the parent's tokens and media besides its own. The completions
-    of one prompt are such samples; the parent's last token predicts the first token of each.
+    A sample may continue another sample, its `parent`, and attend to the parent's tokens and media in addition to its own. The
+    completions of one prompt are such samples; the last token of the parent predicts the first token of each.
     """
 
     id: str
@@ -59,12 +59,12 @@ class EncodedSample:
     parent: EncodedSample | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
-        """Count the sample's tokens without the parent's."""
+        """Return the number of tokens, without those of the parent."""
         return int(self.input_ids.shape[0])
 
 
 class Segment(NamedTuple):
-    """A sample's position in a packed row. Its tokens see those of the segment `parent` and, causally, each other.
+    """A sample's position in a packed row. Its tokens attend to the segment `parent` and, causally, to each other.
 
     Example: a prompt of 5 tokens with completions of 2 and 3:
     `(Segment(0, 5), Segment(5, 2, parent=0), Segment(7, 3, parent=0))`.
@@ -73,7 +73,7 @@ class Segment(NamedTuple):
     start: int
     length: int
     parent: int | None = None
-    """Index of the segment that this one continues, which itself has no parent."""
+    """Index of the segment that this one continues, which has no parent itself; None if there is none."""
 
     @property
     def end(self) -> int:
@@ -82,9 +82,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One rank's share of encoding the media of a row that several ranks compute, and the exchange of their features.
+    """One rank's share of encoding the media of a row that several ranks compute, and the plan for exchanging the features.
 
-    Media are cut between frames, which do not see each other in any vision tower. Features are counted in tokens.
+    Media are split between frames, which do not attend to each other in any vision tower. Features are counted in tokens.
     """
 
     grids: torch.Tensor  # [pieces, 3] int64, for the pixels on this rank; kept on the host
@@ -93,41 +93,41 @@ class MediaPart:
     """Number of features sent to each rank."""
     received_counts: tuple[int, ...]
     """Number of features received from each rank."""
-    order: torch.Tensor  # [R] int64: puts the received features in the order of `indices`
+    order: torch.Tensor  # [R] int64: permutation of the received features into the order of `indices`
     indices: torch.Tensor  # [R] int64: placeholder tokens of this rank's part, counted from its start
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """One rank's part of a packed row that the ranks of its group share: the tokens from `start` to `end`."""
+    """One rank's part of a packed row that several ranks compute together: the tokens from `start` to `end` (exclusive)."""
 
     start: int
     end: int
-    targets: torch.Tensor  # [M] int64: those of the batch's N targets that this rank predicts
-    predictors: torch.Tensor  # [M] int64: the tokens that predict them, counted from `start`
+    targets: torch.Tensor  # [M] int64: indices into the batch's N targets of those that this rank predicts
+    predictors: torch.Tensor  # [M] int64: tokens that predict these targets, counted from `start`
     media: MediaPart | None
-    """Media of the part; None if the row shows no media."""
+    """Plan for encoding the media; None if the row shows no media."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: samples in one packed row (`B` = 1) or in `B` right-padded rows, of `T` tokens.
+    """One micro-batch of samples, in one packed row (`B` = 1) or in `B` right-padded rows, with `T` tokens per row.
 
     A packed row has `segments` and no `attention_mask`: attention separates the samples by their segments. Padded rows have
     the mask and no segments.
 
     `targets` are the indices of the trained tokens in the flattened rows, and `predictors` the indices of the tokens whose
-    hidden states predict them: the previous token, or the last token of the prompt for a completion's first one. The first
-    token of a sample without a parent has no predictor and is not trained.
+    hidden states predict them: the previous token, or, for the first token of a completion, the last token of the prompt. The
+    first token of a sample without a parent has no predictor and is not trained.
 
-    `mm_kwargs` concatenates those of the rows in order, but holds pixels that several rows share only once. `media_numbers`
+    `mm_kwargs` concatenates those of the rows in order, but contains pixels that several rows share only once. `media_numbers`
     maps each kind (`image`, `video`) to the index of every shown media item among the distinct ones.
 
-    Example: in three rows the first and the last show one image, the second another:
-    `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` `[3, 3]`, and `pixel_values` of two images.
+    Example: if the first and the last of three rows show one image and the second row shows another,
+    `media_numbers={"image": (0, 1, 0)}`, `image_grid_thw` is `[3, 3]`, and `pixel_values` contains two images.
 
-    With a `part` the ranks of a group compute the row together: all hold the same batch, except that each rank holds only the
-    pixels that it encodes.
+    If `part` is set, the ranks of a group compute the row together. All of them have the same batch, except for `part` and the
+    pixels: each rank has only the pixels that it encodes.
     """
 
     ids: tuple[str, ...]
@@ -137,18 +137,18 @@ class Batch:
     predictors: torch.Tensor  # [N] int64
     position_ids: torch.Tensor  # [3, B, T] int64
     mm_token_type_ids: torch.Tensor  # [B, T] int64, on the host
-    mm_kwargs: dict[str, torch.Tensor]  # the grids on the host
+    mm_kwargs: dict[str, torch.Tensor]  # the grids are on the host
     media_numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
     part: RowPart | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the samples and of the media that keep the ranks in step, without padding."""
+        """Number of tokens without padding, including the media that only keep the ranks in step."""
         return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to the device, except for the grids and token types, from which the host computes the media's layout."""
+        """Copy to the device, except for the grids and token types, from which the host computes the layout of the media."""
         move = partial(copy_to_device, device=device)
         return replace(
             self,
@@ -165,7 +165,7 @@ class Batch:
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to the device; pin it first if that is a GPU, so that the host does not wait for the GPU."""
+    """Copy a tensor to the device; if that is a GPU, pin the tensor first, so that the host does not wait for the copy."""
     pinned = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
@@ -181,8 +181,8 @@ def move_part(part: RowPart, move: Callable[[torch.Tensor], torch.Tensor]) -> Ro
 class MediaTokens:
     """Distinct media in the order in which the vision tower encodes them: all images, then all videos.
 
-    Example: two images of 4 tokens, shown as first, second, first, then one video of 8 tokens:
-    `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, whose last 8 belong to the video.
+    Example: two images of 4 tokens each, shown in the order first, second, first, and then one video of 8 tokens:
+    `grids` `[3, 3]`, `numbers=(0, 1, 0, 2)`, `indices` `[20]`, of which the last 8 belong to the video.
     """
 
     grids: torch.Tensor  # [distinct media, 3] int64, in patches: frames, height, width

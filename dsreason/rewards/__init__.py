@@ -1,8 +1,8 @@
 """Reward functions, which score completions.
 
-A reward is `fn(completion: str, sample: Sample) -> float | (float, dict)`, plain or async; the dict holds metrics. The
-built-in rewards below can be imported from here and are pure, except `judge`, which queries another model. `scoring.Scorer`
-calls them, and the user's own, in worker processes.
+A reward function is `fn(completion: str, sample: Sample) -> float | (float, dict)`, plain or async; the dict contains metrics.
+The built-in functions below can be imported from here. They are pure, except `judge`, which queries another model.
+`scoring.Scorer` calls them, and functions of the user, in worker processes.
 """
 
 from collections.abc import Callable
@@ -38,4 +38,4 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 WITHOUT_ANSWER = {"format", "overlong", "judge"}
 """Rewards that need no reference answer."""
 READS_REFERENCE = ("temporal_iou", "box_iou", "points", "trajectory", "numeric", "json_fields")
-"""Rewards that parse the reference answer before the completion, and raise DataError if they cannot."""
+"""Rewards that parse the reference answer before the completion, and raise DataError if they cannot parse it."""

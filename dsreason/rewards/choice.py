@@ -14,10 +14,10 @@ from dsreason.text import QuestionKind
 
 
 def single_choice(completion: str, sample: Sample) -> float:
-    """Return 1 if the answer equals the reference, ignoring case, else 0; identical to cosmos-rl's.
+    """Return 1 if the answer equals the reference, ignoring case, else 0; identical to the reward of cosmos-rl.
 
-    Answer and reference are the content of the first `<answer>…</answer>`, or the whole text without such a block. `(A)` does
-    not equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or the text of an option.
+    Answer and reference are the content of the first `<answer>…</answer>`, or all text if there is no such block. `(A)` does not
+    equal `A`. If the sample has options, the reference may also be `(A)`, "The answer is A", or the text of an option.
     """
     return float(
         extract_tagged_answer(completion).lower() in {reference.lower() for reference in _list_references(sample)}
@@ -25,11 +25,11 @@ def single_choice(completion: str, sample: Sample) -> float:
 
 
 def single_choice_lenient(completion: str, sample: Sample) -> float:
-    """Return 1 if the final answer names the reference's option in any usual form, else 0, as evaluation grades multiple choice.
+    """Return 1 if the final answer names the reference's option in any common form, else 0, as in evaluation.
 
-    Accepted forms are `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A`, an option's text and more, see
-    `dsreason.answers.choices`. Without options any single letter counts. A reference that names no option is compared as
-    yes or no if it is one of them, and otherwise as text.
+    Accepted forms include `A`, `(A)`, `A) text`, `**A**`, `\\boxed{A}`, `the answer is A` and the text of an option; see
+    `dsreason.answers.choices`. If the sample has no options, any single letter counts. A reference that names no option is
+    compared as yes or no if it is one of these, and otherwise as text.
     """
     if sample.answer is None:
         return 0.0
@@ -42,10 +42,10 @@ def single_choice_lenient(completion: str, sample: Sample) -> float:
 
 
 def ordinal_choice(completion: str, sample: Sample, *, step: float = 0.5) -> float:
-    """Return 1 for the correct answer and `step` less for each position of distance, at least 0, for answers with an order.
+    """Return 1 for the correct answer, minus `step` per position of distance, at least 0; for answers that have an order.
 
-    The distance of whole numbers is their difference, that of letters the difference of their positions in the sample's
-    options. Other answers are right or wrong, ignoring case. Answers are read as in `single_choice`.
+    The distance of whole numbers is their difference; the distance of letters is the difference of their positions among the
+    sample's options. Any other answer is right or wrong, ignoring case. Answers are extracted as in `single_choice`.
     """
     answer, references = extract_tagged_answer(completion), _list_references(sample)
     letter_positions = {letter.upper(): position for position, letter in enumerate(sample.options or {})}

@@ -1,4 +1,4 @@
-"""A reward for answers that are a JSON object, with a separate comparison for each field."""
+"""A reward for answers that are JSON objects, with a separate comparison for each field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Field:
-    """Comparison of one field. Example: `Field("numeric", weight=2.0, options={"relative": 0.1})`."""
+    """The comparison of one field. Example: `Field("numeric", weight=2.0, options={"relative": 0.1})`."""
 
     compare: str
     weight: float = 1.0
@@ -50,18 +50,18 @@ def json_fields(
 ) -> RewardValue:
     """Return the weighted mean of the scores of all compared fields of the answer's JSON object, 0 to 1.
 
-    The object may be inside a code block or other text; the last object counts. A missing field scores 0, and so does an
-    answer without an object.
+    The object may be inside a code block or other text; the last object counts. A missing field scores 0, and so does an answer
+    without an object.
 
     Args:
-        fields: name → comparison, or → `{compare, weight, …}` with the comparison's own options; `a.b` is the field `b`
-            inside `a`. Comparisons are `exact` (equal JSON; 1 equals 1.0), `text` (ignoring case, white space and a final
+        fields: name → comparison, or name → `{compare, weight, …}` with the options of the comparison; `a.b` is the field `b`
+            inside `a`. Comparisons are `exact` (equal JSON; 1 equals 1.0), `text` (ignores case, white space and a final
             full stop), `set` (F1 of the items of a list, as texts, in any order), and the rewards `numeric`,
-            `temporal_iou`, `box_iou`, `points` and `trajectory`. By default all fields of the reference are compared:
-            numbers by `numeric`, texts by `text`, lists of texts by `set`, others by `exact`.
-        threshold: return 1 if the mean is at least this, else 0; 1.0 requires every field to be correct.
+            `temporal_iou`, `box_iou`, `points` and `trajectory`. By default, all fields of the reference are compared:
+            numbers with `numeric`, texts with `text`, lists of texts with `set`, other values with `exact`.
+        threshold: return 1 if the mean is at least this value, else 0; 1.0 requires every field to be correct.
         no_others: return 0 if the answer has a field that the reference lacks.
-        metrics: also return `read` and the score of each field.
+        metrics: also return `read` (whether the answer has an object) and the score of each field.
     """
     right = read_reference(sample, find_last_object, "JSON object")
     answer = find_last_object(get_answer(completion))
@@ -92,7 +92,7 @@ def find_last_object(text: str) -> dict[str, Any] | None:
 
 
 def get_value(values: dict[str, Any], name: str) -> Any:
-    """Return the value of the field `name`; `a.b` is the field `b` inside `a`. MISSING if the field does not exist."""
+    """Return the value of the field `name`; `a.b` is the field `b` inside `a`. Return MISSING if the field does not exist."""
     if name in values:
         return values[name]
     first, dot, remainder = name.partition(".")
@@ -108,7 +108,10 @@ def choose_comparison(value: Any) -> str:
 
 
 def compare(how: Field, right: Any, value: Any, sample: Sample, name: str) -> float:
-    """Return the score of a field's `value`, 0 to 1; raise DataError if the reference's value does not fit the comparison."""
+    """Return the score of a field's `value`, 0 to 1.
+
+    Raise DataError if the reference's value does not fit the comparison.
+    """
     if how.compare == "set" and not isinstance(right, list):
         raise build_data_error(sample, f"whose field {name} is compared as a set but is not a list")
     if how.compare in REWARDS:
@@ -127,7 +130,7 @@ def to_text(value: Any) -> str:
 
 
 def compute_item_f1(value: Any, right: list[Any]) -> float:
-    """Return the F1 score of the items of two lists as texts, in any order; 0 if `value` is not a list."""
+    """Return the F1 score of the items of two lists, compared as texts in any order; 0 if `value` is not a list."""
     if not isinstance(value, list):
         return 0.0
     answer_counts, reference_counts = (
@@ -148,7 +151,7 @@ def is_equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-# ---------------------------------------------------------------- the option
+# ---------------------------------------------------------------- the option `fields`
 
 
 def parse_fields(fields: Mapping[str, Any]) -> dict[str, Field]:
@@ -161,7 +164,7 @@ def parse_field(how: Mapping[str, Any]) -> Field:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the option `fields` of `json_fields` is invalid; the message names the field and valid values."""
+    """Raise ConfigError if the option `fields` of `json_fields` is invalid; the message names the field and the valid values."""
     place = "reward option json_fields.fields"
     if not fields:
         raise ConfigError(f"{place} is empty; name a field, or remove it to compare all fields of the reference")

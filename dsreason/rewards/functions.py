@@ -1,4 +1,4 @@
-"""Lookup of reward functions: built in, in an installed package, or in a file of the user."""
+"""Lookup of reward functions: built-in ones, and those in an installed package or in a file of the user."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ ADVICE = (
     "Your own: package.module:attr, or a path to a .py file, with :attr if it has several functions"
 )
 REMOTE = "remote:"
-"""Prefix of the name of a score from a reward server, see `dsreason.rewards.remote`."""
+"""Prefix of the name of a reward that a reward server provides; see `dsreason.rewards.remote`."""
 
 
 def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn:
-    """Return the reward called `name`: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
+    """Return the reward function with this name: a built-in one, `package.module:attr`, `path.py` or `path.py:attr`.
 
-    Without `:attr` see `_find_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for `format`).
+    For a name without `:attr`, see `_find_only_function`. `options` are keyword arguments of every call (`{"pattern": …}` for
+    `format`).
 
     Raises:
-        ConfigError: the reward does not exist, its file does not import, it cannot be called with (completion, sample), or
-            an option of a built-in reward has an invalid value.
+        ConfigError: the function does not exist, its file cannot be imported, it cannot be called with (completion, sample), or
+            an option of a built-in function has an invalid value.
     """
     function = find_function(name, BUILT_IN, ADVICE)
     if function in (boxed_math, direct_math):
@@ -51,27 +52,27 @@ def find_reward(name: str, options: Mapping[str, Any] | None = None) -> RewardFn
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a reward cannot be created with these options; start and request nothing."""
+    """Raise ConfigError if a reward cannot be used with these options; start no process and send no request."""
     find_reward(name, options)
     if name == "judge":
         check_judge(options)
 
 
 def check_references(rewards: Sequence[str], options: Mapping[str, Mapping[str, Any]], sample: Sample) -> None:
-    """Raise DataError if one of these rewards cannot read the sample's reference answer."""
+    """Raise DataError if one of these rewards cannot parse the sample's reference answer."""
     for name in rewards:
         if name in READS_REFERENCE:
             BUILT_IN[name]("", sample, **options.get(name, {}))
 
 
 def find_function(name: str, built_in: Mapping[str, Any], advice: str) -> Any:
-    """Return the function for the name of a reward; raise ConfigError if it does not exist."""
+    """Return the function for a reward's name; raise ConfigError if it does not exist."""
     code = built_in.get(name) or find_code(name, f'reward "{name}"', [*built_in], advice)
     return _find_only_function(code, name) if isinstance(code, ModuleType) else code
 
 
 def make_reward_labels(names: Sequence[str]) -> list[str]:
-    """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two coincide."""
+    """Return short names for metrics: `judge` for `rewards.py:judge`, `rewards` for `rewards.py`; full names if two are equal."""
     short = [_make_short_label(name) for name in names]
     return [label if short.count(label) == 1 else name for label, name in zip(short, names, strict=True)]
 
@@ -82,7 +83,7 @@ def _make_short_label(name: str) -> str:
 
 
 def bind_options(function: Any, options: dict[str, Any], name: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a function; raise ConfigError if it cannot be called with them and `arguments`, which are positional."""
+    """Bind options to a function. Raise ConfigError if it cannot be called with them and the (positional) `arguments`."""
     if not callable(function):
         raise ConfigError(f'reward "{name}" is not a function but of type {type(function).__name__}')
     try:
@@ -96,7 +97,7 @@ def bind_options(function: Any, options: dict[str, Any], name: str, arguments: M
 
 
 def _find_only_function(module: ModuleType, name: str) -> Any:
-    """Return the function `reward`, else the only public function that the module itself defines."""
+    """Return the function `reward`, or else the only public function that is defined in the module itself."""
     public_functions = {
         key: value
         for key, value in vars(module).items()

@@ -1,8 +1,8 @@
-"""Rewards for localisation in space and time: one or several time spans, boxes or points.
+"""Rewards for localisation in space and time: one or more time spans, boxes or points.
 
 Several items are paired so that the sum of their qualities is maximal (an optimal assignment), and the reward is
-`2 · sum / (references + answers)`: F1 with qualities instead of hits, so that missing and superfluous items both reduce it.
-With one item on each side it is the quality itself. An answer that cannot be parsed scores 0.
+`2 · sum / (references + answers)`, the F1 score with qualities instead of hits, so that missing and superfluous items both reduce
+it. With one item on each side, the reward is the quality itself. An answer that cannot be parsed scores 0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dsreason.rewards.reference import build_data_error, read_reference
 from dsreason.text import normalize
 
 Coordinates = Literal["pixels", "0-1000", "0-1"]
-"""Unit of coordinates in an image: pixels, or thousandths or fractions of its width and height."""
+"""Unit of image coordinates: pixels, or thousandths or fractions of the image's width and height."""
 RANGES = {"0-1000": 1000.0, "0-1": 1.0}
 MOST_PAIRED = 1000
-"""Maximum number of answers that are paired; any more only count as superfluous."""
+"""Maximum number of items of an answer that are paired; any additional items only count as superfluous."""
 SLACK = 1e-9
 
 Item = TypeVar("Item")
@@ -39,16 +39,16 @@ def temporal_iou(
     generalized: bool = False,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the overlap of time spans, 0 to 1: the length of the intersection over the length of the union.
+    """Return the overlap of time spans, 0 to 1: the length of the intersection divided by the length of the union.
 
     Spans are parsed in the forms that people and models write (`from 00:12 to 00:15`, `[12.0, 15.0]`, JSON, tags), in seconds;
     see `dsreason.rewards.reading.times`. A span that ends before it starts has no overlap. If the reference is `[]`, the
-    answer must say that no span exists.
+    answer must state that no span exists.
 
     Args:
-        threshold: return 1 if every reference is paired with a separate span of at least this overlap and no span remains,
+        threshold: return 1 if every reference is paired with a separate span of at least this overlap and no span is left over,
             else 0.
-        generalized: let spans that do not overlap score more the nearer they are (GIoU, mapped to 0 … 1).
+        generalized: for spans that do not overlap, score higher the closer they are (GIoU, mapped to 0 … 1).
         metrics: also return `read`, whether the answer could be parsed.
     """
     right = read_reference(sample, read_spans, "span of time; write [12.0, 15.0], or 00:12 to 00:15")
@@ -71,17 +71,17 @@ def box_iou(
     answer_coordinates: Coordinates | None = None,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the overlap of boxes, 0 to 1: the area of the intersection over the area of the union.
+    """Return the overlap of boxes, 0 to 1: the area of the intersection divided by the area of the union.
 
-    Boxes are parsed in JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets, see
+    Boxes are parsed in JSON (`{"bbox_2d": [x1, y1, x2, y2], "label": "cup"}`), tags and brackets; see
     `dsreason.rewards.reading.shapes`. A box whose corners are in the wrong order has no overlap.
 
     Args:
         threshold, generalized, metrics: same as for `temporal_iou`.
         labels: pair boxes only if their labels are equal, ignoring case.
-        order: meaning of the four numbers, in answers and references.
+        order: meaning of a box's four numbers, in answers and references.
         coordinates: unit of the reference.
-        answer_coordinates: unit of answers if it differs; to convert from or to pixels the row needs `width` and `height`.
+        answer_coordinates: unit of answers, if different; conversion from or to pixels requires `width` and `height` in the row.
     """
     right = read_reference(sample, partial(read_boxes, order=order), "box; write [x1, y1, x2, y2]")
     check_range(sample, right, coordinates)
@@ -107,16 +107,16 @@ def points(
     answer_coordinates: Coordinates | None = None,
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the nearness of points, 0 to 1: 1 - distance / `limit`, at least 0; distances are Euclidean.
+    """Return the closeness of points, 0 to 1: 1 - distance / `limit`, at least 0; distances are Euclidean.
 
     Points are parsed in JSON (`{"point_2d": [x, y], "label": "cup"}`), tags and brackets. A reference may also be a box: any
-    point inside is correct, and the distance of other points is that to the box.
+    point inside the box is correct, and the distance of any other point is its distance to the box.
 
     Args:
-        limit: distance from which a point scores 0, in the reference's unit. The default is a tenth of the range (100 of
-            1,000), or for pixels a tenth of the image's longer side.
+        limit: distance at which the score reaches 0, in the reference's unit. The default is a tenth of the range (100 of
+            1,000) or, for pixels, a tenth of the image's longer side.
         score: `linear` as above; `exp` uses exp(-distance / limit).
-        threshold: return 1 if every reference is paired with a separate point within this distance and no point remains,
+        threshold: return 1 if every reference is paired with a separate point within this distance and no point is left over,
             else 0.
         labels, coordinates, answer_coordinates, metrics: same as for `box_iou`.
     """
@@ -149,7 +149,10 @@ def score_pairs(
     quality: Callable[[Item, Item], float],
     threshold: float | None = None,
 ) -> float:
-    """Return `2 · sum / (references + answers)` over the best pairs; with a threshold, 1 if all are paired and reach it."""
+    """Return `2 · sum / (references + answers)` for the best pairing.
+
+    With a threshold, return 1 if every item is paired and every pair reaches the threshold, else 0.
+    """
     if answers is None or not right or not answers:
         return float(answers is not None and not right and not answers)
     table = [[quality(right_item, answer) for answer in answers[:MOST_PAIRED]] for right_item in right]
@@ -160,7 +163,7 @@ def score_pairs(
 
 
 def compute_best_sum(table: Sequence[Sequence[float]]) -> float:
-    """Return the largest sum of entries that share no row or column."""
+    """Return the largest sum of entries of which no two share a row or column."""
     if len(table) == 1 or len(table[0]) == 1:
         return max(max(row) for row in table)
     import numpy as np
@@ -184,7 +187,10 @@ def compute_overlap(first: Span, second: Span, *, generalized: bool = False) -> 
 
 
 def compute_box_quality(first: PlaneShape, second: PlaneShape, *, generalized: bool, labels: bool) -> float:
-    """Return the IoU of two boxes (x1, y1, x2, y2), or (GIoU + 1) / 2 if `generalized` (Rezatofighi et al. 2019)."""
+    """Return the IoU of two boxes (x1, y1, x2, y2), or (GIoU + 1) / 2 if `generalized` (Rezatofighi et al. 2019).
+
+    Return 0 if a box has no area, or if `labels` is true and the labels differ.
+    """
     if labels and not has_same_label(first, second):
         return 0.0
     (ax, ay, bx, by), (cx, cy, dx, dy) = first.numbers, second.numbers
@@ -201,7 +207,7 @@ def has_same_label(first: PlaneShape, second: PlaneShape) -> bool:
 
 
 def compute_distance(right: PlaneShape, point: PlaneShape) -> float:
-    """Return the distance of `point` to the reference, a point or the nearest position in a box."""
+    """Return the distance from `point` to the reference, which is a point, or a box whose nearest position counts."""
     x, y = point.numbers[:2]
     left_edge, top, *corner = right.numbers
     far_x, far_y = corner if len(corner) == 2 else (left_edge, top)
@@ -209,7 +215,7 @@ def compute_distance(right: PlaneShape, point: PlaneShape) -> float:
 
 
 def compute_nearness(far: float, limit: float, score: Literal["linear", "exp"]) -> float:
-    """Map a distance to a score, 1 at distance 0."""
+    """Map a distance to a score, which is 1 at distance 0."""
     return math.exp(-far / limit) if score == "exp" else max(0.0, 1.0 - far / limit)
 
 
@@ -217,7 +223,7 @@ def compute_nearness(far: float, limit: float, score: Literal["linear", "exp"]) 
 
 
 def check_range(sample: Sample, shapes: Sequence[PlaneShape], coordinates: Coordinates) -> None:
-    """Raise DataError if a reference's numbers do not fit the option `coordinates`."""
+    """Raise DataError if the reference's numbers do not fit the option `coordinates`."""
     numbers = [value for shape in shapes for value in shape.numbers]
     largest = RANGES.get(coordinates, math.inf)
     if any(value > largest or (value < 0 and largest < math.inf) for value in numbers):
@@ -231,7 +237,7 @@ def check_range(sample: Sample, shapes: Sequence[PlaneShape], coordinates: Coord
 def convert_to_reference_units(
     shapes: list[PlaneShape] | None, sample: Sample, of_answer: Coordinates, of_reference: Coordinates
 ) -> list[PlaneShape] | None:
-    """Scale the shapes of an answer to the units of the reference."""
+    """Scale the shapes of an answer to the unit of the reference."""
     if of_answer == of_reference:
         return shapes
     sizes = {

@@ -1,4 +1,4 @@
-"""Requests to a reward server: URL and token, failures that may be retried, and responses with the token masked."""
+"""Client for a reward server: URL and token, failures that allow a retry, and responses with the token masked."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dsreason.secrets import is_header_safe
 LONGEST_PAUSE = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
 PREFIXES = ("REMOTE_REWARD_", "WFM_REWARD_")
-"""Prefixes of cosmos-rl's environment variables, the new and the old one."""
+"""Prefixes of cosmos-rl's environment variables: the current one and the old one."""
 
 
 class Retry(Exception):
-    """A failure that may be temporary: no connection, a timeout, or a status that means so."""
+    """Error for a possibly temporary failure: no connection, a timeout, or a status that allows a retry."""
 
     def __init__(self, text: str, wait: float = 0.0) -> None:
         super().__init__(text)
         self.wait = wait
-        """Minimum number of seconds that the server requests to wait."""
+        """Minimum number of seconds to wait before a retry, as requested by the server."""
 
     def pause(self, first: float, attempt: int) -> float:
-        """Return the seconds until the next attempt: `first`, doubled per attempt, or the server's request if longer."""
+        """Return the seconds until the next attempt: `first`, doubled per attempt, or the server's request if that is longer."""
         return min(max(first * 2.0**attempt, self.wait), LONGEST_PAUSE)
 
 
 class Refused(Exception):
-    """A status that a retry would not change."""
+    """Error for a status that a retry would not change."""
 
 
 class Unusable(Refused):
-    """A response that is too long, or compressed in an unknown format."""
+    """Error for a response that is too long, or compressed in an unknown format."""
 
 
 class RewardServer:
@@ -44,7 +44,7 @@ class RewardServer:
 
     Args:
         what: name of the server in messages.
-        token_name: environment variable of the token.
+        token_name: environment variable that holds the token.
         max_bytes: maximum size of a response; a larger one is an error.
     """
 
@@ -77,10 +77,10 @@ class RewardServer:
     async def answer(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """Send a request and return status and content of a successful response, or of one whose status is `expected`.
+        """Send a request; return the status and the content of a response that is successful or whose status is `expected`.
 
         Args:
-            limit: seconds within which the whole response must arrive.
+            limit: seconds within which the complete response must arrive.
 
         Raises:
             Retry, Refused: the request failed.
@@ -101,7 +101,7 @@ class RewardServer:
     def post(
         self, body: bytes, headers: Mapping[str, str], limit: float, *, expected: Iterable[int] = ()
     ) -> tuple[int, bytes]:
-        """Send a request like `answer` does, but block until the response arrives; works in any thread."""
+        """Send a request as `answer` does, but block until the response arrives; works in any thread."""
         return http.wait_for(self.answer(body, headers, limit, expected=expected))
 
     def _raise_for_status(self, answer: http.HttpResponse) -> NoReturn:
@@ -119,7 +119,7 @@ class RewardServer:
         raise Refused(text)
 
     def quote(self, text: str) -> str:
-        """Return the beginning of a server's text in one line, with the token masked."""
+        """Return the beginning of a server's text on one line, with the token masked."""
         clean = to_one_line(self.mask_token(text))
         return clean if len(clean) <= 200 else f"{clean[:200]}…"
 

@@ -1,6 +1,6 @@
-"""A reward that another model gives according to a rubric, over HTTP in the protocol of OpenAI's chat completions.
+"""A reward for which another model scores the answer by a rubric, queried through OpenAI's chat completions API.
 
-A judge that cannot be reached, refuses or gives no score within the scale is a failure and never counts as a score: the
+If the judge cannot be reached, refuses, or gives no score within the scale, this is a failure and never counts as a score: the
 request is retried, and finally a RewardError stops the run, as with a reward server.
 """
 
@@ -31,9 +31,9 @@ from dsreason.text import split_response
 RUBRIC = "How well does the answer agree with the reference answer? What the reference does not say does not count."
 KEY_VARIABLE = "JUDGE_API_KEY"
 CONCURRENT_REQUESTS = 8
-"""Number of completions that one worker has judged concurrently."""
+"""Maximum number of completions that one worker has judged at the same time."""
 MOST_BYTES = 2**20
-"""Maximum size of a reply."""
+"""Maximum size of a reply, in bytes."""
 FIRST_PAUSE = 1.0
 
 SYSTEM = (
@@ -65,23 +65,24 @@ async def judge(
 ) -> tuple[float, dict[str, float]]:
     """Return the judge's score, mapped from `lowest` … `highest` to 0 … 1; the mean if there are several `votes`.
 
-    The judge sees the rubric, the question's text, the reference answer if the sample has one, and the answer, but no media.
-    The metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost`, and with several votes `agreement`, the share of
+    The judge sees the rubric, the text of the question, the reference answer if the sample has one, and the answer, but no media.
+    The metrics are `retries`, `prompt_tokens`, `completion_tokens`, `cost` and, with several votes, `agreement`: the share of
     pairs of votes that are equal.
 
     Args:
         url: URL of the API, up to `/v1`; the default is JUDGE_URL in the environment.
         model: name of the model in the API; the default is JUDGE_MODEL in the environment.
-        shown: show the judge only the final answer, or the whole completion including the thoughts.
-        api_key_variable: environment variable that holds the key; JUDGE_API_KEY may be unset.
-        temperature: the default is 0 for one vote and 1 for several, which would otherwise be identical.
-        request: additional keys of the request, which override others, such as `{reasoning_effort = "low"}`.
+        shown: whether the judge sees only the final answer, or the complete completion including the reasoning.
+        api_key_variable: environment variable that holds the key; only the default, JUDGE_API_KEY, may be unset.
+        temperature: the default is 0 for one vote, and 1 for several votes, which would otherwise be identical.
+        request: additional keys of the request, which override other keys, such as `{reasoning_effort = "low"}`.
         time_limit: seconds that one request may take.
-        retries: retries per vote after a failure, after pauses that double from 1 s to 30 s.
+        retries: number of retries per vote; after a temporary failure of the server, the pause before a retry doubles from
+            1 s up to 30 s.
         input_price, output_price: price per million tokens, for `cost`.
 
     Raises:
-        RewardError: the judge gives no score; the message names the sample, and never the key.
+        RewardError: the judge gives no score; the message names the sample and never contains the key.
         ConfigError: URL, model or key is missing or invalid.
     """
     server, model = open_judge(url, model, api_key_variable)
@@ -117,13 +118,13 @@ class Vote:
 
 
 class Unreadable(Exception):
-    """A reply without a score; the message quotes it."""
+    """Error for a reply without a score; the message quotes the reply."""
 
 
 async def request_vote(
     server: RewardServer, body: bytes, sample_id: str, scale: tuple[float, float], time_limit: float, retries: int
 ) -> Vote:
-    """Request one score, with retries. Tokens of failed attempts count as well."""
+    """Request one score, retrying after failures. The tokens of failed attempts count as well."""
     spent = [0, 0]
     for attempt in range(retries + 1):
         pause = 0.0
@@ -167,7 +168,7 @@ def build_messages(
     answer = completion if shown == "completion" else split_response(completion).answer
     question = "\n".join(filter(None, (get_text(message) for message in sample.messages if message["role"] == "user")))
     parts = {"question": question, "reference": split_response(sample.answer or "").answer, "answer": answer}
-    # The tag contains a hash of the answer, so that the answer cannot close it.
+    # The tags contain a hash of the content, so that an answer cannot close its own tag.
     mark = hashlib.sha256("\n".join(parts.values()).encode(errors="replace")).hexdigest()[:8]
     tagged_parts = [
         f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in parts.items() if text or name == "answer"
@@ -179,7 +180,7 @@ def build_messages(
 
 
 def open_judge(url: str | None, model: str | None, api_key_variable: str) -> tuple[RewardServer, str]:
-    """Return the server and the name of the model there, without a request."""
+    """Return a client for the server and the name of its model, without sending a request."""
     address, name = url or os.environ.get("JUDGE_URL", ""), model or os.environ.get("JUDGE_MODEL", "")
     for value, option, variable in ((address, "url", "JUDGE_URL"), (name, "model", "JUDGE_MODEL")):
         if not value.strip():
@@ -235,7 +236,7 @@ def count_tokens(reply: dict[str, Any]) -> list[int]:
 
 
 def read_score(reply: dict[str, Any], scale: tuple[float, float], server: RewardServer) -> float:
-    """Return the last `{"score": n}` in the reply's text; raise Unreadable if it has none within the scale."""
+    """Return the last `{"score": n}` in the reply's text; raise Unreadable if the text has no score within the scale."""
     choices = reply.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     message = choice.get("message")
@@ -251,7 +252,7 @@ def read_score(reply: dict[str, Any], scale: tuple[float, float], server: Reward
 
 
 def find_plain_score(text: str) -> float | None:
-    """Read the score of a judge that omits the JSON: `**Score:** 4`, `Score: 4/5`; None if there are several values."""
+    """Return the score of a reply without JSON, such as `**Score:** 4` or `Score: 4/5`; None unless there is exactly one."""
     values = {
         float(value)
         for value in re.findall(r"\bscore\b[\s*:=\"']{1,8}(-?[0-9]{1,6}(?:\.[0-9]{1,6})?)", text.lower()[:65_536])

@@ -1,8 +1,8 @@
-r"""Rewards for mathematical answers, compared by `math-verify` (sympy).
+r"""Rewards for mathematical answers, compared with `math-verify` (sympy).
 
-math-verify interrupts long computations by a signal, which only the main thread of a process can receive; an interrupted
-computation counts as wrong. A computation inside C code cannot be interrupted (`\boxed{9^{9^{9^9}}}` in unlucky forms): then
-the `Scorer` kills the worker and uses `score_on_timeout`, because the completion is at fault and not the function.
+math-verify interrupts long computations with a signal, which only the main thread of a process can receive; an interrupted
+computation counts as wrong. A computation inside C code cannot be interrupted (some forms of `\boxed{9^{9^{9^9}}}`); in this
+case, the `Scorer` kills the worker and uses `score_on_timeout`, because the completion is at fault and not the function.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from dsreason.data.types import Sample
 
 SECONDS = 3
-"""Time limit for parsing one expression, and for one comparison."""
+"""Time limit in seconds, for parsing an expression and for each comparison."""
 
 UNITS = (
     "square|ways|integers|dollars|cents|mph|inches|feet|cm|km|gm|m|meters|pounds|units|hours|minutes|degrees|points|digits"
     "|edges|meals|multiples|students"
 )
-"""Words beside a number that are ignored."""
+"""Words next to a number that are ignored."""
 
 LONGEST = 1000
-"""Maximum number of characters in braces. Without it, each unclosed brace would be searched to the end of the text."""
+"""Maximum number of characters in braces; without it, each unclosed brace would cause a search to the end of the text."""
 
 
 def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Mark a plain reward whose calls get this score if they exceed the time limit, instead of ending the run."""
+    """Set the score that calls of a plain reward get if they exceed the time limit, instead of ending the run."""
 
     def mark(function: Callable[..., float]) -> Callable[..., float]:
         vars(function)["score_on_timeout"] = score
@@ -38,9 +38,9 @@ def score_on_timeout(score: float) -> Callable[[Callable[..., float]], Callable[
 
 @score_on_timeout(0.0)
 def boxed_math(completion: str, sample: Sample) -> float:
-    r"""Return 1 if the completion's `\boxed{…}` equals the reference's, else 0; identical to cosmos-rl's.
+    r"""Return 1 if the completion's `\boxed{…}` equals the reference's, else 0; identical to the reward of cosmos-rl.
 
-    The reference must be LaTeX (`\boxed{5}` or `$5$`; a bare `5` always gives 0); the completion may also contain a bare
+    The reference must be LaTeX (`\boxed{5}` or `$5$`; a bare `5` always gives 0), but the completion may also contain a bare
     number. Several different boxed answers are wrong.
     """
     if sample.answer is None:
@@ -52,7 +52,7 @@ def boxed_math(completion: str, sample: Sample) -> float:
 def direct_math(completion: str, sample: Sample) -> float:
     r"""Return 1 if the last `Answer: …` of the completion equals the reference, else -1.
 
-    Answers are equal if they are the same text after `normalise`, as in cosmos-rl, or the same value: `0.5` and `\frac12`.
+    Answers are equal if they have the same text after `normalise`, as in cosmos-rl, or the same value: `0.5` and `\frac12`.
     """
     lines = re.findall(r"answer\s*:\s*([^\n]+)", completion, re.IGNORECASE)
     if not lines or sample.answer is None:
@@ -65,8 +65,8 @@ def direct_math(completion: str, sample: Sample) -> float:
 
 
 def is_equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool:
-    """Return whether two LaTeX texts have the same value; with `bare_numbers` the answer may also be a bare number."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # sympy takes a second
+    """Return whether two LaTeX texts have the same value; with `bare_numbers`, the answer may also be a bare number."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # slow: loads sympy
 
     seconds = SECONDS if threading.current_thread() is threading.main_thread() else None
     latex, number = LatexExtractionConfig(), ExprExtractionConfig()
@@ -76,12 +76,12 @@ def is_equal(reference: str, answer: str, *, bare_numbers: bool = False) -> bool
 
 
 def is_formula(text: str) -> bool:
-    """Return whether the text contains no words, which sympy would parse as products of letters: `left` would equal `felt`."""
+    """Return whether the text has no words. sympy would parse words as products of letters: `left` would equal `felt`."""
     return re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text) is None
 
 
 def normalise(answer: str) -> str:
-    r"""Reduce an answer as in Minerva's evaluation: `x = 5 cm` → `5`, `\frac12` → `\frac{1}{2}`, `1,000` → `1000`."""
+    r"""Normalise an answer as in Minerva's evaluation: `x = 5 cm` → `5`, `\frac12` → `\frac{1}{2}`, `1,000` → `1000`."""
     text = answer.rpartition("=")[2]
     text = re.sub(r"\b[Aa]n? ", "", text)
     for noise in (r"\$", r"\ ", r"\;", r"\,", r"\!", "{,}", r"^\circ", r"^{\circ}", r"\ldots", r"\dots", '"'):
@@ -95,6 +95,6 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([^\s{}\\])\s*([^\s{}\\])", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*([^\s{}\\\[])", r"\\sqrt{\1}", text)
-    text = "".join(text.split()).removesuffix(".")  # the full stop ends the sentence, also as `$42.$`
+    text = "".join(text.split()).removesuffix(".")  # the full stop ends the sentence, even in `$42.$`
     digits = text.replace(",", "")
     return digits if digits.isdigit() else text

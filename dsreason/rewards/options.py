@@ -1,4 +1,4 @@
-"""Options of built-in rewards: their types, and the validation of values."""
+"""Types of the options of built-in rewards, and the validation of their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RewardValue = float | tuple[float, dict[str, float]]
 def check_values(function: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError if the annotation of an option does not allow its value; the message names both.
 
-    The options must be arguments of the function.
+    The function must have a parameter for each option.
     """
     if not options:
         return

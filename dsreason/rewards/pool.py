@@ -1,4 +1,4 @@
-"""Worker processes for reward functions, the scheduling of their calls, and time limits."""
+"""Pool of worker processes for reward functions, with the scheduling and the time limits of their calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dsreason.rewards import worker as messages
 log = logging.getLogger(__name__)
 
 GRACE = 1.0
-"""Extra seconds before a worker is killed in an async call, whose time limit the worker enforces itself."""
+"""Seconds between the time limit of an async call, which normally the worker enforces, and the killing of its worker."""
 TICK = 0.5
-"""Maximum seconds between two checks of the workers; a worker may die without closing its pipe."""
+"""Maximum number of seconds between two checks of the workers; a worker may die without closing its pipe."""
 
 
 CAUSES: dict[int, str] = {
@@ -39,21 +39,22 @@ CAUSES: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RewardCall:
-    """A call of a reward function (by its index) for one completion, or for several clips."""
+    """A call of a reward function (given by its index) for one completion, or for several clips."""
 
     function: int
     arguments: tuple[Any, ...]
     subject: str
-    """Subject of the call in messages: `sample "7"`."""
+    """Subject of the call in messages, such as `sample "7"`."""
 
 
 class RewardWorker:
-    """The trainer's side of one worker process."""
+    """One worker process, as seen by the trainer."""
 
     def __init__(self, start: messages.Start) -> None:
         trainer_end, worker_end = socket.socketpair()
         with worker_end:
-            # A separate session: Ctrl-C only reaches the trainer, and processes that a function starts are killed with it.
+            # A separate session: Ctrl-C reaches only the trainer, and processes that a function starts are killed with the
+            # worker.
             self.process = subprocess.Popen(
                 messages.build_command(worker_end.fileno()),
                 pass_fds=[worker_end.fileno()],
@@ -65,9 +66,9 @@ class RewardWorker:
         """Properties of the functions, by index; None until the worker has imported them."""
         self.function = 0
         self.pending: list[int] = []
-        """Calls without a result; async calls that have begun come first, the last one first."""
+        """Indices of the calls without a result; async calls that have begun come first, the most recent one at the front."""
         self.since = time.monotonic()
-        """Time of the last message from or task for the worker."""
+        """Time of the last message from the worker or task for the worker, on the monotonic clock."""
         self.connection.send(start)
 
     @property
@@ -115,7 +116,7 @@ class RewardWorker:
 
 
 class Pool:
-    """Pool of worker processes that call reward functions of one kind; `functions` are (name, options)."""
+    """A pool of worker processes that call reward functions of one kind; `functions` are (name, options)."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Kill the workers, even in the middle of a call."""
+        """Kill all workers, even those that are executing a call."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
@@ -168,7 +169,7 @@ class Pool:
         return [results[number] for number in range(len(calls))]
 
     def _group_calls(self, calls: Sequence[RewardCall]) -> deque[list[int]]:
-        """Group calls of the same function into tasks: one per worker if async, else several per worker for an even load."""
+        """Group calls of the same function into tasks: one per worker if async, otherwise several, to balance the load."""
         if calls and not self._workers:
             raise RuntimeError(
                 "the workers are not running: use the pool in a with statement, and do not use it after an error"
@@ -196,7 +197,7 @@ class Pool:
     def _listen(
         self, calls: Sequence[RewardCall], results: dict[int, messages.ScoredCall], jobs: deque[list[int]]
     ) -> None:
-        """Wait for messages and process them, then check for workers that exceed their time limit."""
+        """Wait for messages and process them, then handle workers that exceed their time limit."""
         busy = [worker for worker in self._workers if not worker.idle]
         remaining = min((self._compute_deadline(worker) - time.monotonic() for worker in busy), default=TICK)
         wait([worker.connection for worker in busy], timeout=min(max(remaining, 0.0), TICK))
@@ -244,7 +245,10 @@ class Pool:
         results: dict[int, messages.ScoredCall],
         jobs: deque[list[int]],
     ) -> None:
-        """Kill the worker. Replace it by a new one if the function has a `score_on_timeout`, else raise RewardError."""
+        """Kill a worker that exceeded its time limit; replace it if the function has a `score_on_timeout`.
+
+        Raise RewardError if the function has none, or if the worker has not finished its imports.
+        """
         starting = worker.traits is None
         worker.kill(show_stack=True)
         if starting:

@@ -1,4 +1,4 @@
-"""The reference answer of a sample, for rewards that parse it."""
+"""Functions that parse the reference answer of a sample, for rewards that need its value."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Read = TypeVar("Read")
 
 
 def read_reference(sample: Sample, read: Callable[[str], Read | None], expected: str) -> Read:
-    """Return what `read` parses from the sample's answer.
+    """Return the result of `read` for the sample's answer.
 
     Raises:
-        DataError: nothing could be parsed; the message names the sample, its answer and what was `expected`.
+        DataError: the answer could not be parsed; the message names the sample, its answer and what was `expected`.
     """
     answer = sample.answer
     parsed = read(get_answer(answer)) if isinstance(answer, str) and answer.strip() else None

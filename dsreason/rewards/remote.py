@@ -3,7 +3,7 @@
     POST <url>  {"prompts": [str], "completions": [str], "answers": [str | null], "media": [[part]], "meta": [{…}]}
     200         {"scores": {"<name>": [float]}}
 
-Each list has one entry per completion. `media` are the sample's image and video parts, with paths as the trainer sees them;
+Each list has one entry per completion. `media` are the image and video parts of the sample, with the paths that the trainer uses.
 `meta` has the sample's `id`, its `options` and the entries of its `meta`. The token is sent only in the `Authorization` header.
 """
 
@@ -35,7 +35,7 @@ class ScoresAnswer(BaseModel):
 
 
 class ScoreEntry(BaseModel):
-    """One entry of `scores`. pydantic would collect all errors of a long response in memory; here it stops at the first."""
+    """One entry of `scores`, validated up to the first error: pydantic would keep all errors of a long response in memory."""
 
     scores: dict[
         str,
@@ -44,7 +44,7 @@ class ScoreEntry(BaseModel):
 
 
 class RemoteReward:
-    """Rewards from a server. The environment supplies what the configuration does not set, and always the token.
+    """Rewards from a server. The token, and all settings that the configuration leaves unset, come from the environment.
 
     The variables are `REMOTE_REWARD_URL` (or `_ENQUEUE_URL`), `_TOKEN` and `_ENQUEUE_TIMEOUT_S`, or the same names with the
     prefix `WFM_REWARD_`.
@@ -67,7 +67,7 @@ class RemoteReward:
     def score(
         self, completions: Sequence[str], samples: Sequence[Sample], names: Sequence[str] = ()
     ) -> dict[str, list[float]]:
-        """Return all scores from the server, at least `names`, for `completions[i]` as an answer to `samples[i]`."""
+        """Return the server's scores of `completions[i]` as an answer to `samples[i]`, by name; at least those in `names`."""
         pairs = list(zip(completions, samples, strict=True))
         batches = [
             pairs[first : first + self.config.batch_size] for first in range(0, len(pairs), self.config.batch_size)

@@ -30,22 +30,22 @@ class CompletionScores:
     """
 
     total: Floats  # [n]
-    """The weighted sum."""
+    """Weighted sum of the scores."""
     by_function: dict[str, Floats]  # [n] each
     """Unweighted scores: short name of the function → scores."""
     metric_sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """`<function>/<metric>` → its sum and the number of calls that returned it; both can be summed over ranks."""
+    """`<function>/<metric>` → sum of the metric and number of calls that returned it; both can be summed over ranks."""
 
 
 class Scorer:
-    """Scorer of completions; a context manager, because it holds worker processes.
+    """A scorer of completions; it is a context manager, because it holds worker processes.
 
         with Scorer(RewardConfig(functions={"single_choice": 1.0, "rewards.py:judge": 0.5})) as scorer:
             scores = scorer.score(completions, samples)
 
-    If a function raises, returns anything but a finite number, exceeds `time_limit` or kills its process, all workers, including
-    a hanging one, are killed and RewardError names the function and the sample. Entering raises ConfigError if a function
-    cannot be found.
+    If a function raises an error, returns anything but a finite number, exceeds `time_limit`, or ends its process, all workers
+    are killed, including hanging ones, and a RewardError names the function and the sample. Entering the context raises
+    ConfigError if a function cannot be found.
 
     Args:
         start_limit: seconds within which a worker must have imported the functions.
@@ -71,7 +71,7 @@ class Scorer:
         self._pool.close()
 
     def score(self, completions: Sequence[str], samples: Sequence[Sample]) -> CompletionScores:
-        """Score `completions[i]` against `samples[i]`; for `overlong` see `text.with_length`."""
+        """Score `completions[i]` as an answer to `samples[i]`. For `overlong`, prepare the samples with `text.add_length`."""
         pairs = list(zip(completions, samples, strict=True))
         calls = [
             RewardCall(number, pair, f'sample "{pair[1].id}"') for number in range(len(self._local)) for pair in pairs
@@ -101,5 +101,5 @@ class Scorer:
 
 
 def open_remote(config: RewardConfig) -> RemoteReward | None:
-    """Return the server for rewards named `remote:…`, None if the configuration has none. Send no request."""
+    """Return a client for rewards named `remote:…`, or None if the configuration has none; send no request."""
     return RemoteReward(config.remote) if any(name.startswith(REMOTE) for name in config.functions) else None

@@ -1,4 +1,4 @@
-"""A reward for waypoints: the distance of a trajectory to the reference's, point by point and at its end."""
+"""A reward for waypoints: the distance of a trajectory from the reference, point by point or at its end."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ def trajectory(
     unit: Literal["m", "cm", "mm", "km", "ft", "px"] = "m",
     metrics: bool = False,
 ) -> RewardValue:
-    """Return the nearness of waypoints, 0 to 1: the mean of 1 - distance / `limit`, each term at least 0.
+    """Return the closeness of waypoints, 0 to 1: the mean of 1 - distance / `limit`, each term at least 0.
 
-    Distances are Euclidean, in `unit`. ADE is their mean and FDE the last one (Alahi et al. 2016, nuScenes); because no
-    waypoint costs more than `limit`, omitting bad ones never pays. Waypoints are parsed as lists of (x, y), also in JSON.
+    Distances are Euclidean, in `unit`. ADE is their mean and FDE the last one (Alahi et al. 2016, nuScenes). A waypoint costs
+    at most as much as one at distance `limit`, so omitting bad waypoints never pays. Waypoints are parsed as lists of (x, y),
+    also in JSON.
 
     Args:
-        error: score all waypoints (`ade`), the last one (`fde`), or take the mean of both scores.
-        limit: distance from which a waypoint scores 0.
+        error: what is scored: all waypoints (`ade`), the last one (`fde`), or the mean of both scores (`both`).
+        limit: distance at which the score of a waypoint reaches 0.
         score: `linear` as above; `exp` uses exp(-distance / limit).
-        threshold: return 1 if ADE (FDE; both) is at most this, else 0.
-        lengths: treatment of an answer with more or fewer waypoints than the reference: `missing` compares those that both
-            have and scores the others 0, `resample` resamples both to the same number of points, evenly along their length
-            (for traces without times), `equal` gives 0.
-        axes: indices of the numbers of a waypoint that count; [0, 1] ignores a third one, such as a heading.
+        threshold: return 1 if the ADE (or FDE, or both) is at most this value, else 0.
+        lengths: treatment of an answer with more or fewer waypoints than the reference. `missing` compares those that both
+            have and scores the others 0; `resample` resamples both to the same number of points, evenly along their length
+            (for traces without timestamps); `equal` gives 0.
+        axes: indices of the numbers of a waypoint that are compared; [0, 1] ignores a third one, such as a heading.
         unit: unit of numbers without one; lengths with a unit are converted.
-        metrics: also return `read` and, if the answer is as long as the reference, `ade` and `fde`.
+        metrics: also return `read` (whether the answer was parsed) and, if it is as long as the reference, `ade` and `fde`.
     """
     form = PointForm(range(max(axes) + 1, max(axes) + 3), METRES.get(unit, 1.0))
     right = to_path(
@@ -76,7 +77,7 @@ def trajectory(
 
 
 def compute_mean_score(right: Path, answer: Path, error: str, limit: float, score: Literal["linear", "exp"]) -> float:
-    """Return the mean score of all waypoints, the score of the last one, or their mean; unmatched waypoints score 0."""
+    """Return the mean score of all waypoints, the score of the last one, or the mean of both; unmatched waypoints score 0."""
     scores = [compute_nearness(far, limit, score) for far in compute_distances(right, answer)]
     mean = sum(scores) / max(len(right), len(answer))
     last = scores[len(right) - 1] if len(answer) >= len(right) else 0.0
@@ -91,7 +92,7 @@ def compute_errors(right: Path, answer: Path, error: str) -> tuple[float, ...]:
 
 
 def compute_distances(right: Path, answer: Path) -> list[float]:
-    """Return the distances of the waypoints that both paths have."""
+    """Return the distances between the waypoints that both paths have."""
     return [math.dist(right_point, point) for right_point, point in zip(right, answer, strict=False)]
 
 

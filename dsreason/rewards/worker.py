@@ -1,7 +1,7 @@
-"""The worker process, which finds reward functions by name, calls them, and reports the result of each call.
+"""Worker process that finds reward functions by name, calls them, and reports the result of each call.
 
-It is started as a new Python process, not forked, because the trainer holds CUDA, threads and locks. Results are converted to
-plain numbers here, so that no object of a user's type crosses the pipe.
+It is started as a new Python process instead of being forked, because the trainer holds CUDA, threads and locks. Results are
+converted to plain numbers here, so that no object of a user's type is sent through the pipe.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dsreason.user_code import restore_script_folders
 CONCURRENT_CALLS = 64
 """Maximum number of concurrent calls of one async function in one worker."""
 ERROR_CHARACTERS = 4000
-"""Maximum length of the message and of a traceback line of a reported error."""
+"""Maximum length of the message, and of each traceback line, of a reported error, in characters."""
 LARGEST = 1e12
-"""Largest absolute value of a reward; its square, and the sum of many, are still finite in float32."""
+"""Maximum absolute value of a reward; its square, and the sum of many such squares, are still finite in float32."""
 BOUND = f"a reward must be from {-LARGEST:g} to {LARGEST:g}; scale it"
 
 
@@ -41,17 +41,17 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FunctionKind:
-    """Kind of the functions in a pool. Both fields are pickled by name, so they must be module-level functions."""
+    """The kind of functions in a pool. Both fields are pickled by name, so they must be module-level functions."""
 
     find: Callable[[str, Mapping[str, Any]], Function]
     """(name, options) → function with its options bound. Raises ConfigError if the function does not exist."""
     check: Callable[[Any, tuple[Any, ...]], tuple[Any, dict[str, float]]]
-    """(result, arguments of the call) → score and metrics as plain numbers. ValueError describes an invalid one."""
+    """(result, arguments of the call) → score and metrics as plain numbers. Raises ValueError if the result is invalid."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """First message to a worker: names and options of the functions, and the seconds that a call may take."""
+    """First message to a worker: names and options of the functions, and the maximum number of seconds per call."""
 
     kind: FunctionKind
     functions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -60,7 +60,7 @@ class Start:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Calls of one function: `items` are (index of the call, its arguments)."""
+    """Calls of one function, which is given by its index; `items` are (index of the call, arguments)."""
 
     function: int
     items: list[tuple[int, tuple[Any, ...]]]
@@ -73,9 +73,9 @@ class Trait:
     is_async: bool
     score_on_timeout: float | None
     time_limit: float
-    """Seconds that one call may take."""
+    """Maximum number of seconds that one call may take."""
     concurrent_calls: int
-    """Maximum number of concurrent calls in one worker, for an async function."""
+    """Maximum number of concurrent calls in one worker; used only for async functions."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Begun:
-    """Message that an async call has begun; plain calls run one after another."""
+    """Message that an async call has begun. Plain calls run one after another and send none."""
 
     call: int
 
@@ -94,13 +94,13 @@ class Begun:
 class ScoredCall:
     call: int
     score: Any
-    """Score as returned by `Kind.check`."""
+    """Score as returned by `FunctionKind.check`."""
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Description of a failed call: `raised …`, `returned …`, or that an async call exceeded the time limit."""
+    """Message that a call has failed: `raised …`, `returned …`, or that an async call exceeded the time limit."""
 
     call: int
     text: str
@@ -112,10 +112,10 @@ Send = Callable[[Begun | ScoredCall | Failed], None]
 def main(descriptor: int) -> None:
     """Serve calls until the other end of the pipe closes."""
     os.set_inheritable(descriptor, False)  # processes that a reward function starts must not hold the pipe open
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent before a hanging worker is killed
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the signal is sent before a hanging worker is killed
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
-        os.register_at_fork(after_in_child=connection.close)  # a fork of this process must not answer a second time
+        os.register_at_fork(after_in_child=connection.close)  # a fork of this process must not send its own answers
         try:
             start: Start = connection.recv()
             restore_script_folders()
@@ -131,14 +131,14 @@ def main(descriptor: int) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process, even if a function hangs, when the trainer has been killed."""
+    """End this process when the trainer has exited, even if a function hangs."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def _get_trait(function: Function, time_limit: float) -> Trait:
-    """Return the properties of a function; `time_limit` is for functions that, unlike `judge`, have no `call_limits`."""
+    """Return the properties of a function. `time_limit` applies unless the function has `call_limits`, as `judge` does."""
     inner, options = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     score = getattr(inner, "score_on_timeout", None)
@@ -198,7 +198,7 @@ def describe_timeout(time_limit: float) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error as `raised ValueError: …`, followed by the indented traceback from the function on."""
+    """Describe an error as `raised ValueError: …`, followed by the indented traceback, starting at the user's function."""
     user_traceback = error.__traceback__
     while user_traceback is not None and user_traceback.tb_frame.f_code.co_filename == __file__:
         user_traceback = user_traceback.tb_next
@@ -217,7 +217,7 @@ def _check_result(call: int, result: Any, arguments: tuple[Any, ...], kind: Func
 
 
 def check_score(result: Any, arguments: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
-    """Check the result of a reward for a completion, a number or (number, dict of metrics); used as `Kind.check`."""
+    """Check the result of a reward function, a number or (number, dict of metrics); used as `FunctionKind.check`."""
     score, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not _is_number(score):
         raise ValueError(
@@ -247,7 +247,7 @@ def describe_value(value: Any) -> str:
 
 
 def build_command(descriptor: int) -> list[str]:
-    """Return the command line of a worker that communicates through `descriptor` and has this process's import path."""
+    """Return the command line of a worker that communicates through `descriptor` and has the import path of this process."""
     code = (
         f"import sys; sys.path[:] = {[path or os.getcwd() for path in sys.path]!r}; "
         f"from {__name__} import main; main({descriptor})"

@@ -77,7 +77,7 @@ LATEX = (
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with its unit: `3.2 m` is `Quantity(3.2, "length", 1.0)`; for an unknown unit the last two are "" and 1."""
+    """A number with its unit: `3.2 m` is `Quantity(3.2, "length", 1.0)`. Without a known unit, the last two are "" and 1."""
 
     value: float
     dimension: str = ""
@@ -85,7 +85,7 @@ class Quantity:
 
     @property
     def base(self) -> float:
-        """The value in the base unit of the dimension."""
+        """Value in the base unit of the dimension."""
         return self.value * self.factor
 
 
@@ -98,10 +98,10 @@ class NumberToken:
 
 
 def read_quantity(text: str, dimension: str = "") -> Quantity | None:
-    """Return the number that a `plain` text gives as its answer; None if it has no number or several equally likely ones.
+    """Return the number that a `to_plain` text gives as its answer; None if it has no number or several equally likely ones.
 
     Args:
-        dimension: dimension of the reference; of several numbers, one with this dimension is the answer.
+        dimension: dimension of the reference; of several numbers, the one with this dimension is the answer.
     """
     text = clean(text.lower())
     tokens = [make_token(match) for match in TOKEN.finditer(text)]
@@ -122,7 +122,7 @@ def clean(text: str) -> str:
 
 
 def choose_quantity(text: str, tokens: Sequence[NumberToken], dimension: str) -> Quantity | None:
-    """Return the quantity of the token that `pick_token` returns, None if that is part of a range."""
+    """Return the quantity of the token that `pick_token` returns; None if it returns None or the token is part of a range."""
     ranged = [end for pair in zip(tokens, tokens[1:], strict=False) if is_range(text, *pair) for end in pair]
     token = pick_token(text, tokens, dimension)
     return token.quantity if token is not None and token not in ranged else None
@@ -170,7 +170,7 @@ def join_tokens(tokens: Sequence[NumberToken], text: str) -> list[NumberToken]:
 
 
 def is_part(whole: NumberToken, part: NumberToken, text: str) -> bool:
-    """Return whether `part` follows `whole` directly, in a smaller unit of the same dimension."""
+    """Return whether `part` directly follows `whole`, in a smaller unit of the same dimension."""
     a, b = whole.quantity, part.quantity
     if a is None or b is None or not a.dimension or a.dimension != b.dimension or a.factor <= b.factor:
         return False
@@ -195,7 +195,7 @@ def make_token(match: re.Match[str]) -> NumberToken:
 
 
 def find_unit(text: str) -> tuple[str, float]:
-    """Return dimension and factor of a unit; ("", 1) if the unit is unknown."""
+    """Return the dimension and the factor of a unit; ("", 1) if the unit is unknown."""
     unit = re.sub(r"\s?/\s?|\sper\s", "/", text).replace("metre", "meter")
     unit = re.sub(r"(?<=[a-z])\^?([23])\Z", r"^\1", unit)
     unit = {"meter/second": "m/s", "kilometer/hour": "km/h", "mile/hour": "mph"}.get(unit.replace("s/", "/"), unit)
@@ -203,7 +203,7 @@ def find_unit(text: str) -> tuple[str, float]:
 
 
 def parse_digits(text: str) -> float | None:
-    """Convert `1,234.5`, `1.234,5`, `1 234`, `3,2` or `.5` to a float; return None if the separators are invalid."""
+    """Convert `1,234.5`, `1.234,5`, `1 234`, `3,2` or `.5` to a float; return None if the separators are inconsistent."""
     text = re.sub(r"[ '_]", "", text)
     commas, dots = text.count(","), text.count(".")
     if commas and dots:

@@ -1,4 +1,4 @@
-"""Conversion of answers to plain text and JSON, before other parsers search them."""
+"""Functions that convert answers to plain text and JSON, which the other parsers then search."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from dsreason.text import split_response
 
 MOST_CHARACTERS = 65_536
-"""Number of characters of an answer that are read, which bounds the cost of a hostile answer."""
+"""Number of characters of an answer that are parsed, which bounds the cost of a hostile answer."""
 MOST_FAILURES = 64
-"""Number of brackets that do not begin JSON after which the search ends."""
+"""Number of brackets that do not start valid JSON after which the search ends."""
 MOST_DEPTH = 16
-"""Maximum nesting of lists and objects; deeper values are ignored."""
+"""Maximum nesting depth of lists and objects; deeper values are ignored."""
 MOST_LITERAL = 8_192
-"""Maximum number of characters of a Python literal."""
+"""Maximum number of characters in a Python literal."""
 
 SIGNS = str.maketrans(
     {**dict.fromkeys("−‐‑‒–—―﹣－", "-"), **dict.fromkeys("“”„″", '"'), **dict.fromkeys("‘’′", "'")}
@@ -29,7 +29,7 @@ SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+"
 
 
 def get_answer(completion: str) -> str:
-    """Return the final answer of a completion, see `split_response`, as `to_plain` text."""
+    """Return the final answer of a completion (see `split_response`), converted by `to_plain`."""
     return to_plain(split_response(completion).answer)
 
 
@@ -65,7 +65,7 @@ def find_json_values(text: str) -> list[Any]:
 
 
 def parse_literal(text: str) -> list[Any]:
-    """Return the dict or list between the first and the last bracket, if it is a Python literal, in a list."""
+    """Parse the text from the first to the last bracket; return [value] if it is a Python dict or list, else []."""
     begin = min((position for position in (text.find("["), text.find("{")) if position >= 0), default=0)
     literal = text[begin : max(text.rfind("]"), text.rfind("}")) + 1]
     if not literal or len(literal) > MOST_LITERAL:
@@ -98,7 +98,7 @@ DECODER = json.JSONDecoder(parse_constant=reject_constant)
 
 
 def normalize_key(key: Any) -> str:
-    """Normalise a key: `Start_Time`, `start time` and `startTime` are equal."""
+    """Normalise a key: `Start_Time`, `start time` and `startTime` become equal."""
     return re.sub(r"[\W_]", "", str(key)[:64]).lower()
 
 
@@ -114,5 +114,5 @@ def to_finite_float(value: Any) -> float | None:
 
 
 def is_none_answer(text: str) -> bool:
-    """Return whether the whole answer says that nothing exists: `none`, `n/a`, `empty` …"""
+    """Return whether the complete answer states that nothing exists: `none`, `n/a`, `empty` …"""
     return re.fullmatch(r"\W{0,9}(none|nothing|no|n/a|empty|null)\W{0,9}", text.lower()) is not None

@@ -1,4 +1,4 @@
-"""Parser of boxes and points in texts: JSON as Qwen-VL writes it, tags, bracketed and named numbers."""
+"""Parser of boxes and points in texts: JSON as Qwen-VL writes it, tags, and numbers in brackets or with names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Literal
 from dsreason.rewards.reading.plain import find_json_values, is_none_answer, normalize_key, to_finite_float
 
 Order = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
-"""Meaning of a box's four numbers: two corners; a corner (or `c`, the centre) with width and height; or Gemini's order."""
+"""Meaning of a box's four numbers: two corners; a corner (or `c`, the centre), width and height; or Gemini's order."""
 
 NUMBER = r"[+-]?[0-9]{1,12}(?:\.[0-9]{0,12})?(?:e[+-]?[0-9]{1,3})?"
 METRES = {"m": 1.0, "meter": 1.0, "meters": 1.0, "metre": 1.0, "metres": 1.0, "cm": 0.01, "mm": 0.001, "km": 1000.0}
 METRES |= {"ft": 0.3048, "feet": 0.3048, "in": 0.0254}
 UNIT = rf"(?:{'|'.join(sorted(METRES, key=len, reverse=True))}|px|pixels?|%)(?![a-z])"
 ITEM = rf"(?:[a-z]{{1,2}}[0-9]?\s?[=:]\s?)?(?:{NUMBER})(?:\s?{UNIT})?"
-"""Pattern of a number with its name and unit: `x=1.5`, `3 m`."""
+"""Pattern of a number with an optional name and unit: `x=1.5`, `3 m`."""
 BETWEEN = r"\s{0,3}(?:[,;]\s{0,3}|\s)"
 GROUP = re.compile(rf"[\[(]\s{{0,9}}({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\s{{0,9}},?\s{{0,9}}[\])]")
 ROW = re.compile(rf"\W{{0,9}}?({ITEM}(?:{BETWEEN}{ITEM}){{1,7}})\W{{0,9}}")
@@ -38,7 +38,7 @@ CORNERS = {
 LABEL_KEYS = ("label", "class", "classname", "category", "name", "object", "type", "ref")
 BOX_KEYS = {"bbox", "bbox2d", "box", "box2d", "boundingbox", "boundingbox2d", "boxes", "bboxes", "rect"}
 LARGEST = 1e12
-"""Bound of coordinates; larger ones are never meant, and the sum of their squares overflows."""
+"""Bound of coordinates; larger ones are never intended, and the sum of their squares overflows."""
 MOST_STRING = 4_096
 
 
@@ -50,24 +50,24 @@ class PlaneShape:
     label: str = ""
 
     def scale(self, x: float, y: float) -> PlaneShape:
-        """Multiply all x and all y by one factor each."""
+        """Multiply all x coordinates by `x` and all y coordinates by `y`."""
         return replace(self, numbers=tuple(value * (y if index % 2 else x) for index, value in enumerate(self.numbers)))
 
 
 @dataclass(frozen=True)
 class PointForm:
-    """Expected form of points: possible counts of numbers, and the length unit, in metres, of the result."""
+    """Expected form of points: possible counts of numbers per point, and the length unit of the result, in metres."""
 
     sizes: Sequence[int] = (2,)
     metres: float = 1.0
 
 
 Shapes = list[PlaneShape] | None
-"""Shapes of a text: [] if it says that none exist; None if it could not be parsed."""
+"""Shapes in a text; [] if the text states that none exist, None if it could not be parsed."""
 
 
 def read_boxes(text: str, order: Order = "xyxy") -> Shapes:
-    """Return all boxes of a `plain` text as x1, y1, x2, y2."""
+    """Return all boxes in a `to_plain` text, as x1, y1, x2, y2."""
     shapes = read_shapes(text, iter_json_boxes, find_text_boxes)
     return [replace(box, numbers=to_corners(box.numbers, order)) for box in shapes] if shapes else shapes
 
@@ -76,7 +76,7 @@ PLAIN_POINT = PointForm()
 
 
 def read_points(text: str, form: PointForm = PLAIN_POINT) -> Shapes:
-    """Return all points of a `plain` text in order."""
+    """Return all points in a `to_plain` text, in order."""
     return read_shapes(text, lambda value: iter_json_points(value, form), lambda lower: find_text_points(lower, form))
 
 
@@ -92,7 +92,7 @@ def read_shapes(
 
 
 def unwrap(value: Any) -> Any:
-    """Return the value of an object with one key: `{"boxes": []}` → `[]`; other values unchanged."""
+    """Return the value of an object with only one key: `{"boxes": []}` → `[]`. Return other values unchanged."""
     return next(iter(value.values())) if isinstance(value, dict) and len(value) == 1 else value
 
 
@@ -163,7 +163,7 @@ def find_label(value: dict[Any, Any]) -> str:
 
 
 def to_numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    """Convert all values, including numbers in quotes, to floats; return () if one is not a number."""
+    """Convert all values, including numbers in quotes, to floats; return () if one of them is not a number."""
     numbers = [parse_number(value) if isinstance(value, str) else to_finite_float(value) for value in values]
     return tuple(value for value in numbers if value is not None) if None not in numbers else ()
 
@@ -209,7 +209,10 @@ def find_groups(text: str, metres: float = 1.0) -> list[tuple[float, ...]]:
 
 
 def find_rows(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[PlaneShape]:
-    """Return the shapes of a text that consists of rows, split by lines, `;`, `->` or tags, with one of `sizes` numbers each."""
+    """Return the shapes of a text that consists only of rows with one of `sizes` numbers each; otherwise [].
+
+    Rows are separated by line breaks, `;`, `->` or tags.
+    """
     parts = [part for part in re.split(r"<[^<>]{0,200}>|[\n;]|->", text) if re.search("[0-9]", part)]
     rows = [ROW.fullmatch(part) for part in parts]
     shapes = [PlaneShape(parse_values(row[1], metres)) for row in rows if row]
@@ -217,7 +220,7 @@ def find_rows(text: str, sizes: Sequence[int], metres: float = 1.0) -> list[Plan
 
 
 def parse_values(text: str, metres: float) -> tuple[float, ...]:
-    """Return the numbers of a group; convert lengths with a unit to the unit of `metres` metres."""
+    """Return the numbers of a group; lengths with a unit are converted to the unit of `metres` metres."""
     return tuple(
         float(value) * (METRES[unit] / metres if unit in METRES else 1.0) for value, unit in VALUE.findall(text)
     )

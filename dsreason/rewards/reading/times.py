@@ -1,7 +1,7 @@
 """Parser of time spans: `from 00:12 to 00:15`, `[12.0, 15.0]`, `{"start": 12, "end": "0:15"}`, `<start>12</start> …`.
 
-It finds times first; the text before, between and after two of them decides whether they form a span. Every check examines a
-bounded part of the text, so the running time is linear in its length.
+The parser first finds times; the text before, between and after two times then decides whether they form a span. Every check
+examines a bounded part of the text, so the running time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dsreason.rewards.reading.plain import find_json_values, is_none_answer, normalize_key, to_finite_float
 
 Span = tuple[float, float]
-"""Start and end in seconds, as written; the end may be before the start."""
+"""Start and end in seconds, as written; the end may precede the start."""
 
 NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 UNITS = {
@@ -23,7 +23,7 @@ UNITS = {
     "ms": (0.001, r"(?:ms|msecs?|milliseconds?)"),
     "s": (1.0, r"s(?:ec(?:ond)?s?)?"),
 }
-"""Seconds per unit and pattern of its spellings, in lower case like the whole text."""
+"""Seconds per unit, and the pattern of the unit's spellings in lower case (texts are converted to lower case)."""
 HOURS, MINUTES, MILLISECONDS, SECONDS = (rf"({NUMBER})[\s-]?{written}(?![a-z])" for _, written in UNITS.values())
 AND = r"[\s,]{0,2}(?:and\s)?"
 CLOCK = r"(?:([0-9]{1,3}):)?([0-9]{1,4}):([0-9]{1,2}(?:\.[0-9]{1,9}|,[0-9]{3}(?![0-9:]))?)(?:\s?s(?:ec)?(?![a-z]))?"
@@ -66,7 +66,7 @@ TIME_WORDS = re.compile(r"(?:time(?:stamp)?|timestamps|seconds?|secs?|at|s)\Z")
 
 
 def read_spans(text: str) -> list[Span] | None:
-    """Return all spans of a `plain` text; [] if it says that none exist, None if it could not be parsed."""
+    """Return all spans in a `to_plain` text; [] if the text states that none exist, None if it could not be parsed."""
     values = find_json_values(text)
     spans_read = [span for value in values for span in iter_json_spans(value)]
     if not spans_read and (is_none_answer(text) or (values and not any(has_content(value) for value in values))):
@@ -125,7 +125,7 @@ class Time:
     end: int
     value: float
     unit: float | None
-    """Seconds per first unit, 1 for a clock time; None for a number without a unit."""
+    """Number of seconds in the time's first unit, 1 for a clock time; None for a number without a unit."""
 
     @classmethod
     def of(cls, match: re.Match[str]) -> Time:
@@ -141,14 +141,14 @@ class Time:
         return cls(match.start(), match.end(), sum(unit * count for unit, count in parts), parts[0][0])
 
     def seconds(self, unit: float | None = None) -> float:
-        """Return the time in seconds; `unit` is that of the other end, for a number without one."""
+        """Return the time in seconds; a number without a unit has the `unit` of the other time of the span (None: seconds)."""
         return self.value * (unit or 1.0) if self.unit is None else self.value
 
 
 def find_text_spans(text: str, *, whole: bool = False) -> list[Span]:
-    """Return the spans of a text in lower case. Spans of two numbers without units count only if no others exist.
+    """Return the spans in a lower-case text. Spans of two numbers without units count only if there are no others.
 
-    `whole`: return spans only if the whole text is one span.
+    If `whole` is true, return a span only if it makes up the complete text.
     """
     times = [Time.of(match) for match in TIME.finditer(text)]
     if whole and (len(times) != 2 or find_words(text) - FILLING - TO - {"from", "between"}):
@@ -168,7 +168,7 @@ def find_text_spans(text: str, *, whole: bool = False) -> list[Span]:
 
 
 def find_relation(text: str, first: Time, second: Time, *, alone: bool) -> str | None:
-    """Rate how clearly two neighbouring times form a span, `clear` or `vague`; None if they do not."""
+    """Return how clearly two consecutive times form a span, `clear` or `vague`; None if they do not form one."""
     gap = text[first.end : second.start]
     before, behind = text[max(0, first.start - WINDOW) : first.start], text[second.end : second.end + WINDOW]
     if len(gap) > WINDOW or re.search(r"-\s?\Z", before) or re.match(r"\s?-\s?[0-9]", behind):
