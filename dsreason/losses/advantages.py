@@ -1,7 +1,7 @@
 """Advantages computed from the rewards of groups.
 
-Notation: rewards `[P, G]` for P prompts with G completions each; a row is a group. A group whose rewards are all equal
-gets exactly 0, even if rounding would leave a difference between 0.1 and the mean of several 0.1.
+Notation: rewards are `[P, G]` for P prompts with G completions each; a row is a group. If all rewards of a group are equal,
+its advantages are exactly 0, even if rounding makes the mean of several 0.1 differ from 0.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def group_normalized(rewards: Tensor) -> Tensor:
 def group_centered(rewards: Tensor) -> Tensor:
     """Return R - group mean, `[P, G]` → `[P, G]` (Dr.GRPO, 2503.20783).
 
-    Dividing by the std would favour prompts that are too easy or too hard.
+    The result is not divided by the std, because that would favour prompts that are too easy or too hard.
 
     Example: [1, 0, 0, 0] gives [0.75, -0.25, -0.25, -0.25].
     """
@@ -45,9 +45,9 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def batch_normalized(rewards: Tensor) -> Tensor:
     """Return (R - group mean) / (population std of all rewards + 1e-6), `[P, G]` → `[P, G]` (Lite PPO, 2508.08221).
 
-    The std is taken over all of `rewards`, so pass the groups of the whole global batch, not those of one rank.
+    `rewards` must hold the groups of the global batch, not only those of one rank, because the std is taken over all of them.
 
-    Example: [[1, 0], [1, 1]] has std 0.4330 over all four, and gives [[1.1547, -1.1547], [0, 0]].
+    Example: [[1, 0], [1, 1]] has std 0.4330 over all four rewards, and gives [[1.1547, -1.1547], [0, 0]].
     """
     return group_centered(rewards) / (rewards.std(correction=0) + EPS)
 

@@ -1,12 +1,15 @@
-"""Importance weights that correct for the difference between the trainer's policy and the rollout engine.
+"""Importance weights that correct for the difference between the trainer's policy and the rollout engine's.
 
-The trainer and vLLM give the same token slightly different probabilities, so the samples are off-policy even before
-the first update. With w = π_old / π_rollout, a weight multiplies the clipped objective of its token and is detached.
-All functions take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]` (each token's sequence within
-the micro-batch, used by the sequence variants) and return weights `[N]`. A weight of 0 takes a token out of the objective
-but not out of the normaliser: the loss must not grow because some tokens are not trusted.
+The trainer and vLLM assign slightly different probabilities to the same token, so the samples are off-policy even before
+the first update. Each weight is derived from the ratio w = π_old / π_rollout, multiplies the clipped objective of its
+token, and is detached.
 
-The weights assume sampling from the full distribution: top-p and top-k renormalise the engine's probabilities.
+All functions take `log_ratio = old_logprobs - rollout_logprobs` `[N]` and `sequence` `[N]`, the index of each token's
+sequence within the micro-batch (used only by the sequence variants), and return weights `[N]`. A weight of 0 removes a
+token from the objective but not from the normaliser, so that masking tokens does not make the loss larger.
+
+The weights are valid only for samples from the full distribution, because top-p and top-k renormalise the engine's
+probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dsreason.losses.sequences import average_by_sequence, sum_by_sequence
 
 
 def token_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 2.0) -> Tensor:
-    """Return w_t clamped to [low, high]: truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl).
+    """Return w_t clamped to [low, high]: truncated importance sampling (TIS, https://fengyao.notion.site/off-policy-rl).
 
     Example: w [1, 3, 0.25] gives [1, 2, 0.25].
     """
@@ -28,7 +31,7 @@ def token_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, hig
 
 
 def token_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """Return w_t if low <= w_t <= high, else 0: IcePop (2510.18855); with low = 0, masked importance sampling (MIS).
+    """Return w_t if low <= w_t <= high, else 0 (IcePop, 2510.18855). With low = 0, this is masked importance sampling (MIS).
 
     Example: w [1, 3, 0.25] gives [1, 3, 0].
     """
@@ -38,25 +41,27 @@ def token_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.5, high: f
 def sequence_truncate(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 3.0) -> Tensor:
     """Return w = Π_t w_t over the token's sequence, clamped to [low, high].
 
-    Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [3, 3, 3].
+    Example: in one sequence, w_t = [1, 8, 0.5] has the product 4 and gives [3, 3, 3].
     """
     return sum_by_sequence(log_ratio.detach(), sequence).exp().clamp(low, high)
 
 
 def sequence_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.0, high: float = 3.0) -> Tensor:
-    """Return w = Π_t w_t over the token's sequence if low <= w <= high, else 0 (the default of TRL).
+    """Return w = Π_t w_t over the token's sequence if low <= w <= high, else 0 (TRL's default).
 
-    The product drifts away from 1 as sequences grow, so long sequences are masked first.
+    The longer a sequence, the further the product drifts from 1, so long sequences are more likely to be masked.
 
-    Example: in one sequence, w_t [1, 8, 0.5] have the product 4 and give [0, 0, 0].
+    Example: in one sequence, w_t = [1, 8, 0.5] has the product 4 and gives [0, 0, 0].
     """
     return _keep_inside(sum_by_sequence(log_ratio.detach(), sequence).exp(), low, high)
 
 
 def geometric_mask(log_ratio: Tensor, sequence: Tensor, *, low: float = 0.99, high: float = 1.01) -> Tensor:
-    """Return w = exp(mean_t log w_t) over the token's sequence if low <= w <= high, else 0: no bias against length.
+    """Return w = exp(mean_t log w_t) over the token's sequence if low <= w <= high, else 0.
 
-    Example: in one sequence, w_t [4, 0.25] have the geometric mean 1 and give [1, 1].
+    Unlike the product in `sequence_mask`, the geometric mean is not biased against long sequences.
+
+    Example: in one sequence, w_t = [4, 0.25] has the geometric mean 1 and gives [1, 1].
     """
     return _keep_inside(average_by_sequence(log_ratio.detach(), sequence).exp(), low, high)
 

@@ -12,15 +12,16 @@ def compute_distillation_advantages(
     """Return A_t = Σ_{s ≥ t} discount^(s - t) (log T(y_s) - log π(y_s)) within each sequence, `[N]`, detached.
 
     π is the policy that sampled the tokens, T the teacher. With discount 0, the expected policy gradient with these
-    advantages is the gradient of the KL at each single token: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
-    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). A discount also credits a token for what follows it.
+    advantages is the negative gradient of the KL at each individual token: E_π[(log T - log π) ∇log π] = -∇KL(π ‖ T)
+    (2306.13649; thinkingmachines.ai/blog/on-policy-distillation). With a positive discount, a token is also credited for
+    the tokens that follow it.
 
     Args:
-        teacher_logprobs: `[N]`.
-        student_logprobs: `[N]`.
+        teacher_logprobs: `[N]` log-probabilities under the teacher.
+        student_logprobs: `[N]` log-probabilities under π.
         sequence: `[N]` int64, index of each token's sequence; the tokens of a sequence are adjacent and in order.
 
-    Example: T [-1.44, -0.63] and π [-0.50, -0.21] give [-0.94, -0.42]; with discount 0.5, [-1.15, -0.42].
+    Example: log T [-1.44, -0.63] and log π [-0.50, -0.21] give [-0.94, -0.42]; with discount 0.5, [-1.15, -0.42].
     """
     advantages = (teacher_logprobs - student_logprobs).detach()
     if not discount:

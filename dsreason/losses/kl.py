@@ -1,8 +1,8 @@
-"""Estimates of KL(policy ‖ reference) at the sampled tokens, elementwise on `[N]` log-probabilities.
+"""Estimators of KL(policy ‖ reference) at the sampled tokens, computed elementwise from `[N]` log-probabilities.
 
 Notation: d = ref_logprobs - logprobs, with tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
-Gradients pass through `logprobs`. Inside a loss only the gradient of a term matters, not its value, and the gradients
-differ: only k2 and the bias-corrected k3 have the gradient of the KL as their expectation; that of k1 is zero.
+Gradients flow through `logprobs`. In a loss, only the gradient of a term matters, not its value. Only the gradients of k2
+and of the bias-corrected k3 equal the gradient of the KL in expectation; the expected gradient of k1 is zero.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# e^20 is far above any clamp and still finite: an infinite value would turn the clamped gradient into 0 * inf = nan.
+# e^20 is far above any clamp but finite: an infinite value would turn the clamped gradient into 0 * inf = nan.
 MAX_LOG_RATIO = 20.0
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return -d, `[N]`: unbiased, of large variance, often negative. Use it for logging; as a loss term it has no effect.
+    """Return -d, `[N]`: unbiased, but with high variance and often negative.
+
+    Use it only for logging: as a loss term it has no effect, because its expected gradient is zero.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.5.
     """
@@ -25,7 +27,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return d² / 2, `[N]`: biased as a value; as a loss term it has the gradient of the KL.
+    """Return d² / 2, `[N]`: a biased estimate whose expected gradient is that of the KL.
 
     Example: logprobs -1 and ref_logprobs -1.5 give 0.125.
     """
@@ -33,11 +35,11 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, *, clamp: float | None = None) -> Tensor:
-    """Return e^d - d - 1, `[N]`: unbiased, never negative; the estimator of GRPO (2402.03300).
+    """Return e^d - d - 1, `[N]`: unbiased and never negative; the estimator that GRPO uses (2402.03300).
 
     Args:
-        clamp: largest value a token may have (cosmos-rl: 10); None clamps nothing. A token above it has no gradient, so
-            exactly the tokens that drifted furthest are not pulled back.
+        clamp: maximum value per token (10 in cosmos-rl); None disables clamping. A token above the maximum has no gradient,
+            so the tokens that have drifted furthest are the ones that are not pulled back.
 
     Example: logprobs -1 and ref_logprobs -0.5 give e^0.5 - 0.5 - 1 = 0.1487.
     """
@@ -53,10 +55,10 @@ def bias_corrected_k3(
 ) -> Tensor:
     """Return e^(logprobs - old_logprobs) (e^d - d - 1), `[N]`: k3 times the importance ratio (DeepSeek-V3.2, 2512.02556).
 
-    The ratio is not detached. The gradient of the product, ratio (k3 + 1 - e^d) = -d ratio, is that of the KL in
-    expectation, even for tokens sampled from an older policy.
+    The ratio is not detached. In expectation, the gradient of the product, ratio (k3 + 1 - e^d) = -d ratio, is that of the
+    KL, even for tokens sampled from an older policy.
 
-    Example: logprobs -1, ref_logprobs -0.5, old_logprobs -1.1 give e^0.1 * 0.1487 = 0.1644.
+    Example: logprobs -1, ref_logprobs -0.5 and old_logprobs -1.1 give e^0.1 * 0.1487 = 0.1644.
     """
     return torch.exp(logprobs - old_logprobs) * k3(logprobs, ref_logprobs, clamp=clamp)
 

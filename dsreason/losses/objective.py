@@ -1,4 +1,4 @@
-"""The objective of a GRPO run: a preset with the overrides of the run config."""
+"""The objective of a GRPO run: a preset with overrides from the run config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.losses.presets import PRESETS
 
 @dataclass(frozen=True)
 class Objective:
-    """All functions and coefficients that turn log-probabilities and rewards into the loss.
+    """The functions and coefficients that turn log-probabilities and rewards into the loss.
 
     Example: `build_objective(AlgorithmConfig(preset="dapo", clip_high=0.3)).loss` is `dapo_loss` with clip_high 0.3.
     """
@@ -26,11 +26,11 @@ class Objective:
     advantages: Callable[[Tensor], Tensor]
     """Rewards `[P, G]` → advantages `[P, G]`."""
     loss: Callable[..., MicroBatchLoss]
-    """A loss of `losses.policy` with its clips bound."""
+    """Loss function from `losses.policy` with its clip bounds already set."""
     correction: Callable[[Tensor, Tensor], Tensor] | None
-    """(log_ratio `[N]`, sequence `[N]`) → weights `[N]`; None disables the correction."""
+    """(log_ratio `[N]`, sequence `[N]`) → importance weights `[N]`; None disables the correction."""
     kl: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(logprobs, ref_logprobs, old_logprobs), each `[N]` → `[N]`."""
+    """(logprobs, ref_logprobs, old_logprobs), each `[N]` → KL estimates `[N]`."""
     kl_coef: float
     entropy_coef: float
     overlong_filter: bool
@@ -49,7 +49,7 @@ class Objective:
 
 
 def build_objective(config: AlgorithmConfig) -> Objective:
-    """Build the objective from the preset; settings in the config override it."""
+    """Build the objective from the config's preset; explicit settings in the config override those of the preset."""
     preset = PRESETS[config.preset]
     names = ("advantage", "clip_low", "clip_high", "kl_coef", "overlong_filter", "dynamic_sampling")
     overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}

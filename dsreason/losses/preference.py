@@ -1,7 +1,8 @@
-"""Preference losses for a better and a worse answer to the same prompt, one function per variant, `[P]` for P pairs.
+"""Preference losses for a better and a worse answer to the same prompt: one function per variant, `[P]` losses for P pairs.
 
-Notation: c is the chosen answer, r the rejected one, π the policy, ρ the reference, log-ratio = log π - log ρ of an answer,
-h = β (log-ratio of c - log-ratio of r), the margin, and σ the logistic function. Without a reference, log ρ is 0.
+Notation: c is the chosen answer, r the rejected answer, π the policy, ρ the reference and σ the logistic function. The
+log-ratio of an answer is log π - log ρ, and h = β (log-ratio of c - log-ratio of r) is the margin. Without a reference,
+log ρ is 0.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probabilities of whole answers, each `[P]` float64: sums over their trained tokens.
+    """Log-probabilities of answers, each `[P]` float64 and summed over the trained tokens, and the lengths of the answers.
 
-    Example with a chosen answer of 4 tokens and a rejected one of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
+    Example, with a chosen answer of 4 tokens and a rejected answer of 3: `Pairs(chosen=[-10.0], rejected=[-11.0],
     ref_chosen=[-10.5], ref_rejected=[-10.8], chosen_length=[4], rejected_length=[3])`.
     """
 
@@ -39,7 +40,7 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """h / β."""
+        """The difference between the log-ratios of the chosen and the rejected answer, h / β."""
         return self.chosen_ratio - self.rejected_ratio
 
 
@@ -49,16 +50,16 @@ class PairSettings:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    """Assumed share of pairs whose labels are swapped."""
+    """Assumed fraction of pairs whose labels are swapped."""
     baseline: float = 0.0
-    """Reward β · log-ratio that BCO considers neutral."""
+    """Reward (β · log-ratio) that BCO considers neutral."""
 
 
 def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
     """Sum the token log-probabilities of a flat micro-batch into pairs.
 
     Args:
-        logprobs: `[N]` for the trained tokens, with gradient: each pair's chosen answer, then its rejected one.
+        logprobs: `[N]` log-probabilities of the trained tokens, with gradient; in each pair, the chosen answer comes first.
         lengths: `[P, 2]` int64, numbers of trained tokens of the chosen and the rejected answer.
         ref: `[P, 2]` float64, log-probabilities of both answers under the reference.
 
@@ -72,7 +73,7 @@ def build_pairs(logprobs: Tensor, lengths: Tensor, ref: Tensor) -> Pairs:
 
 
 def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """DPO (2305.18290): -log σ(h). With label smoothing ε (cDPO): -(1 - ε) log σ(h) - ε log σ(-h).
+    """Compute the loss of DPO (2305.18290): -log σ(h), or with label smoothing ε (cDPO), -(1 - ε) log σ(h) - ε log σ(-h).
 
     Example: h = 0.07 gives 0.6588.
     """
@@ -81,7 +82,9 @@ def sigmoid_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """Robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε); equals DPO in expectation over flipped labels.
+    """Compute the loss of robust DPO (2403.00409): (-(1 - ε) log σ(h) + ε log σ(-h)) / (1 - 2ε).
+
+    Its expectation over flipped labels equals the DPO loss.
 
     Example: h = 0.07 with ε = 0.1 gives (0.9 · 0.6588 - 0.1 · 0.7288) / 0.8 = 0.6500.
     """
@@ -90,7 +93,7 @@ def robust_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """SLiC (2305.10425), applied to log-ratios as in RSO (2309.06657): max(0, 1 - h).
+    """Compute the loss of SLiC (2305.10425), applied to log-ratios as in RSO (2309.06657): max(0, 1 - h).
 
     Example: h = 0.07 gives 0.93.
     """
@@ -98,7 +101,7 @@ def hinge_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """IPO (2310.12036): (d - 1 / 2β)² with d, the margin h / β of log-ratios per token, as in TRL.
+    """Compute the loss of IPO (2310.12036): (d - 1 / 2β)², where d is the margin h / β of per-token log-ratios, as in TRL.
 
     Example: log-ratios 0.5 over 4 tokens and -0.2 over 2 give d = 0.125 + 0.1; with β = 0.1, (0.225 - 5)² = 22.8006.
     """
@@ -107,7 +110,9 @@ def ipo_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
 
 
 def bco_loss(pairs: Pairs, settings: PairSettings) -> Tensor:
-    """BCO (2404.04656): -log σ(reward of c - δ) - log σ(δ - reward of r); a reward is β · log-ratio, δ the baseline.
+    """Compute the loss of BCO (2404.04656): -log σ(reward of c - δ) - log σ(δ - reward of r).
+
+    The reward of an answer is β · log-ratio, and δ is the baseline.
 
     Example: rewards 0.05 and -0.02 with δ = 0.01 give -log σ(0.04) - log σ(0.03) = 1.3516.
     """
@@ -137,8 +142,8 @@ def compute_preference_loss(
     Args:
         weights: loss name in `LOSSES` → weight.
         sft_weight: weight of `compute_chosen_nll`.
-        num_pairs: number of pairs in the whole global batch (all ranks, all micro-batches), so that the sum over all
-            micro-batches of all ranks is the mean over the global batch, however it is cut.
+        num_pairs: number of pairs in the global batch (all ranks, all micro-batches), so that the shares of all
+            micro-batches add up to the mean over the global batch, regardless of how the batch is divided.
     """
     # Without pairs the loss is 0 but still connected to the graph, because every rank must run backward.
     total = sft_weight * compute_chosen_nll(pairs)

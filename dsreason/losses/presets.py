@@ -10,21 +10,21 @@ from dsreason.losses.policy import MicroBatchLoss, cispo_loss, dapo_loss, dr_grp
 
 @dataclass(frozen=True)
 class Preset:
-    """One published recipe; its KL term is k3 in the loss.
+    """A published recipe; its KL term is the k3 estimate, added to the loss.
 
     Example: `preset = PRESETS["dapo"]; preset.loss(inputs, clip_low=preset.clip_low, clip_high=preset.clip_high)`.
     """
 
     loss: Callable[..., MicroBatchLoss]
     advantage: str
-    """Key of `ADVANTAGES`."""
+    """Key in `ADVANTAGES`."""
     clip_low: float
     clip_high: float
     kl_coef: float = 0.0
     overlong_filter: bool = False
-    """Truncated completions stay in the reward statistics but are not trained."""
+    """Whether truncated completions are excluded from training; they still count in the reward statistics."""
     dynamic_sampling: bool = False
-    """Groups with equal rewards are replaced by fresh ones."""
+    """Whether groups with equal rewards are replaced with newly sampled groups."""
 
 
 PRESETS: dict[str, Preset] = {

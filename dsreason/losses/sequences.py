@@ -1,4 +1,4 @@
-"""Sums and means over the sequences of a flat micro-batch, returned for each of their tokens."""
+"""Per-sequence sums and means of a flat micro-batch, returned once for each token."""
 
 from __future__ import annotations
 

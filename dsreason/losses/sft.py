@@ -1,4 +1,4 @@
-"""Supervised fine-tuning loss."""
+"""The loss of supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def compute_sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
 
     Args:
         logprobs: `[N]` log-probabilities of this micro-batch's trained tokens.
-        num_tokens: number of trained tokens in the whole global batch (all ranks, all micro-batches), so that the sum
-            over all micro-batches of all ranks is the mean over the global batch, however it is cut.
+        num_tokens: number of trained tokens in the global batch (all ranks, all micro-batches), so that the shares of all
+            micro-batches add up to the mean over the global batch, regardless of how the batch is divided.
 
     Example: log-probabilities [-1, -3] with 4 tokens in the global batch give (1 + 3) / 4 = 1.
     """

@@ -1,1 +1,1 @@
-"""Preference training (DPO) on pairs of a better and a worse answer; the loop is in `loop.py`."""
+"""The DPO trainer, which learns from pairs of a better and a worse answer; the training loop is in `loop.py`."""

@@ -59,7 +59,7 @@ class DPOTrainer:
     run: TrainingRun[DPOConfig]
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Generates answers to the held-out rows."""
+    """Sampler that generates answers to the held-out rows."""
     held_out: HeldOut[DPOConfig]
     loader: PairLoader
     reference: PairReference
@@ -69,7 +69,7 @@ class DPOTrainer:
     watch: ChosenWatch = field(default_factory=ChosenWatch)
 
     def validate(self, step: int) -> PreferenceResult | None:
-        """Measure the policy on the held-out rows; return None without held-out rows. Collective."""
+        """Measure the policy on the held-out rows; return None if there are none. Collective."""
         if len(self.held_out.dataset) == 0:
             return None
         metrics = validate_preferences(self.engine, self.reference, self.held_out, self.baseline, self.run.progress)
@@ -81,7 +81,7 @@ class DPOTrainer:
 
 @contextmanager
 def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[DPOTrainer]:
-    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
+    """Join the job, check the config and build the trainer; release its resources on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="dpo", check=check, stack=stack)
         config, world = job.config, job.world
@@ -112,7 +112,7 @@ def build_dpo(config: DPOConfig, output_dir: Path | None, resume: str | None) ->
 def open_reference(
     job: TrainingJob[DPOConfig], rows: TrainingRows, engine: DeepSpeedEngine, order: StepOrder
 ) -> PairReference:
-    """Open the reference of the log-ratios; `engine` must still hold the initial weights. Collective."""
+    """Open the reference of the log-ratios while `engine` still holds the initial weights. Collective."""
     config = job.config
     if config.dpo.reference == "none":
         return NoReference()

@@ -1,4 +1,4 @@
-"""Loading of preference pairs: row indices to the micro-batches of each step."""
+"""Loading of preference pairs: row indices → micro-batches of each step."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ class PairFacts:
     """Metadata of a pair, without its tensors."""
 
     row: int
-    """Index in its data set."""
+    """Index of the row in its data set."""
     id: str
     where: str
-    """File and row, for messages."""
+    """File and row number, for error messages."""
     fingerprint: str
     lengths: tuple[int, int]
     """Numbers of trained tokens of the chosen and the rejected answer."""
     ref_logprobs: tuple[float, float] | None
-    """Log-probabilities of both answers under the reference; None if the row does not have them."""
+    """Log-probabilities of both answers under the reference; None if the row has none."""
 
 
 @dataclass(frozen=True)
 class PairMicroBatch:
-    """Pairs that go through one forward; `pairs` is empty if the batch only keeps the ranks in step.
+    """Pairs that share one forward pass.
 
-    The trained tokens of `batch` are ordered by pair, those of the chosen answer before those of the rejected one.
+    The trained tokens of `batch` are ordered by pair, with the chosen answer before the rejected one. `pairs` is empty for
+    a dummy batch, which only gives all ranks the same number of forward passes.
     """
 
     batch: Batch
@@ -50,13 +51,13 @@ class PairMicroBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """`[P, 2]` int64."""
+        """Numbers of trained tokens of the chosen and the rejected answers, `[P, 2]` int64."""
         return torch.tensor([pair.lengths for pair in self.pairs], dtype=torch.int64).view(-1, 2)
 
 
 @dataclass(frozen=True)
 class StepPairs(StepBatches):
-    """This rank's part of one global batch of pairs; `num_samples` counts pairs."""
+    """This rank's part of a global batch of pairs; `num_samples` is the number of pairs."""
 
     pairs: list[tuple[PairFacts, ...]]
     """Pairs of each micro-batch."""
@@ -73,7 +74,7 @@ class PairShare(RankShare):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows in the given order, `size` at a time, each once."""
+    """An order of steps that uses each of the rows once, in the order of `rows`, `size` rows per step."""
 
     rows: Sequence[int]
     size: int
@@ -131,14 +132,14 @@ def build_pair_loader(
 def iter_pair_batches(
     dataset: SampleDataset, encoder: Encoder, rows: Sequence[int], config: DPOConfig, world: World, *, batch_size: int
 ) -> Iterator[StepPairs]:
-    """Yield the pairs of `rows` in this order, `batch_size` at a time. Collective."""
+    """Yield the pairs of `rows` in the given order, `batch_size` at a time. Collective."""
     return iter(build_pair_loader(dataset, encoder, Chunks(rows, batch_size), config, world))
 
 
 def encode_pairs(dataset: SampleDataset, encoder: PairEncoder, config: DPOConfig, rows: Sequence[int]) -> PairShare:
     """Encode the rows into micro-batches of pairs.
 
-    An error is returned as a value, so that all ranks get its full message.
+    A fatal error is returned as a part of the result instead of being raised, so that all ranks get the full message.
     """
     encoded = read_rows(dataset, encoder.encode_pair, rows)
     pairs = {row: item for row, item in zip(rows, encoded, strict=True) if isinstance(item, Pair)}

@@ -1,4 +1,4 @@
-"""DPO: pairs of answers → log-probabilities of both → preference loss → optimizer step."""
+"""The DPO training loop: pairs of answers → log-probabilities of both → preference loss → optimizer step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SHOWN = {"loss": "train/loss", "accuracy": "dpo/accuracy"}
 
 
 def run(config: DPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
+    """Run DPO training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
     with build_dpo(config, output_dir, resume) as dpo:
         train_on_loader(dpo.run, dpo.loader, partial(train_on_batches, dpo), dpo.validate)
 
 
 def train_on_batches(dpo: DPOTrainer, batches: StepPairs) -> None:
-    """Run the optimizer step over a global batch, count it and display it."""
+    """Run one optimizer step on a global batch, count it and log its metrics."""
     run, engine, baseline, started = dpo.run, dpo.engine, dpo.baseline, time.perf_counter()
     with run.memory.track_phase("train"):
         config, world = dpo.job.config.dpo, dpo.job.world
@@ -58,7 +58,7 @@ def run_dpo_step(
     config: PreferenceConfig,
     world: World,
 ) -> dict[str, float]:
-    """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
+    """Run one optimizer step on a global batch. The result does not depend on how the batch is divided."""
     settings = build_settings(config, baseline)
     pairs = accumulate_gradients(engine, batches, reference, config, world, baseline)
     metrics = {"train/loss": 0.0} | take_optimizer_step(engine, lr)

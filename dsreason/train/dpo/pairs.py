@@ -1,4 +1,4 @@
-"""Preference pairs: encoding of a better and a worse answer to the same prompt, and cutting into micro-batches."""
+"""Preference pairs: encodes a better and a worse answer to the same prompt, and divides pairs into micro-batches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dsreason.data.types import EncodedSample, Message, Sample
 from dsreason.errors import DataError
 
 GIVEN = ("ref_chosen_logprob", "ref_rejected_logprob")
-"""Fields of a row with reference log-probabilities; adapters keep them in `sample.meta`."""
+"""Fields of a row that hold its reference log-probabilities; data adapters keep them in `sample.meta`."""
 LOWEST_LOGPROB = -1e12
-"""Lower bound for an answer: a million tokens, each far below the smallest probability that a model can represent."""
+"""Lower bound for the log-probability of an answer: a million tokens, each far less probable than a model can represent."""
 ROUNDING = 1e-3
-"""Tolerance by which a sum of log-probabilities may exceed 0."""
+"""Amount by which rounding errors may raise a sum of log-probabilities above 0."""
 LOGPROB = f"the log-probability of an answer, a number from {LOWEST_LOGPROB:g} to 0"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A chosen and a rejected answer, both with the prompt as their parent."""
+    """A chosen and a rejected answer, each with the prompt as its parent."""
 
     id: str
     chosen: EncodedSample
@@ -36,7 +36,7 @@ class Pair:
     fingerprint: str
     """Hash of the prompt's tokens and media and of both answers."""
     ref_logprobs: tuple[float, float] | None = None
-    """Log-probabilities of both answers under the reference; None if the row does not have them."""
+    """Log-probabilities of both answers under the reference; None if the row has none."""
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -44,12 +44,12 @@ class Pair:
         return int(self.chosen.loss_mask.sum()), int(self.rejected.loss_mask.sum())
 
     def samples(self, *, share_prompt: bool) -> list[EncodedSample]:
-        """Return both answers for packing: sharing the prompt as parent, or each after a copy of the prompt."""
+        """Return both answers as training samples: with the prompt as a shared parent, or each after a copy of the prompt."""
         both = [self.chosen, self.rejected]
         return both if share_prompt else [join_parent(sample) for sample in both]
 
     def size(self, config: DPOConfig) -> int:
-        """Count the tokens of a forward over only this pair, including padding."""
+        """Count the tokens, including padding, of a forward pass with only this pair."""
         lengths = [len(self.chosen), len(self.rejected)]
         prompt = len(self.chosen.parent or ())
         if not config.train.packing:
@@ -58,10 +58,10 @@ class Pair:
 
 
 class PairEncoder(Encoder):
-    """Encoder of preference rows; the length of a row is that of its prompt and both answers together."""
+    """An encoder of preference rows; the length of a row is the total length of its prompt and both answers."""
 
     def measure(self, sample: Sample) -> int:
-        """Count the tokens of a row from its media headers, without decoding; the result may exceed `max_length`."""
+        """Count the tokens of a row, reading only the headers of its media; the result may exceed `max_length`."""
         prompt, better, worse = split_conversations(sample)
         _, segments = self._render_prompt(prompt)
         prompt_ids = [token for segment in segments for token in segment.ids]
@@ -74,7 +74,7 @@ class PairEncoder(Encoder):
 
         Raises:
             DataError: the row is unusable.
-            SampleTooLong: it has more than `max_length` tokens.
+            SampleTooLong: the row has more than `max_length` tokens.
         """
         prompt, better, worse = split_conversations(sample)
         reference_logprobs = read_reference_logprobs(sample)
@@ -91,12 +91,12 @@ def build_pair_encoder(encoder: Encoder) -> PairEncoder:
 
 
 def split_conversations(sample: Sample) -> tuple[Sample, Sample, Sample]:
-    """Split a row into its prompt, better conversation and worse conversation.
+    """Return the prompt, the better conversation and the worse conversation of a row.
 
-    The prompt is the common beginning of the two; the rest is an answer.
+    The prompt consists of the leading messages that both conversations share; each conversation continues it with an answer.
 
     Raises:
-        DataError: the row has only one conversation, or they do not diverge at an assistant answer to the user.
+        DataError: the row has only one conversation, or its conversations do not diverge at an assistant answer to the user.
     """
     better, worse = sample.messages, sample.rejected
     if worse is None:
@@ -132,7 +132,7 @@ def count_common_messages(better: Sequence[Message], worse: Sequence[Message]) -
 def check_differ(sample: Sample, chosen: list[int], rejected: list[int]) -> None:
     """Raise DataError if both answers have the same tokens.
 
-    Their text may still differ in what the chat template strips, such as trailing spaces.
+    Answers with the same tokens may have different texts, because the chat template strips, for example, trailing spaces.
     """
     if chosen == rejected:
         raise build_same_answer_error(sample)
@@ -143,7 +143,7 @@ def build_same_answer_error(sample: Sample) -> DataError:
 
 
 def read_reference_logprobs(sample: Sample) -> tuple[float, float] | None:
-    """Return the reference log-probabilities of both answers from the row; None if it has none."""
+    """Return the reference log-probabilities of both answers from a row, or None if the row has none."""
     logprobs = {name: sample.meta[name] for name in GIVEN if sample.meta.get(name) is not None}
     if not logprobs:
         return None
@@ -169,7 +169,7 @@ def compute_fingerprint(prompt: EncodedPrompt, chosen: EncodedSample, rejected: 
 
 
 def cut_pairs(pairs: Sequence[Pair], config: DPOConfig) -> list[list[Pair]]:
-    """Cut pairs into micro-batches: by tokens if the config sets a token budget, else by number of pairs.
+    """Divide pairs into micro-batches: by tokens if the config sets a token budget, otherwise by number of pairs.
 
     Raises:
         DataError: a single pair exceeds the token budget.

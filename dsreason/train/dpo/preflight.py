@@ -1,4 +1,4 @@
-"""Checks of a DPO run before a model is loaded."""
+"""Checks of a DPO run before the model is loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from dsreason.train.dpo.reference import NOTHING_GIVEN, FileReference, read_refe
 
 
 def check(config: DPOConfig) -> None:
-    """Raise user-fixable errors without reading weights or training.
+    """Raise an error for any problem that the user can fix, without reading weights or training.
 
     Raises:
-        DsReasonError: unusable model folder or reference file, no data, too few rows for one step, a bad row.
+        DsReasonError: the model folder or the reference file is unusable, there is no data, there are too few rows for one
+            step, or a row is unusable.
     """
     file = open_reference_file(config)
     encoder = build_pair_encoder(check_model(config))
@@ -33,7 +34,7 @@ def check(config: DPOConfig) -> None:
 
 
 def check_best_metric(config: DPOConfig, validation: SampleDataset) -> None:
-    """Raise ConfigError if `checkpoint.best_metric` is set but no rows are held out."""
+    """Raise ConfigError if `checkpoint.best_metric` is set although there are no held-out rows to measure it on."""
     set_keys = config.checkpoint.model_fields_set
     if len(validation) == 0 and "best_metric" in set_keys and config.checkpoint.keep_best:
         raise ConfigError(
@@ -49,7 +50,7 @@ def open_reference_file(config: DPOConfig) -> FileReference | None:
 def check_reference_logprobs(
     config: DPOConfig, file: FileReference | None, sample: Sample, fingerprint: str | None = None
 ) -> None:
-    """Raise DataError if the required reference log-probabilities of a row are missing or do not match it."""
+    """Raise DataError if a row lacks required reference log-probabilities or has changed since they were measured."""
     if file is not None and (problem := file.problem(sample.id, fingerprint)):
         raise DataError(f"sample {sample.id!r}: {problem}")
     if config.dpo.reference == "precomputed" and file is None and read_reference_logprobs(sample) is None:
@@ -57,7 +58,7 @@ def check_reference_logprobs(
 
 
 def row_encoder(config: DPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return the function that encodes a training row; it raises DataError for an unusable row."""
+    """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return partial(encode_row, config, open_reference_file(config), build_pair_encoder(encoder))
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the answers under the reference: measured and saved in the run folder, or read from rows or a file."""
+"""Log-probabilities of answers under the reference, either measured and saved in the run folder or read from rows or a file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from dsreason.train.dpo.pairs import LOGPROB, is_logprob
 log = logging.getLogger(__name__)
 
 FILE = "reference.jsonl"
-"""File in the run folder: first the model, then a line for each row."""
+"""Name of the file in the run folder: its first line identifies the model, and each following line holds a measured row."""
 START = b'{"model"'
 VALUES = ("chosen", "rejected")
 REMOVE = "remove the file to measure its rows again"
 
 
 class PairReference(Protocol):
-    """The reference of the log-ratios."""
+    """The reference policy of the log-ratios."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
-        """Return `[P, 2]` float64 on the engine's device, for the chosen and the rejected answers. Collective.
+        """Return the log-probabilities of the chosen and the rejected answers, `[P, 2]` float64. Collective.
 
-        `part` is "training" or "validation".
+        The result is on the engine's device.
+
+        Args:
+            part: "training" or "validation".
 
         Raises:
             DataError: the reference has no log-probabilities for a pair.
@@ -54,7 +57,7 @@ class NoReference:
 
 
 class AdapterOff:
-    """The model without its LoRA adapters, evaluated in every step."""
+    """A reference that evaluates the model without its LoRA adapters in every step."""
 
     def __init__(self, base: BaseReference) -> None:
         self.base = base
@@ -85,7 +88,7 @@ class RowReference:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A line of `dpo.reference_file`; a file that a run wrote also has the fingerprint of the row."""
+    """A line of `dpo.reference_file`. Its fingerprint is that of the row; None unless a run wrote the file."""
 
     chosen: float
     rejected: float
@@ -99,7 +102,7 @@ class FileReference:
     file: str
     by_id: dict[str, ReferenceLine] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
-    """Fingerprints of the models that the file was measured with, if it names them."""
+    """Fingerprints of the models that the file was measured with; empty if the file does not name any."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.of(pair) for pair in micro_batch.pairs], engine)
@@ -111,7 +114,7 @@ class FileReference:
         return line.chosen, line.rejected
 
     def problem(self, row_id: str, fingerprint: str | None = None) -> str | None:
-        """Return why the row cannot be used, or None; without a fingerprint only the id is checked."""
+        """Return the reason why the file cannot be used for a row, or None. Without a fingerprint, only the id is checked."""
         line = self.by_id.get(row_id)
         if line is None:
             return f"dpo.reference_file ({self.file}) has no line with this id; add it"
@@ -124,7 +127,7 @@ class FileReference:
         return None
 
     def warn_of_other_model(self, model: str) -> None:
-        """Warn if the file was measured with a model other than the initial one, which has the fingerprint `model`."""
+        """Warn if the file was measured with a model other than the initial one, whose fingerprint is `model`."""
         if other_models := sorted(self.models - {model}):
             log.warning(
                 "dpo.reference_file (%s) was measured with another model (fingerprint %s) than training starts with (%s), "
@@ -137,7 +140,10 @@ class FileReference:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """A line of the file: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`."""
+    """A measured row, and its line in `FILE`.
+
+    Example: `{"part": "training", "row": 3, "id": "7", "fingerprint": "…", "chosen": -10.5, "rejected": -9.8}`.
+    """
 
     part: str
     row: int
@@ -149,11 +155,11 @@ class ReferenceRecord:
 
 @dataclass
 class StoredReference:
-    """A reference that measures each row once, with the model that training starts with, and saves the results."""
+    """A reference that measures each row once with the initial model and saves the results."""
 
     file: Path
     rows: dict[tuple[str, int], ReferenceRecord] = field(default_factory=dict)
-    """(part, row index) → measured row; the same on all ranks."""
+    """(part, row index) → measured row; identical on all ranks."""
 
     def logprobs(self, engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str) -> Tensor:
         return to_tensor([self.of(pair, part) for pair in micro_batch.pairs], engine)
@@ -171,7 +177,7 @@ class StoredReference:
         return sorted(row for row in set(rows) if (part, row) not in self.rows)
 
     def measure(self, engine: DeepSpeedEngine, part: str, batch: StepPairs, world: World) -> None:
-        """Measure these rows with the engine's weights; add the results here and to the file. Collective."""
+        """Measure the rows of `batch` with the engine's weights and add the results to `rows` and the file. Collective."""
         local_rows = [row for micro_batch in batch.parts for row in measure_rows(engine, micro_batch, part)]
         rows = [row for rank in world.select_group_values(gather_objects(local_rows)) for row in rank]
         for row in rows:
@@ -192,7 +198,7 @@ def measure_rows(engine: DeepSpeedEngine, micro_batch: PairMicroBatch, part: str
 
 @torch.no_grad()
 def compute_policy_pairs(engine: DeepSpeedEngine, micro_batch: PairMicroBatch) -> Pairs:
-    """Run the engine's forward and return the pairs with reference log-probabilities of 0. Collective."""
+    """Run a forward pass and return the pairs, with reference log-probabilities of 0. Collective."""
     lengths = micro_batch.lengths.to(engine.device)
     zeros = torch.zeros(len(micro_batch.pairs), 2, dtype=torch.float64, device=engine.device)
     return build_pairs(engine(micro_batch.batch.to(engine.device)), lengths, zeros)
@@ -206,13 +212,13 @@ def to_tensor(values: list[tuple[float, float]], engine: DeepSpeedEngine) -> Ten
 
 
 def open_stored(output_dir: Path, checkpoint: Path | None, model: str) -> StoredReference:
-    """Open the rows measured by the resumed run, or by an earlier start of this one. Call it on rank 0 only.
+    """Load the rows that the resumed run, or an earlier start of this run, measured. Call this only on rank 0.
 
     Args:
-        model: fingerprint of the model that training starts with.
+        model: fingerprint of the initial model.
 
     Raises:
-        ConfigError: the resumed run had another reference model.
+        ConfigError: the resumed run had a different reference model.
     """
     file = output_dir / FILE
     candidates = [file] if checkpoint is None else [file, checkpoint.parent.parent / FILE]
@@ -246,9 +252,12 @@ def append(file: Path, rows: Iterable[ReferenceRecord]) -> None:
 
 
 def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
-    """Read JSON lines, each with its location for messages.
+    """Read a file of JSON objects, one per line; return each with its location for error messages.
 
-    An incomplete last line in the file of a run is skipped: a killed process left it.
+    If a run wrote the file, an incomplete last line, which a killed process left, is skipped.
+
+    Args:
+        advice: what the user should do about an error; it ends the error messages.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
@@ -276,7 +285,7 @@ def read_lines(file: Path, advice: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_reference_file(path: str) -> FileReference:
-    """Read `dpo.reference_file`: log-probabilities of the chosen and the rejected answer by id.
+    """Read `dpo.reference_file`, which holds the log-probabilities of the chosen and the rejected answer for each id.
 
     Raises:
         ConfigError: the file does not exist.

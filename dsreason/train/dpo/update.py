@@ -1,4 +1,4 @@
-"""One optimizer step of DPO: pairs → log-probabilities → loss → gradients, and its metrics."""
+"""A DPO optimizer step (pairs → log-probabilities → loss → gradients) and its metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dsreason.train.dpo.loader import PairMicroBatch, StepPairs
 from dsreason.train.dpo.reference import PairReference
 
 WINDOW = 20
-"""Number of recent steps whose later half is compared with the earlier half."""
+"""Number of recent steps in the window, whose later half is compared with its earlier half."""
 
 
 @dataclass
 class Baseline:
-    """The mean reward β · log-ratio of the answers of all previous steps, which BCO considers neutral.
+    """The mean reward (β · log-ratio) of the answers in all previous steps, which BCO considers neutral.
 
-    The current step is excluded, because its gradient would then depend on the order of its micro-batches.
+    The current step is excluded; otherwise, its gradient would depend on the order of its micro-batches.
     """
 
     total: float = 0.0
@@ -38,7 +38,7 @@ class Baseline:
         return self.total / max(self.count, 1)
 
     def add(self, pairs: Pairs, beta: float) -> None:
-        """Add the pairs of a step, unless any of their rewards is not finite."""
+        """Add the rewards of a step's pairs, unless any of them is not finite."""
         rewards = beta * torch.cat([pairs.chosen_ratio, pairs.rejected_ratio])
         if bool(rewards.isfinite().all()):
             self.total = math.fsum([self.total, *rewards.tolist()])
@@ -52,7 +52,10 @@ def build_settings(config: PreferenceConfig, baseline: Baseline) -> PairSettings
 def compute_reference_logprobs(
     engine: DeepSpeedEngine, reference: PairReference, micro_batches: Sequence[PairMicroBatch], part: str
 ) -> list[Tensor]:
-    """Return `Reference.logprobs` of each micro-batch. Collective; an error on one rank is raised on all."""
+    """Return the reference log-probabilities `[P, 2]` of each micro-batch. Collective.
+
+    An error on one rank is raised on all ranks.
+    """
     with record_phase("ref_logprobs"), share_errors(), torch.no_grad():
         return [reference.logprobs(engine, micro_batch, part) for micro_batch in micro_batches]
 
@@ -65,15 +68,18 @@ def accumulate_gradients(
     world: World,
     baseline: Baseline,
 ) -> Pairs:
-    """Run forward and backward of every micro-batch; the gradient does not depend on how the global batch is cut.
+    """Run the forward and backward passes of all micro-batches. Collective.
 
-    Returns the pairs of all ranks, on the CPU.
+    The gradient does not depend on how the global batch is divided.
+
+    Returns:
+        The pairs of all ranks, on the CPU.
     """
     micro_batches, settings = batches.parts, build_settings(config, baseline)
     all_pairs = []
     for i, (micro_batch, ref) in enumerate(
         zip(micro_batches, compute_reference_logprobs(engine, reference, micro_batches, "training"), strict=True)
-    ):  # every rank runs the same number, because forwards are collective
+    ):  # all ranks have the same number of micro-batches, because the forward pass is collective
         with record_phase("forward"):
             pairs = build_pairs(engine(micro_batch.batch.to(engine.device)), micro_batch.lengths.to(engine.device), ref)
             loss = compute_preference_loss(
@@ -85,7 +91,7 @@ def accumulate_gradients(
 
 
 def gather_pairs(local_pairs: Sequence[Pairs], world: World) -> Pairs:
-    """Join the pairs of all ranks, detached and on the CPU. Collective."""
+    """Gather the pairs of all ranks, detached and on the CPU. Collective."""
     local_values = [
         torch.cat([getattr(pairs, name).detach().double().cpu() for pairs in local_pairs]).tolist() for name in NAMES
     ]
@@ -98,10 +104,11 @@ NAMES = [item.name for item in fields(Pairs)]
 
 
 def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairSettings) -> dict[str, float]:
-    """Compute means over pairs; at least one pair is required.
+    """Compute the metrics of the pairs, all of them means; at least one pair is required.
 
-    `accuracy` is the share whose margin is positive: the policy prefers the chosen answer more than the reference does.
-    `ranking` is the share whose chosen answer is the more probable one. `chosen` and `rejected` are log-ratios.
+    `accuracy` is the fraction of pairs with a positive margin: the policy prefers the chosen answer more strongly than the
+    reference does. `ranking` is the fraction of pairs whose chosen answer is more probable than the rejected one. `chosen`
+    and `rejected` are log-ratios.
     """
     count = len(pairs.chosen)
     total = compute_preference_loss(pairs, settings, config.weights, config.sft, num_pairs=count)
@@ -122,14 +129,14 @@ def compute_pair_metrics(pairs: Pairs, config: PreferenceConfig, settings: PairS
 
 @dataclass
 class ChosenWatch:
-    """Detector of a known failure of preference losses: both answers become less probable, the rejected one faster."""
+    """A detector of a known failure of preference losses: both answers become less probable, the rejected one faster."""
 
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """(Mean log-ratio of the chosen answers, accuracy) of the most recent steps."""
+    """(Mean log-ratio of the chosen answers, accuracy) of each of the most recent steps."""
     has_warned: bool = False
 
     def look(self, chosen: float, accuracy: float) -> str | None:
-        """Return a warning, once, if chosen answers fell while accuracy rose over the window; else None."""
+        """Record a step; return a warning, only once, if `chosen` fell while `accuracy` rose over the window, else None."""
         if not math.isfinite(chosen):
             return None
         self.recent.append((chosen, accuracy))

@@ -1,4 +1,4 @@
-"""Validation on held-out preferences: loss, margins and accuracy, and generated answers if enabled."""
+"""Validation on held-out preference pairs: loss, margins, accuracies and, if enabled, generated answers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ from dsreason.train.dpo.update import (
 log = logging.getLogger(__name__)
 
 NAMES = {"total": "loss", "accuracy": "preference_accuracy", "ranking": "ranking_accuracy"}
-"""Metrics of pairs that have another name in validation."""
+"""Pair metrics that have a different name in validation: name in training → name in validation."""
 
 
 @dataclass(frozen=True)
 class PreferenceResult:
-    """The result of a validation, the same on all ranks."""
+    """The result of a validation, identical on all ranks."""
 
     metrics: dict[str, float]
     answered: ValidationResult | None
 
     def summary(self, step: int) -> str:
-        """Format a log line: `validation at step 60: loss 0.1234, margin 2.31, preferences 93.8 %, accuracy 90.6 %`."""
+        """Format the result as a log line.
+
+        Example: `validation at step 60: loss 0.1234, margin 2.31, preferences 93.8 %, accuracy 90.6 %`.
+        """
         metrics = self.metrics
         line = f"validation at step {step}: loss {metrics['val/loss']:.4f}, margin {metrics['val/margin']:.2f}, preferences "
         line += f"{metrics['val/preference_accuracy']:.1%}"
@@ -62,7 +65,7 @@ def validate_preferences(
     baseline: Baseline,
     progress: Progress,
 ) -> dict[str, float]:
-    """Measure the policy on the held-out pairs: `val/loss`, margins and accuracies. Collective."""
+    """Compute the loss (`val/loss`), margins and accuracies of the policy on the held-out pairs. Collective."""
     config = held_out.config
     pairs = measure_pairs(engine, reference, held_out, progress)
     metrics = compute_pair_metrics(pairs, config.dpo, build_settings(config.dpo, baseline))
@@ -73,10 +76,10 @@ def validate_preferences(
 def measure_pairs(
     engine: DeepSpeedEngine, reference: PairReference, held_out: HeldOut[DPOConfig], progress: Progress
 ) -> Pairs:
-    """Measure the held-out pairs of all ranks. Collective.
+    """Compute the log-probabilities of all held-out pairs and gather them from all ranks. Collective.
 
     Raises:
-        DataError: none of the rows can be used.
+        DataError: none of the rows is usable.
     """
     config, world, rows, pairs = held_out.config, held_out.world, held_out.rows, []
     was_training = engine.training

@@ -1,1 +1,1 @@
-"""GRPO; the loop is in `loop.py`."""
+"""The GRPO trainer; the training loop is in `loop.py`."""

@@ -54,27 +54,27 @@ class GRPOTrainer:
     engine: DeepSpeedEngine
     rows: TrainingRows
     prompt_encoder: Encoder
-    """Encoder of prompts that leaves room for the longest completion."""
+    """Prompt encoder that leaves room for the longest completion."""
     sampler: Sampler
     held_out: HeldOut[GRPOConfig]
     rollouts: RolloutSampler
     scorer: Scorer
     reference: KLReference | None
-    """Reference policy of the KL term; unset without a KL term."""
+    """Reference policy of the KL term; None if there is no KL term."""
     teacher: Teacher | None
-    """Teacher to distill from; unset without distillation."""
+    """Teacher to distill from; None without distillation."""
     objective: Objective
     arithmetic: Arithmetic
     banned_ids: Tensor
-    """Ids of the media tokens, which must not occur in a completion."""
+    """Ids of the media tokens, which the policy must not sample."""
     batches_per_epoch: float
     """Number of prompt batches per epoch."""
     num_untrained: int = 0
-    """Number of consecutive rollouts without anything to train."""
+    """Number of consecutive rollouts, up to the latest, without a trainable completion."""
 
     @property
     def extra(self) -> dict[str, Any]:
-        """State that a checkpoint stores in addition to that of every trainer."""
+        """GRPO-specific state to store in a checkpoint, in addition to the state that all trainers store."""
         teacher = {"teacher": self.teacher.fingerprint} if self.teacher else {}
         return {"next_batch": self.rollouts.next_batch} | teacher
 
@@ -84,7 +84,7 @@ class GRPOTrainer:
 
 @contextmanager
 def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) -> Iterator[GRPOTrainer]:
-    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
+    """Join the job, check the config and build the trainer; release its resources on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="grpo", check=check, stack=stack)
         config, world, encoder = job.config, job.world, rows.encoder
@@ -144,9 +144,9 @@ def build_grpo(config: GRPOConfig, output_dir: Path | None, resume: str | None) 
 
 
 def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, KLReference | None, TrainerState]:
-    """Load the policy with its optimizer, the reference of the KL term if any, and the state to start from. Collective."""
+    """Load the policy and its optimizer, the KL reference (None without a KL term) and the initial state. Collective."""
     config, model_path = job.config, job.model_path
-    # Without a shared folder only the first host has the newest reference, so a resumed run could not read it.
+    # Without a shared folder, only the first host would have the latest reference, so a resumed run could not load it.
     if job.world.folder_ranks and config.grpo.reference_reset_every:
         raise ConfigError(
             f"grpo.reference_reset_every ({config.grpo.reference_reset_every}) needs an output folder that all hosts share, but "
@@ -154,7 +154,7 @@ def load_policy(job: TrainingJob[GRPOConfig]) -> tuple[DeepSpeedEngine, KLRefere
         )
     engine = build_policy_engine(config, job.deepspeed, model_path, job.world.group)
     reference: KLReference | None = None
-    if build_objective(config.grpo).kl_coef:  # must run before a checkpoint is loaded
+    if build_objective(config.grpo).kl_coef:  # before a checkpoint is loaded: the reference is the initial model
         reference = BaseReference(engine) if config.lora.rank else ReferencePolicy(engine)
     state = start_policy(job, engine)
     if job.checkpoint is not None and isinstance(reference, ReferencePolicy):
@@ -167,7 +167,7 @@ def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
     if rollout.engine == "transformers":
         return TransformersSettings(attention=config.model.attention, batch_size=rollout.batch_size)
     return VLLMSettings(
-        # A held-out prompt may fill model.max_length without its completion.
+        # A held-out prompt may have up to model.max_length tokens, not counting its completion.
         max_model_len=config.model.max_length + config.validation.max_completion_length,
         tensor_parallel_size=rollout.tensor_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -179,7 +179,7 @@ def build_engine_settings(config: GRPOConfig, world: World) -> EngineSettings:
 
 
 def count_completions_per_engine(config: GRPOConfig, world: World) -> int:
-    """Return the number of completions per engine and rollout, but at least `MIN_SEQUENCES`, for validation."""
+    """Return the maximum number of completions per engine and rollout, but at least `MIN_SEQUENCES`, for validation."""
     engines = world.size // config.rollout.tensor_parallel_size
     prompts = -(-config.grpo.prompts_per_step // engines)
     return max(prompts * config.grpo.num_generations, MIN_SEQUENCES)

@@ -1,4 +1,4 @@
-"""Checks of the rewards before anything is sampled: names, options, the server's URL, rows and prompts."""
+"""Checks of the rewards before sampling starts: names, options, the server's URL, rows and prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dsreason.train.grpo.teacher_server import check_no_media
 
 
 def check_functions(config: GRPOConfig) -> None:
-    """Raise ConfigError if a reward cannot be loaded with its options, or the reward server's settings are wrong.
+    """Raise ConfigError if a reward cannot be loaded with its options or the settings of the reward server are invalid.
 
     No request is sent to the server.
     """
@@ -46,7 +46,7 @@ def check_functions(config: GRPOConfig) -> None:
 
 
 def build_row_check(config: GRPOConfig) -> Check:
-    """Return the check of a training row for the rewards of this run; it raises DataError."""
+    """Return a function that raises DataError if a training row does not suit the run's rewards or its teacher."""
     names = tuple(name for name in config.reward.functions if name in BUILT_IN)
     check_rewards = partial(check_answer, names, options=config.reward.options)
     if not config.distill.by_server:
@@ -60,7 +60,10 @@ def build_row_check(config: GRPOConfig) -> Check:
 
 
 def build_held_out_check(config: GRPOConfig) -> Check:
-    """Return the check of a held-out row: an unusable reference would otherwise stop the run at the first validation."""
+    """Return a function that raises DataError if the reference answer of a held-out row is unusable.
+
+    Without this check, such a row would stop the run at the first validation.
+    """
     names = tuple(name for name in config.reward.functions if name in READS_REFERENCE)
     return partial(check_references, names, config.reward.options)
 
@@ -68,7 +71,11 @@ def build_held_out_check(config: GRPOConfig) -> Check:
 def check_answer(
     rewards: Sequence[str], sample: Sample, options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Raise DataError if one of these built-in rewards cannot use the reference answer with its options."""
+    """Raise DataError if any of the built-in `rewards` cannot use the sample's reference answer.
+
+    Args:
+        options: name of a reward → its options.
+    """
     for name in rewards:
         if name in WITHOUT_ANSWER:
             continue
@@ -108,13 +115,13 @@ UNUSABLE: dict[str, Callable[[str, dict[str, str]], str | None]] = {
     "gsm8k": find_number_problem,
     "boxed_math": find_latex_problem,
 }
-"""Reward → function that returns what is wrong with a reference answer, given the sample's options, or None."""
+"""Reward → function that describes the problem of a reference answer, given the sample's options, or returns None."""
 
 
 def check_format(config: GRPOConfig, samples: Iterable[Sample]) -> None:
     """Raise ConfigError if no prompt asks for a format that the reward `format` accepts.
 
-    One matching prompt is enough, because the questions of others may contain unrelated tags.
+    One matching prompt is enough, because the questions in other prompts may contain unrelated tags.
     """
     if "format" not in config.reward.functions:
         return

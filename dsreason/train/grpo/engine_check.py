@@ -1,4 +1,4 @@
-"""Self-test before the first step: weight transfer to the rollout engine, and its log-probabilities."""
+"""Self-test before the first step: checks the weight transfer to the rollout engine and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dsreason.train.grpo.rollouts import Rollout
 from dsreason.train.grpo.update import compute_current_logprobs, cut
 
 NUM_ROWS = 64
-"""Number of rows that are searched for a prompt of each modality."""
+"""Number of rows to search for a prompt of each modality."""
 
 
 class SelfTestError(DsReasonError):
-    """The rollout engine failed its self-test."""
+    """Error that is raised if the rollout engine fails its self-test."""
 
 
 def check_engine(
@@ -41,7 +41,7 @@ def check_engine(
     """Run the engine's self-test and compare its log-probabilities with the trainer's. Collective.
 
     Raises:
-        SelfTestError: some tensors did not arrive or were not restored; the message names them.
+        SelfTestError: the engine did not receive or did not restore some tensors; the message names them.
         MismatchError: the log-probabilities differ by more than `rollout.mismatch_stop`.
     """
     sampler.offload.offload()
@@ -60,7 +60,7 @@ def check_engine(
     micro_batches = cut(rollouts, config, encoder)
     logprobs = compute_current_logprobs(
         sampler.policy, micro_batches, 1.0, banned_ids
-    )  # engines report greedy tokens at 1
+    )  # at temperature 1, as engines report greedy tokens
     local_differences = [
         difference
         for micro_batch, values in zip(micro_batches, logprobs, strict=True)
@@ -81,7 +81,7 @@ def check_engine(
 
 
 def encode_prompt_per_modality(training: SampleDataset, encoder: Encoder) -> list[EncodedPrompt]:
-    """Encode the first usable prompt of each modality among the first rows; every rank gets the same.
+    """Encode the first usable prompt of each modality among the first `NUM_ROWS` rows; all ranks get the same prompts.
 
     Raises:
         DataError: none of these rows is usable.
@@ -92,7 +92,7 @@ def encode_prompt_per_modality(training: SampleDataset, encoder: Encoder) -> lis
             sample = training[index]
             if get_modality(sample) not in prompts:
                 prompts[get_modality(sample)] = encoder.encode_prompt(sample)
-        except DataError:  # the loader reports the row when it reads it
+        except DataError:  # the loader will report this row
             continue
     if not prompts:
         raise DataError(f"none of the first {NUM_ROWS} rows is a usable prompt, so the rollout engine cannot be tested")

@@ -1,4 +1,4 @@
-"""GRPO: prompts → completions of the policy → rewards → advantages → policy gradient."""
+"""The GRPO training loop: prompts → completions of the policy → rewards → advantages → policy gradient."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SHOWN = {"reward": "reward/mean", "length": "completion/length_mean"}
 SHOWN_OF_TEACHER = {"distance": "distill/kl", "length": "completion/length_mean"}
 """Metrics displayed in the progress bar of a run with a teacher and no reward."""
 MAX_UNTRAINED = 10
-"""Number of consecutive rollouts without anything to train after which the run stops."""
+"""Number of consecutive rollouts without a trainable completion after which the run stops."""
 
 
 def run(config: GRPOConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
+    """Run GRPO training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
     with build_grpo(config, output_dir, resume) as grpo:
         train(grpo)
 
@@ -56,7 +56,7 @@ def train(grpo: GRPOTrainer) -> None:
 
 
 def check_rollout_engine(grpo: GRPOTrainer) -> None:
-    """Check that weights arrive in the rollout engine and that its log-probabilities match the trainer's."""
+    """Check that the rollout engine receives the weights and computes the same log-probabilities as the trainer."""
     job, progress = grpo.job, grpo.run.progress
     prompts = encode_prompt_per_modality(grpo.rows.training, grpo.prompt_encoder)
     with job.watchdog.track_phase("self_test"), progress.track_phase("self-test of the rollout engine"):
@@ -65,7 +65,7 @@ def check_rollout_engine(grpo: GRPOTrainer) -> None:
 
 
 def train_on_rollout(grpo: GRPOTrainer) -> None:
-    """Sample completions from the current policy and run the optimizer steps over them."""
+    """Sample completions from the current policy and train on them in one or more optimizer steps."""
     run, watchdog = grpo.run, grpo.job.watchdog
     started = time.perf_counter()
     with watchdog.track_phase("rollout"):
@@ -82,11 +82,11 @@ def train_on_rollout(grpo: GRPOTrainer) -> None:
             now = time.perf_counter()
             times = {"time/rollout": sampling_seconds, "time/train": now - train_started}
             finish_step(grpo, micro_batches, metrics | times, rollout_metrics)
-        sampling_seconds, train_started = 0.0, now  # only the first step of a rollout includes sampling
+        sampling_seconds, train_started = 0.0, now  # sampling counts only in a rollout's first step
 
 
 def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float]:
-    """Log the completions and return the metrics of the rollout."""
+    """Log the completions and return the rollout's metrics."""
     job = grpo.job
     return show_rollouts(
         sampled,
@@ -100,20 +100,21 @@ def show_sampled(grpo: GRPOTrainer, sampled: SampledRollouts) -> dict[str, float
 
 
 def prepare_steps(grpo: GRPOTrainer, sampled: SampledRollouts) -> list[list[RolloutMicroBatch]]:
-    """Cut the rollouts into optimizer steps and add all log-probabilities that do not change while the policy trains."""
+    """Split the rollouts into optimizer steps and add the log-probabilities that stay fixed during these steps."""
     run, config, world = grpo.run, grpo.job.config, grpo.job.world
     rollouts = join_group(sampled.rollouts, sampled.prompts, lambda rollouts: gather_in_group(rollouts, world))
     steps = cut_into_steps(rollouts, grpo.objective, config, grpo.rows.encoder, world)
     grpo.num_untrained = 0 if steps else grpo.num_untrained + 1
     check_trained(grpo.num_untrained, run.state.step, config)
-    remaining_steps = run.total_steps - run.state.step  # fewer than len(steps) if earlier rollouts skipped steps
+    # If earlier rollouts had fewer steps, the last rollout may have more steps than remain.
+    remaining_steps = run.total_steps - run.state.step
     return add_fixed_logprobs(
         steps[:remaining_steps], grpo.engine, grpo.reference, grpo.teacher, config, grpo.banned_ids
     )
 
 
 def train_on_step(grpo: GRPOTrainer, micro_batches: list[RolloutMicroBatch]) -> dict[str, float]:
-    """Run one optimizer step over a part of a rollout and return its metrics."""
+    """Run one optimizer step on a part of a rollout and return the step's metrics."""
     run, job = grpo.run, grpo.job
     step = run.state.step + 1
     with run.memory.track_phase("train"):
@@ -135,7 +136,10 @@ def train_on_step(grpo: GRPOTrainer, micro_batches: list[RolloutMicroBatch]) -> 
 def cut_into_steps(
     rollouts: list[Rollout], objective: Objective, config: GRPOConfig, encoder: Encoder, world: World
 ) -> list[list[RolloutMicroBatch]]:
-    """Cut the trained rollouts into the micro-batches of each optimizer step; skip steps without rollouts on any rank."""
+    """Split the trained rollouts into optimizer steps, and each step into micro-batches. Collective.
+
+    Steps that have no rollouts on any rank are omitted.
+    """
     numbers = [rollout.group for rollout in rollouts if rollout.group is not None]
     num_groups = 1 + max(gather_objects(max(numbers, default=-1)))
     if objective.overlong_filter:
@@ -145,7 +149,7 @@ def cut_into_steps(
 
 
 def check_trained(num_untrained: int, step: int, config: GRPOConfig) -> None:
-    """Raise DsReasonError after `MAX_UNTRAINED` consecutive rollouts without anything to train."""
+    """Raise DsReasonError after `MAX_UNTRAINED` consecutive rollouts without a trainable completion."""
     if num_untrained == MAX_UNTRAINED:
         raise DsReasonError(
             f"step {step}: {MAX_UNTRAINED} rollouts in a row had no completion to train: their prompts were "
@@ -165,12 +169,13 @@ def run_grpo_step(
     step: int,
     mismatch_folder: Path | None,
 ) -> dict[str, float]:
-    """Run one optimizer step over a part of a rollout; the result does not depend on how it is cut.
+    """Run one optimizer step on a part of a rollout. The result does not depend on how this part is divided.
 
-    Rank 0 saves completions whose log-probabilities differ between engine and trainer to `mismatch_folder`.
+    If the log-probabilities of rollout engine and trainer differ too much, rank 0 saves the worst completions to
+    `mismatch_folder`.
     """
     metrics, mismatches = accumulate_gradients(engine, micro_batches, config, world, banned_ids)
-    if math.isfinite(metrics["train/loss"]):  # after a non-finite loss, a mismatch does not mean different policies
+    if math.isfinite(metrics["train/loss"]):  # otherwise, a mismatch does not imply that the policies differ
         mismatch.check(metrics, mismatches, config.rollout, step, mismatch_folder)
     return metrics | take_optimizer_step(engine, lr)
 
@@ -185,7 +190,7 @@ def finish_step(
     metrics: dict[str, float],
     rollout_metrics: dict[str, float],
 ) -> None:
-    """Count the step and display it."""
+    """Finish a step: count it, reset the reference if a reset is due, and log the metrics."""
     run, job, config = grpo.run, grpo.job, grpo.job.config
     run.count_step(epoch=grpo.rollouts.next_batch / grpo.batches_per_epoch, extra=grpo.extra)
     if isinstance(grpo.reference, ReferencePolicy):

@@ -1,4 +1,4 @@
-"""Differences between the log-probabilities of the rollout engine and the trainer for the same tokens."""
+"""Differences between the log-probabilities that the rollout engine and the trainer compute for the same tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ NUM_WORST = 8
 
 
 class MismatchError(DsReasonError):
-    """The rollout engine does not sample from the policy that is trained."""
+    """Error that is raised if the rollout engine does not sample from the policy being trained."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The difference in one completion: KL(engine ‖ trainer) by k3 summed over its tokens, and the largest |Δ log-probability|.
+    """The mismatch in one completion.
+
+    `kl` is the k3 estimate of KL(engine ‖ trainer), summed over the tokens; `largest` is the largest |Δ log-probability|.
 
     Example: `Mismatch("7", "video", "left", num_tokens=2, kl=2.1e-13, largest=9.5e-7, at=1)`.
     """
@@ -49,7 +51,11 @@ class Mismatch:
 
 
 def measure_mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mismatch]:
-    """Measure the mismatch of each rollout of a micro-batch; `logprobs` `[N]` are the trainer's, in the order of the rollouts."""
+    """Measure the mismatch of each rollout in a micro-batch.
+
+    Args:
+        logprobs: `[N]` log-probabilities of the trainer, in the order of the rollouts.
+    """
     results, start = [], 0
     logprobs = logprobs.double().cpu()
     for rollout in rollouts:
@@ -72,7 +78,7 @@ def measure_mismatches(rollouts: Sequence[Rollout], logprobs: Tensor) -> list[Mi
 
 
 def compute_mismatch_metrics(mismatches: Sequence[Mismatch]) -> dict[str, float]:
-    """Compute `mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob`, in total and by modality."""
+    """Compute `mismatch/kl` (mean over tokens) and `mismatch/max_abs_logprob`, overall and per modality."""
     by_modality = {
         f"/{name}": [mismatch for mismatch in mismatches if mismatch.modality == name]
         for name in sorted({mismatch.modality for mismatch in mismatches})
@@ -86,13 +92,16 @@ def compute_mismatch_metrics(mismatches: Sequence[Mismatch]) -> dict[str, float]
 
 
 def drop_most_texts(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
-    """Keep the text of only this rank's worst completions, before the exchange: the worst of all ranks are among them."""
+    """Drop the texts of all but this rank's worst completions, so that ranks exchange less data.
+
+    The worst completions of all ranks are among those that keep their texts.
+    """
     worst_ids = set(map(id, find_worst(mismatches)))
     return [mismatch if id(mismatch) in worst_ids else replace(mismatch, completion="") for mismatch in mismatches]
 
 
 def find_worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
-    """Return the `NUM_WORST` completions with the largest mean difference, worst first; NaN sorts first."""
+    """Return the `NUM_WORST` completions with the largest mean KL per token, worst first; NaN counts as infinite."""
     return sorted(
         mismatches, key=lambda mismatch: math.inf if math.isnan(mismatch.mean) else mismatch.mean, reverse=True
     )[:NUM_WORST]
@@ -101,12 +110,15 @@ def find_worst(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
 def check(
     metrics: dict[str, float], mismatches: Sequence[Mismatch], config: RolloutConfig, step: int, folder: Path | None
 ) -> None:
-    """Warn or stop if the mean over tokens is too large, and write the worst completions to `folder/step_N.jsonl`.
+    """Warn or raise if the mean KL per token is too large, and write the worst completions to `folder/step_N.jsonl`.
 
-    Nothing is checked with top_p or top_k, because the engine then renormalises its probabilities over fewer tokens.
+    With top_p or top_k, nothing is checked, because the engine then renormalises its probabilities over fewer tokens.
+
+    Args:
+        folder: folder for the worst completions; None writes no file.
 
     Raises:
-        MismatchError: `mismatch/kl` is above `rollout.mismatch_stop`, or not a number.
+        MismatchError: `mismatch/kl` exceeds `rollout.mismatch_stop` or is NaN.
     """
     kl = metrics["mismatch/kl"]
     if kl <= config.mismatch_warn or not config.samples_all_tokens:

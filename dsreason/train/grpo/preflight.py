@@ -1,4 +1,4 @@
-"""Checks of a GRPO run before a model is loaded, and the order of its prompts."""
+"""Checks of a GRPO run before the model is loaded, and the order of its prompts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dsreason.train.grpo.teacher import check_teacher
 log = logging.getLogger(__name__)
 
 NUM_PROMPTS = 8
-"""Number of rows that are inspected."""
+"""Number of rows of a data set whose prompts or reference answers are inspected."""
 
 
 def check(config: GRPOConfig) -> None:
-    """Raise user-fixable errors, including for rewards that cannot be loaded or can never be earned."""
+    """Raise an error for any problem that the user can fix, such as a reward that cannot be loaded or never earned."""
     check_functions(config)
     check_engine_choice(config)
     check_distillation(config)
@@ -72,7 +72,7 @@ def check_best_metric(config: GRPOConfig, validation: SampleDataset) -> None:
 
 
 def check_engine_choice(config: GRPOConfig) -> None:
-    """Raise ConfigError if the rollout engine or the reference policy does not work with these settings."""
+    """Raise ConfigError if the settings are incompatible with the rollout engine or the reference policy."""
     if config.rollout.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             'rollout.engine ("vllm"): vLLM is not installed; install it, or set rollout.engine = "transformers"'
@@ -91,7 +91,7 @@ def check_engine_choice(config: GRPOConfig) -> None:
 
 
 def check_distillation(config: GRPOConfig) -> None:
-    """Raise ConfigError if dynamic sampling would drop completions that a teacher should score."""
+    """Raise ConfigError if dynamic sampling is combined with a teacher, which must score every completion."""
     if config.distill.teacher is not None and build_objective(config.grpo).dynamic_sampling:
         setting = "grpo.dynamic_sampling" if config.grpo.dynamic_sampling else f'grpo.preset = "{config.grpo.preset}"'
         raise ConfigError(
@@ -101,7 +101,7 @@ def check_distillation(config: GRPOConfig) -> None:
 
 
 def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
-    """Build the encoder of prompts, which leaves room for the longest completion after each."""
+    """Build a prompt encoder that leaves room for the longest completion after each prompt."""
     longest = config.rollout.max_completion_length
     room = encoder.max_length - longest
     if room < 1:
@@ -116,7 +116,7 @@ def build_prompt_encoder(config: GRPOConfig, encoder: Encoder) -> PromptEncoder:
 
 
 def build_rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrder:
-    """Return the order of the prompts over the rollouts; `train.max_steps` counts optimizer steps."""
+    """Build the order in which rollouts use the prompts. Its steps are rollouts; `train.max_steps` counts optimizer steps."""
     train, steps = config.train, config.grpo.optimizer_steps_per_rollout
     return StepOrder(
         build_order_parts(training, config.data),
@@ -130,10 +130,10 @@ def build_rollout_order(training: SampleDataset, config: GRPOConfig) -> StepOrde
 
 
 def count_optimizer_steps(order: StepOrder, config: GRPOConfig) -> int:
-    """Return the number of optimizer steps of the run; `order` counts rollouts."""
+    """Return the number of optimizer steps of the run; a step of `order` is a rollout."""
     return order.num_steps * config.grpo.optimizer_steps_per_rollout
 
 
 def row_encoder(config: GRPOConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return the function that encodes a training row; it raises DataError for an unusable row."""
+    """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return partial(encode_checked_prompt, build_prompt_encoder(config, encoder), build_row_check(config))

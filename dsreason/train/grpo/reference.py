@@ -1,4 +1,4 @@
-"""Resets of the reference policy, and its restoration in a resumed run."""
+"""Resets of the reference policy, and loading the latest reference in a resumed run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ log = logging.getLogger(__name__)
 
 
 def reset_step(step: int, every: int) -> int:
-    """Return the step whose policy is the reference after `step`: with every = 100, 250 → 200; 0 is the initial model."""
+    """Return the step whose policy serves as the reference after `step`; 0 stands for the initial model.
+
+    Example: with `every` = 100, step 250 → 200.
+    """
     return step // every * every if every else 0
 
 
 def reset_reference(
     reference: ReferencePolicy, config: GRPOConfig, step: int, output_dir: Path, model_path: Path, world: World
 ) -> None:
-    """Make the current policy the reference if a reset is due, and save it for resuming. Collective."""
+    """If a reset is due, make the current policy the reference and save it for resumed runs. Collective."""
     every = config.grpo.reference_reset_every
     if not every or step % every:
         return
@@ -44,7 +47,7 @@ def reset_reference(
 
 
 def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
-    """Delete references that neither the run nor any of its checkpoints needs, including those being written."""
+    """Delete the references that are needed neither by the run nor by any checkpoint, complete or still being written."""
     checkpoints = output_dir / "checkpoints"
     steps = [step, *map(parse_step, find_complete_checkpoints(checkpoints)), *find_unfinished_steps(checkpoints)]
     needed = {format_step(reset_step(used_step, every)) for used_step in steps}
@@ -54,10 +57,12 @@ def delete_unneeded(output_dir: Path, every: int, step: int) -> None:
 
 
 def load_reference(reference: ReferencePolicy, config: GRPOConfig, checkpoint: Path, output_dir: Path) -> None:
-    """Load the reference as it was at a checkpoint; before the first reset it is the model that is already loaded.
+    """Load the reference that was in use at a checkpoint.
+
+    Before the first reset, this is the initial model, which is already loaded.
 
     Raises:
-        CheckpointError: the reference is missing in the run that saved the checkpoint.
+        CheckpointError: the run that saved the checkpoint does not have the reference.
     """
     step = reset_step(parse_step(checkpoint), config.grpo.reference_reset_every)
     if step == 0:

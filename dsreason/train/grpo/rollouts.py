@@ -1,4 +1,4 @@
-"""Rollouts: completions with their prompts, rewards and advantages, and their conversion to inputs of the loss."""
+"""Rollouts (completions with their prompts, rewards and advantages) and their conversion to loss inputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dsreason.rewards.scoring import CompletionScores
 from dsreason.rollout.protocol import Completion, CompletionSegment
 
 PromptPlace = tuple[int, int]
-"""(Batch of prompts, index of the prompt in it over all ranks); does not depend on the number of ranks."""
+"""(Index of the prompt batch, index of the prompt in that batch over all ranks); independent of the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion of one prompt.
+    """A completion of a prompt, with its rewards and its advantage.
 
     Example: `Rollout(prompt, completion, reward=1.5, rewards={"format": 1.0, "single_choice": 0.5}, advantage=0.7, group=3)`.
     """
@@ -32,12 +32,12 @@ class Rollout:
     reward: float
     """Weighted sum of `rewards`."""
     rewards: dict[str, float]
-    """Reward function → unweighted reward."""
+    """Name of the reward function → unweighted reward."""
     advantage: float = 0.0
     group: int | None = 0
-    """Index of the trained group over all ranks; None if it is not trained."""
+    """Index of the rollout's group among the trained groups of all ranks; None if the group is not trained."""
     place: PromptPlace = (0, 0)
-    """Position of the prompt."""
+    """Batch and index of the prompt."""
 
 
 Group = list[Rollout]
@@ -46,34 +46,34 @@ Group = list[Rollout]
 
 @dataclass(frozen=True)
 class RolloutSample(EncodedSample):
-    """Prompt and completion of a rollout, encoded for the model."""
+    """The prompt and the completion of a rollout, encoded for the model."""
 
     rollout: Rollout
 
 
 @dataclass(frozen=True)
 class RolloutMicroBatch:
-    """Rollouts that go through one forward.
+    """Rollouts that share one forward pass.
 
-    The rollouts are in the order of their tokens in `batch`, those of a prompt together. A batch that only keeps the ranks
-    in step has none.
+    The rollouts are in the order of their tokens in `batch`; rollouts of the same prompt are adjacent. `rollouts` is empty
+    for a dummy batch, which only gives all ranks the same number of forward passes.
     """
 
     batch: Batch
     rollouts: list[Rollout]
     old_logprobs: Tensor | None = None
-    """`[N]` under the policy that sampled; None if the policy has not changed since."""
+    """`[N]` log-probabilities under the policy that sampled the tokens; None if it has not been updated since."""
     ref_logprobs: Tensor | None = None
-    """`[N]` under the reference; None without a KL term."""
+    """`[N]` log-probabilities under the reference; None without a KL term."""
     teacher_logprobs: Tensor | None = None
-    """`[N]` under the teacher; None without a teacher."""
+    """`[N]` log-probabilities under the teacher; None without a teacher."""
 
 
 @dataclass(frozen=True)
 class FlatRollouts:
-    """Inputs of the loss besides the log-probabilities, one entry per sampled token of a micro-batch (`N` in total)."""
+    """Loss inputs that come from the rollouts, with one entry per sampled token of a micro-batch (`N` in total)."""
 
-    rollout_logprobs: Tensor  # [N] float32, from the rollout engine
+    rollout_logprobs: Tensor  # [N] float32, log-probabilities from the rollout engine
     advantages: Tensor  # [N] float32
     sequence: Tensor  # [N] int64, index of the token's rollout in the micro-batch
 
@@ -84,7 +84,7 @@ def make_rollouts(
     completions: Sequence[Completion],
     scores: CompletionScores,
 ) -> list[Rollout]:
-    """Build rollouts from scored completions, without advantages and not yet selected for training."""
+    """Build rollouts from scored completions. `add_advantages` sets their groups and advantages later."""
     return [
         Rollout(
             prompt=prompt,
@@ -99,10 +99,10 @@ def make_rollouts(
 
 
 def is_informative(group: Group, tolerance: float) -> bool:
-    """Return whether dynamic sampling keeps the group: its rewards differ by more than `tolerance` (DAPO, 2503.14476).
+    """Return whether dynamic sampling keeps the group, whose rewards must differ by more than `tolerance` (DAPO, 2503.14476).
 
-    Continuous rewards are never exactly equal, and normalisation by the std would amplify their noise. The range is
-    compared instead of the std, because rounding keeps the std from being exactly 0.
+    A tolerance is needed because continuous rewards are rarely exactly equal, and dividing by the std would amplify their
+    noise. The range is compared instead of the std, because rounding errors can keep the std from being exactly 0.
     """
     rewards = [rollout.reward for rollout in group]
     return max(rewards) - min(rewards) > tolerance
@@ -115,10 +115,11 @@ def add_advantages(
     compute_advantages: Callable[[Tensor], Tensor],
     exchange: Exchange,
 ) -> list[Rollout]:
-    """Add group indices and advantages to the rollouts of the first usable groups of all ranks. Collective.
+    """Return this rank's rollouts with their group indices and advantages. Collective.
 
-    At most `num_trained` groups are used. They are numbered in the order of their places, and `compute_advantages`
-    (`[P, G]` → `[P, G]`) gets all of them. The rollouts of the other groups are not trained and have advantage 0.
+    The first usable groups of all ranks, at most `num_trained`, are trained. They are numbered in the order of their
+    prompts, and `compute_advantages` (`[P, G]` → `[P, G]`) gets the rewards of all of them at once. Rollouts of the other
+    groups have the group index None and an advantage of 0.
     """
     local_rewards = [
         (group[0].place, [rollout.reward for rollout in group])
@@ -140,11 +141,11 @@ def add_advantages(
 def join_group(
     rollouts: Sequence[Rollout], prompts: Mapping[PromptPlace, EncodedPrompt], exchange: Exchange
 ) -> list[Rollout]:
-    """Gather the trained rollouts of all ranks that compute this rank's rows, in the order of their prompts. Collective.
+    """Gather the trained rollouts of all ranks that compute the same rows as this one, ordered by prompt. Collective.
 
     Args:
-        prompts: the prompts of all of these ranks. Each rank has them, so they are not exchanged.
-        exchange: gathers objects from these ranks.
+        prompts: the prompts of all of these ranks. Each rank has all of them, so they are not exchanged.
+        exchange: a function that gathers objects from these ranks.
     """
     local_rollouts = [
         {name: value for name, value in vars(rollout).items() if name != "prompt"}
@@ -160,7 +161,7 @@ def join_group(
 def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: int) -> list[list[Rollout]]:
     """Split this rank's trained rollouts into optimizer steps; the split does not depend on the number of ranks.
 
-    Example: 10 groups over 4 steps → groups 0 to 2, 3 and 4, 5 to 7, 8 and 9.
+    Example: 10 groups in 4 steps → groups 0 to 2, 3 to 4, 5 to 7, and 8 to 9.
     """
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]
     for rollout in rollouts:
@@ -170,9 +171,9 @@ def split_into_steps(rollouts: Sequence[Rollout], num_groups: int, num_steps: in
 
 
 def build_training_sample(rollout: Rollout) -> RolloutSample:
-    """Build the training sample of a rollout: the completion after its prompt, with the sampled tokens trained."""
+    """Build the training sample of a rollout: the completion, with its prompt as parent; only sampled tokens are trained."""
     prompt, segments = rollout.prompt.encoded, list(map(encode_segment, rollout.completion.segments))
-    positions, start = [], prompt.position_ids.max() + 1  # a segment begins after the largest position on any axis
+    positions, start = [], prompt.position_ids.max() + 1  # a segment starts after the largest position on any axis
     for segment in segments:
         positions.append(start + segment.position_ids)
         start = positions[-1].max() + 1 if len(segment) else start
@@ -189,7 +190,7 @@ def build_training_sample(rollout: Rollout) -> RolloutSample:
 
 
 def encode_segment(segment: CompletionSegment) -> EncodedSample:
-    """Encode the tokens of a segment with positions that start at 0; sampled tokens are text."""
+    """Encode a segment with positions that start at 0. Sampled tokens are always text."""
     if segment.encoded is not None:
         return segment.encoded
     ids = torch.tensor(segment.ids, dtype=torch.int64)
@@ -204,7 +205,7 @@ def encode_segment(segment: CompletionSegment) -> EncodedSample:
 
 
 def flatten(rollouts: Sequence[Rollout], device: torch.device) -> FlatRollouts:
-    """Flatten the sampled tokens of a micro-batch's rollouts, in the order of the policy's log-probabilities."""
+    """Build the per-token loss inputs of a micro-batch's rollouts, in the order of the policy's log-probabilities."""
     by_rollout = [rollout.completion.logprobs for rollout in rollouts]
     lengths = torch.tensor(list(map(len, by_rollout)), dtype=torch.int64)
     logprobs = [logprob for part in by_rollout for logprob in part]

@@ -1,4 +1,4 @@
-"""Sampling of rollouts: the next prompts, completions from the current policy, their rewards and advantages."""
+"""Sampling of rollouts: reads prompts, generates completions with the current policy, and adds rewards and advantages."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dsreason.train.grpo.rollouts import Group, PromptPlace, Rollout, add_advant
 
 @dataclass
 class SampledRollouts:
-    """Scored completions of this rank, and the metrics of sampling them."""
+    """This rank's scored completions, and the metrics of the sampling."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     prompts: dict[PromptPlace, EncodedPrompt] = field(default_factory=dict)
-    """Place → prompt, for all ranks that compute this rank's rows; each of these ranks samples some of them."""
+    """Place → prompt, for all prompts of the ranks that compute the same rows as this one; each samples a part of them."""
     metrics: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("time/data", "time/generate", "time/reward", "rollout/tokens"), 0.0)
     )
     reward_sums: list[dict[str, tuple[float, int]]] = field(default_factory=list)
-    """Additional metrics of this rank's reward functions, see `Scores.metric_sums`."""
+    """Additional metrics of this rank's reward functions, one dict per scored batch (`CompletionScores.metric_sums`)."""
 
 
 @dataclass
 class RolloutSampler:
-    """Sampler and scorer of completions for the next prompts."""
+    """A sampler that reads the next prompts, generates completions for them, and scores these."""
 
     config: GRPOConfig
     objective: Objective
@@ -47,12 +47,15 @@ class RolloutSampler:
     world: World
     watchdog: Watchdog
     count_skipped: Callable[[Sequence[str]], None]
-    """Called with one message per skipped row."""
+    """Callback that gets one message per skipped row."""
     next_batch: int
-    """Index of the prompt batch that is sampled next."""
+    """Index of the next prompt batch to sample."""
 
     def sample(self, step: int) -> SampledRollouts:
-        """Sample from the policy after `step`; with dynamic sampling, until enough groups are trainable. Collective."""
+        """Sample completions from the policy after `step`. Collective.
+
+        With dynamic sampling, up to `grpo.max_refills` more prompt batches are sampled until enough groups are trainable.
+        """
         config, num_prompts, dynamic = (
             self.config.grpo,
             self.config.grpo.prompts_per_step,
@@ -74,7 +77,7 @@ class RolloutSampler:
         return sampled
 
     def read_next_prompts(self, sampled: SampledRollouts) -> Prompts:
-        """Read this rank's share of the next prompts and add them to `sampled`."""
+        """Read this rank's share of the next prompt batch and add the prompts to `sampled`."""
         started = time.perf_counter()
         with self.watchdog.track_phase("data"):
             prompts = next(self.loader)
@@ -88,7 +91,7 @@ class RolloutSampler:
     def sample_groups(
         self, engine: RolloutEngine, prompts: Prompts, step: int, sampled: SampledRollouts
     ) -> list[Group]:
-        """Sample and score `num_generations` completions per prompt; add the metrics to `sampled`."""
+        """Sample and score `num_generations` completions per prompt, and add the metrics to `sampled`."""
         rollout, size = self.config.rollout, self.config.grpo.num_generations
         seed = int(np.random.SeedSequence((self.config.train.seed, prompts.batch)).generate_state(1)[0])
         sampling = Sampling(
@@ -99,7 +102,7 @@ class RolloutSampler:
             seed=seed,
         )
         repeated = [prompt for prompt in prompts.prompts for _ in range(size)]
-        # The random streams do not depend on the number of ranks.
+        # Streams are numbered over all ranks, so the samples do not depend on the number of ranks.
         streams = [number * size + i for number in prompts.numbers for i in range(size)]
         started = time.perf_counter()
         completions = engine.generate(repeated, sampling, version=step, streams=streams)

@@ -1,4 +1,4 @@
-"""Reports of the rollouts: a file with all of them, their metrics, and some examples with their media."""
+"""Reports on rollouts: a file with all completions, the metrics, and some examples with their media."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def show_rollouts(
     output_dir: Path,
     metrics: Metrics,
 ) -> dict[str, float]:
-    """Write `rollouts/step_N.jsonl`, and periodically log example completions; rank 0 writes. Collective.
+    """Write `rollouts/step_N.jsonl` and periodically log example completions, both only on rank 0. Collective.
 
-    Returns the metrics of the rollout over all ranks.
+    Returns:
+        The metrics of the rollout over all ranks.
     """
     every = config.rollout.show_every
     is_due = every > 0 and step % every < config.grpo.optimizer_steps_per_rollout
@@ -75,9 +76,9 @@ def describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 
 
 def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    """Compute the metrics of a rollout from its rows, in which the completions of a prompt are adjacent.
+    """Compute the metrics of a rollout from its rows, in which the completions of a prompt must be adjacent.
 
-    They cover everything that was sampled, including what dynamic sampling or the overlong filter then discards.
+    The metrics cover all sampled completions, including those that dynamic sampling or the overlong filter discards.
     """
     if not rows:  # all rows were skipped
         return {}
@@ -97,7 +98,7 @@ def summarise(rows: Sequence[dict[str, Any]], num_generations: int) -> dict[str,
 
 
 def compute_reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Compute `reward/<function>/<metric>`, the mean over the calls that returned the metric."""
+    """Compute `reward/<function>/<metric>`, each the mean over the calls that returned the metric."""
     names = sorted({name for rank_sums in sums for name in rank_sums})
     values_by_name = {name: [rank_sums[name] for rank_sums in sums if name in rank_sums] for name in names}
     return {
@@ -107,7 +108,10 @@ def compute_reward_means(sums: Sequence[dict[str, tuple[float, int]]]) -> dict[s
 
 
 def draw_contact_sheets(rollouts: Sequence[Rollout], config: GRPOConfig, world_size: int) -> list[tuple[str, Any]]:
-    """Return text and picture of one completion for each of this rank's first prompts; `rollout.show` over all ranks."""
+    """Return the text and the contact sheet of one completion for each of this rank's first prompts.
+
+    The number of prompts per rank is `rollout.show` divided by the number of ranks, rounded up.
+    """
     num_local, sheets = -(-config.rollout.show // world_size), []
     for rollout in rollouts[:: config.grpo.num_generations][:num_local]:
         sample = rollout.prompt.sample

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model that gives log-probabilities of the student's completions."""
+"""The distillation teacher: a frozen model that returns log-probabilities of the student's completions."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from dsreason.train.grpo.teacher_server import TeacherServer, check_server
 log = logging.getLogger(__name__)
 
 PIXELS_AS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
-"""Settings of the image and video processors that decide which pixels the model sees for a picture of a given size."""
+"""Settings of the image and video processors that determine which pixels the model sees for an image of a given size."""
 
 
 class Teacher(Protocol):
     """A model that the student learns from."""
 
     fingerprint: str
-    """Identifies the teacher, so that a run is resumed with the same one."""
+    """Fingerprint of the teacher; a run can only be resumed with the same teacher."""
 
     def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
-        """Return log-probabilities of the completions' tokens at temperature 1, `[N]` per micro-batch. Collective."""
+        """Return the log-probabilities of the sampled tokens at temperature 1, `[N]` per micro-batch. Collective."""
 
 
 class TeacherModel:
-    """A frozen model in ZeRO-3 partitions that reads the student's batches."""
+    """A `Teacher` on the GPUs of the job: a frozen model, sharded with ZeRO-3, that gets the student's batches."""
 
     def __init__(self, path: Path, config: GRPOConfig, banned_ids: Tensor, world: World) -> None:
         settings = build_teacher_deepspeed(config, world)
@@ -72,7 +72,7 @@ class TeacherModel:
 
 
 def build_teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
-    """Build the DeepSpeed config of a teacher: ZeRO-3 for any stage of the student, and no optimizer."""
+    """Build the DeepSpeed config of a teacher: ZeRO-3, regardless of the student's stage, and no optimizer."""
     zero: dict[str, Any] = {"stage": 3, "stage3_max_reuse_distance": 0}
     if world.device.type == "cuda" and config.distill.offload:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -84,13 +84,13 @@ def build_teacher_deepspeed(config: GRPOConfig, world: World) -> dict[str, Any]:
 
 
 def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Mapping[str, Any]) -> Teacher | None:
-    """Open the configured teacher, or return None. Collective.
+    """Open the configured teacher; return None without distillation. Collective.
 
     Args:
-        saved: the additional state of the checkpoint that is resumed; it may hold the teacher's fingerprint.
+        saved: GRPO-specific state of the checkpoint to resume from; it may hold the teacher's fingerprint.
 
     Raises:
-        ConfigError: the resumed run had another teacher.
+        ConfigError: the resumed run had a different teacher.
     """
     if config.distill.teacher is None:
         return None
@@ -109,7 +109,7 @@ def open_teacher(config: GRPOConfig, banned_ids: Tensor, world: World, saved: Ma
 
 
 def find_teacher(config: GRPOConfig) -> Path:
-    """Return the teacher's local folder; download or build it if needed. Safe to call on several ranks at once."""
+    """Return the teacher's local folder; download or build it if necessary. Safe to call on several ranks at once."""
     assert config.distill.teacher is not None
     model_settings = {"path": config.distill.teacher, "revision": config.distill.revision}
     model = ModelConfig.model_validate(model_settings | {"trust_remote_code": config.model.trust_remote_code})
@@ -117,7 +117,7 @@ def find_teacher(config: GRPOConfig) -> Path:
 
 
 def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> None:
-    """Raise ConfigError if the teacher cannot read the student's prompts and completions. Loads no weights."""
+    """Raise ConfigError if the teacher cannot read the student's prompts and completions. No weights are loaded."""
     if config.distill.teacher is None:
         return
     if config.distill.by_server:
@@ -146,7 +146,7 @@ def check_teacher(config: GRPOConfig, student: Encoder, model_path: Path) -> Non
 
 
 def check_vocabularies(key: str, teacher: Mapping[str, int], student: Mapping[str, int]) -> None:
-    """Raise ConfigError unless both have the same tokens with the same ids."""
+    """Raise ConfigError, which names `key`, unless both vocabularies have the same tokens with the same ids."""
     differing = sorted(
         (student.items() | teacher.items()) - (student.items() & teacher.items()), key=lambda item: item[1]
     )

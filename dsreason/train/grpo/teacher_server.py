@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible server that returns the log-probabilities of prompt tokens (vLLM)."""
+"""A teacher behind an OpenAI-compatible server that returns log-probabilities of prompt tokens, such as vLLM."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "TEACHER_API_KEY"
-"""Environment variable with the server's API key."""
+"""Name of the environment variable that holds the server's API key."""
 FIRST_PAUSE = 1.0
 """Seconds before the first retry."""
 PROBES = 256
-"""Number of tokens, spread over the vocabulary, that are compared with the server's vocabulary."""
+"""Number of tokens, evenly spread over the student's vocabulary, that are compared with the server's vocabulary."""
 ROUNDING = 1e-3
-"""Tolerance by which a log-probability may exceed 0."""
+"""Amount by which rounding errors may raise a log-probability above 0."""
 LOWEST = -1e6
-"""Lower bound of a token's log-probability: models give none below it, and float32 cannot hold one like -1e300."""
+"""Lower bound for the log-probability of a token. Models never return less, and float32 cannot represent -1e300."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -49,15 +49,16 @@ class ScoredChoice(BaseModel):
 
 
 class ScoredPrompt(BaseModel):
-    """The part of a response that is read."""
+    """The part of a server response that is used."""
 
     choices: list[ScoredChoice] = Field(min_length=1, max_length=1)
 
 
 class TeacherServer:
-    """A `Teacher` that scores each completion with its prompt, both sent as token ids; media are not supported.
+    """A `Teacher` on a server, which gets each prompt and completion as token ids; media are not supported.
 
-    Media tokens, which the student must not sample, keep their probability here, unlike in `TeacherModel`.
+    Unlike `TeacherModel`, the server does not ban media tokens, which the student must not sample: they keep their
+    probability.
     """
 
     def __init__(self, config: DistillConfig, world: World) -> None:
@@ -65,7 +66,10 @@ class TeacherServer:
         self.fingerprint = str(config.server_model)
 
     def logprobs(self, micro_batches: Sequence[RolloutMicroBatch]) -> list[Tensor]:
-        """Query the server; ranks that compute rows together have the same rollouts, so each requests only some of them."""
+        """Return the log-probabilities of the sampled tokens, `[N]` per micro-batch. Collective.
+
+        Ranks that compute rows together have the same rollouts, so each rank queries the server only for its part of them.
+        """
         rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch.rollouts]
         part = self.world.row_part
         with share_errors(), ThreadPoolExecutor(self.concurrency) as threads:
@@ -79,10 +83,10 @@ class TeacherServer:
 
 
 class Client:
-    """A client that requests log-probabilities. The API key is read only from the environment.
+    """A client that requests log-probabilities from the server. The API key is read only from the environment.
 
     Args:
-        config: `teacher` is the base URL of `/completions`, and `server_model` is set.
+        config: settings in which `teacher` is the base URL of the endpoint `/completions` and `server_model` is set.
     """
 
     def __init__(self, config: DistillConfig) -> None:
@@ -99,6 +103,10 @@ class Client:
 
     def request(self, ids: list[int], what: str) -> list[ScoredToken]:
         """Request the log-probability of each token except the first, which has no context.
+
+        Args:
+            ids: the tokens.
+            what: description of the tokens, for error messages.
 
         Raises:
             DsReasonError: the request failed, or the response does not match the tokens.
@@ -130,7 +138,7 @@ class Client:
 
 
 def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
-    """Read the entries of all tokens except the first; raise ValueError if the response does not match them."""
+    """Read the entries of all tokens except the first. Raise ValueError if the response does not match `ids`."""
     entries = ScoredPrompt.model_validate_json(response).choices[0].prompt_logprobs
     if len(entries) != len(ids):
         raise ValueError(f"entries for {len(entries)} tokens instead of {len(ids)}")
@@ -146,7 +154,7 @@ def read_tokens(response: bytes, ids: Sequence[int]) -> list[ScoredToken]:
 
 
 def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the server cannot be queried, or its vocabulary differs from the student's."""
+    """Raise ConfigError if the server cannot be queried or its vocabulary differs from the student's."""
     client = Client(config)
     plain_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     ids = plain_ids[:: max(1, len(plain_ids) // PROBES)][: PROBES + 1]
@@ -156,7 +164,7 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
         raise ConfigError(str(error)) from None
     for number, token in zip(ids[1:], tokens, strict=True):
         decoded = tokenizer.decode([number])
-        if UNREADABLE in decoded or token.decoded_token is None:  # the token is a part of a character
+        if UNREADABLE in decoded or token.decoded_token is None:  # only a part of a character, or no text
             continue
         if token.decoded_token != decoded:
             raise ConfigError(
@@ -167,7 +175,7 @@ def check_server(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def check_no_media(sample: Sample) -> None:
-    """Raise DataError if the row has media, which cannot be sent to a server."""
+    """Raise DataError if the row has media, which cannot be sent to a teacher server."""
     if media := list_media_paths(sample.messages):
         raise DataError(
             f"sample {sample.id!r}: shows {media[0]}, but distill.teacher is a server, which gets only token ids; skip "

@@ -1,4 +1,4 @@
-"""One optimizer step of GRPO: rollouts → micro-batches → log-probabilities → loss → gradients."""
+"""A GRPO optimizer step: rollouts → micro-batches → log-probabilities → loss → gradients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ from dsreason.train.grpo.teacher import Teacher
 def cut(
     rollouts: Sequence[Rollout], config: GRPOConfig, encoder: Encoder, part: PartOf = WHOLE
 ) -> list[RolloutMicroBatch]:
-    """Cut the rollouts of a step into micro-batches; all ranks get the same number, with the same media. Collective.
+    """Divide the rollouts of a step into micro-batches. Collective.
 
-    `part` is the share of each row that this rank computes; ranks that compute rows together have the same rollouts.
+    All ranks get the same number of micro-batches, each with media if the model accepts them.
+
+    Args:
+        part: part of each row that this rank computes; ranks that compute rows together pass the same rollouts.
     """
     samples = [build_training_sample(rollout) for rollout in rollouts]
     if not config.shares_prompts:
@@ -48,7 +51,7 @@ def cut(
 def compute_current_logprobs(
     engine: DeepSpeedEngine, micro_batches: Sequence[RolloutMicroBatch], temperature: float, banned_ids: Tensor
 ) -> list[Tensor]:
-    """Compute the log-probabilities under the engine's current weights, per micro-batch. Collective."""
+    """Compute the log-probabilities under the engine's current weights, `[N]` per micro-batch. Collective."""
     return [engine(micro_batch.batch.to(engine.device), temperature, banned_ids) for micro_batch in micro_batches]
 
 
@@ -60,7 +63,10 @@ def add_fixed_logprobs(
     config: GRPOConfig,
     banned_ids: Tensor,
 ) -> list[list[RolloutMicroBatch]]:
-    """Add the log-probabilities that must be computed before the first optimizer step. Collective."""
+    """Add the log-probabilities of the old policy, the reference and the teacher, as far as they are needed. Collective.
+
+    They must be computed before the first optimizer step changes the policy.
+    """
 
     def add_logprobs(add: Callable[[RolloutMicroBatch, Tensor], RolloutMicroBatch]) -> list[list[RolloutMicroBatch]]:
         completed_steps = []
@@ -71,7 +77,7 @@ def add_fixed_logprobs(
             )
         return completed_steps
 
-    if len(steps) > 1:  # in a single step, the policy that sampled is the one that is trained
+    if len(steps) > 1:  # with a single step, the policy has not changed since it sampled
         with record_phase("old_logprobs"):
             steps = add_logprobs(lambda micro_batch, values: replace(micro_batch, old_logprobs=values))
     if reference is not None:
@@ -96,9 +102,12 @@ def accumulate_gradients(
     world: World,
     banned_ids: Tensor,
 ) -> tuple[dict[str, float], list[Mismatch]]:
-    """Run forward and backward of every micro-batch; the gradient does not depend on how the global batch is cut.
+    """Run the forward and backward passes of all micro-batches. Collective.
 
-    Returns the metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
+    The gradient does not depend on how the global batch is divided.
+
+    Returns:
+        The metrics, and the mismatch between rollout engine and trainer for the completions of all ranks.
     """
     objective = build_objective(config.grpo)
     lengths = [rollout.completion.num_sampled for micro_batch in micro_batches for rollout in micro_batch.rollouts]
@@ -107,14 +116,14 @@ def accumulate_gradients(
         num_sequences=sum(world.select_group_values(gather_objects(len(lengths)))),
         max_length=config.rollout.max_completion_length,
     )
-    # Metric → one value per micro-batch; read after the loop, because reading waits for the GPU.
+    # Metric → one value per micro-batch. The values are read after the loop, because reading waits for the GPU.
     terms: dict[str, list[Tensor]] = {"train/loss": [], "policy/entropy": [], "policy/clip_fraction": []}
     if micro_batches[0].ref_logprobs is not None:
         terms["policy/kl"] = []
     if micro_batches[0].teacher_logprobs is not None:
         terms["distill/kl"] = []
     trainer_logprobs: list[Tensor] = []
-    for i, micro_batch in enumerate(micro_batches):  # every rank runs the same number, because forwards are collective
+    for i, micro_batch in enumerate(micro_batches):  # the same number on all ranks: the forward is collective
         with record_phase("forward"):
             logprobs, entropy = engine(
                 micro_batch.batch.to(engine.device), config.rollout.temperature, banned_ids, True

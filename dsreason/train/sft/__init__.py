@@ -1,1 +1,1 @@
-"""Supervised fine-tuning; the loop is in `loop.py`."""
+"""The trainer for supervised fine-tuning (SFT); the training loop is in `loop.py`."""

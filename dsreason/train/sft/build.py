@@ -37,7 +37,7 @@ class SFTTrainer:
     world: World
     engine: DeepSpeedEngine
     sampler: Sampler
-    """Generates answers to the held-out rows."""
+    """Sampler that generates answers to the held-out rows."""
     held_out: HeldOut[SFTConfig]
     loader: StepLoader
     arithmetic: Arithmetic
@@ -49,7 +49,7 @@ class SFTTrainer:
 
 @contextmanager
 def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) -> Iterator[SFTTrainer]:
-    """Join the job, check the config and build everything; close what was opened on exit. Collective."""
+    """Join the job, check the config and build the trainer; release its resources on exit. Collective."""
     with ExitStack() as stack:
         job, rows = open_policy_job(config, output_dir, resume, command="sft", check=check, stack=stack)
         config, world, model_path = job.config, job.world, job.model_path
@@ -90,7 +90,10 @@ def build_sft(config: SFTConfig, output_dir: Path | None, resume: str | None) ->
 
 
 def compute_validation_tokens(config: SFTConfig, model_path: Path, world: World) -> int:
-    """Return the token budget of a validation batch: what fits a quarter of the GPU's memory; 0 (unset) on a CPU."""
+    """Return the token budget of a validation batch.
+
+    The budget is the number of tokens that fit into a quarter of the GPU's memory; on a CPU it is 0, which means unset.
+    """
     if world.device.type != "cuda":
         return 0
     memory = torch.cuda.get_device_properties(world.device).total_memory // 4

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: samples → micro-batches → log-probabilities → loss → optimizer step."""
+"""The SFT training loop: samples → micro-batches → log-probabilities → loss → optimizer step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dsreason.train.sft.build import SFTTrainer, build_sft
 
 
 def run(config: SFTConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; return when the last checkpoint and the export are on disk."""
+    """Run SFT training; every rank of a job calls this. Return once the last checkpoint and the export are on disk."""
     with build_sft(config, output_dir, resume) as sft:
         train_on_loader(sft.run, sft.loader, partial(train_on_batches, sft), sft.validate)
 
 
 def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
-    """Run the optimizer step over a global batch, count it and display it."""
+    """Run one optimizer step on a global batch, count it and log its metrics."""
     run, engine, started = sft.run, sft.engine, time.perf_counter()
     with run.memory.track_phase("train"):
         metrics = run_sft_step(engine, batches, lr=run.learning_rate, world=sft.world)
@@ -38,20 +38,19 @@ def train_on_batches(sft: SFTTrainer, batches: StepBatches) -> None:
 
 
 def run_sft_step(engine: DeepSpeedEngine, batches: StepBatches, *, lr: float, world: World) -> dict[str, float]:
-    """Run one optimizer step over a global batch; the result does not depend on how the batch is cut."""
+    """Run one optimizer step on a global batch. The result does not depend on how the batch is divided."""
     loss = accumulate_gradients(engine, batches, world)
     return {"train/loss": loss} | take_optimizer_step(engine, lr)
 
 
 def accumulate_gradients(engine: DeepSpeedEngine, batches: StepBatches, world: World) -> float:
-    """Run forward and backward of every micro-batch; return the mean loss over the trained tokens of the global batch."""
+    """Run the forward and backward passes of all micro-batches; return the mean loss per trained token of the global batch."""
     losses: list[Tensor] = []  # read after the loop, because reading waits for the GPU
-    for i, batch in enumerate(
-        batches.micro_batches
-    ):  # every rank runs the same number, because forwards are collective
+    # All ranks have the same number of micro-batches, because the forward pass is collective.
+    for i, batch in enumerate(batches.micro_batches):
         with record_phase("forward"):
             logprobs = engine(batch.to(engine.device))
             loss = compute_sft_loss(logprobs, num_tokens=batches.num_tokens)
         add_gradient(engine, loss, world.size, last=i == len(batches.micro_batches) - 1)
         losses.append(loss.detach())
-    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # ranks that share a row all count its loss
+    return reduce_sum(sum(map(float, losses))) / world.ranks_per_row  # each rank of a row counted its loss

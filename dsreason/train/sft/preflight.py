@@ -1,4 +1,4 @@
-"""Checks of an SFT run before a model is loaded."""
+"""Checks of an SFT run before the model is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dsreason.train.common.preflight import check_dataset, check_model
 
 
 def check(config: SFTConfig) -> None:
-    """Raise user-fixable errors without reading weights or training.
+    """Raise an error for any problem that the user can fix, without reading weights or training.
 
     Raises:
-        DsReasonError: unusable model folder, unmatched freeze pattern, no data, too few rows for one step, a bad row.
+        DsReasonError: the model folder is unusable, a freeze pattern matches nothing, there is no data, there are too few
+            rows for one step, or a row is unusable.
     """
     encoder = check_model(config)
     training, validation = open_datasets(config.data)
@@ -26,5 +27,5 @@ def check(config: SFTConfig) -> None:
 
 
 def row_encoder(config: SFTConfig, encoder: Encoder) -> Callable[[Sample], object]:
-    """Return the function that encodes a training row; it raises DataError for an unusable row."""
+    """Return a function that encodes a training row and raises DataError if the row is unusable."""
     return encoder.encode
