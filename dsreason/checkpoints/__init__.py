@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, resumed exactly, exported as Hugging Face folders."""
+"""Checkpoints, which are written atomically, resumed exactly, and exported as Hugging Face model folders."""

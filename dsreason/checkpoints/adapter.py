@@ -1,4 +1,4 @@
-"""LoRA adapters in exports: merged into the weights, and separately in peft's files."""
+"""LoRA adapters in exports, both merged into the weights and separately in peft's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsreason.models.weights import find_weights
 log = logging.getLogger(__name__)
 
 FOLDER = "adapter"
-"""Folder in an export, beside the merged model, with files named as peft does."""
+"""Subfolder of an export that holds the adapter in peft's format, in addition to the merged model."""
 WEIGHTS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 """Prefix of the tensor names in peft's files."""
@@ -38,27 +38,27 @@ merged one in the folder above, or load the base with
 layer left out (`llm_int8_skip_modules`).
 """
 SMALLEST = 5e-3
-"""Relative change of a weight that bfloat16, with 8 bits, keeps in full; it keeps half of a change five times smaller."""
+"""Relative change of a weight that survives rounding to bfloat16 (8 bits); about half of a change five times smaller does."""
 
 
 @dataclass
 class Merge:
-    """The merge of adapters into a model while it is written, with a record of how much they change the weights.
+    """The merge of adapters into a model while the model is written, with a record of how much they change its weights.
 
     Args:
         dtype: precision of the written weights, "bf16" or "fp32".
-        adapter: the adapter of the checkpoint; None if it has none.
+        adapter: description of the checkpoint's adapter; None if the checkpoint has no adapter.
     """
 
     dtype: str
     adapter: SavedAdapter | None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the adapters, by peft's names."""
+    """Tensors of the adapter, by their names in peft's format."""
     changes: dict[str, float] = field(default_factory=dict)
-    """Change of each weight with an adapter, relative to its norm."""
+    """Norm of the change of each weight with an adapter, relative to the norm of the weight, by name."""
 
     def merge_weights(self, weights: Iterable[tuple[str, Tensor, Delta | None]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a model without adapters, each merged with its adapter and rounded once."""
+        """Yield the weights under their names without adapters; merge each weight with its adapter and round the sum once."""
         dtype = DTYPES[self.dtype]
         for name, tensor, delta in weights:
             if delta is None:
@@ -72,7 +72,7 @@ class Merge:
 
     @property
     def largest(self) -> tuple[str, float]:
-        """Name and relative change of the weight that changes most."""
+        """Name and relative change of the weight that the adapter changes most."""
         return max(self.changes.items(), key=lambda item: item[1])
 
     @property
@@ -88,7 +88,7 @@ class Merge:
         )
 
     def report(self, output: Path) -> None:
-        """Log the largest change, and warn if the written precision cannot hold it."""
+        """Log the largest change, and warn if it is too small for the precision of the written weights."""
         name, change = self.largest
         log.info("%s: the adapter changes %s most, by %.2g of its norm", output, name, change)
         if self.dtype == "bf16" and change < SMALLEST:
@@ -100,7 +100,7 @@ class Merge:
 
 
 def write_adapter(merge: Merge, folder: Path) -> None:
-    """Write `adapter/`, as peft and vLLM load it, into an export, once all weights have passed through `merge`."""
+    """Write the adapter to an export in the format of peft and vLLM. Call this once all weights have passed through `merge`."""
     assert merge.adapter is not None
     adapter_folder = folder / FOLDER
     adapter_folder.mkdir()
@@ -108,17 +108,16 @@ def write_adapter(merge: Merge, folder: Path) -> None:
     if merge.adapter.quantize is not None:
         (adapter_folder / CARD).write_text(ADAPTER_CARD.format(base=merge.adapter.base), encoding="utf-8")
     save_file(merge.tensors, adapter_folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (adapter_folder / WEIGHTS_FILE).chmod(
-        (adapter_folder / SETTINGS_FILE).stat().st_mode
-    )  # safetensors lets only the owner read its files
+    # safetensors creates files that only their owner can read.
+    (adapter_folder / WEIGHTS_FILE).chmod((adapter_folder / SETTINGS_FILE).stat().st_mode)
 
 
 def iter_weights_with_adapters(
     checkpoint: Path, saved: SavedRun, adapter: SavedAdapter, dtype: str
 ) -> Iterator[tuple[str, Tensor, Delta | None]]:
-    """Yield every weight of the base model in the precision of the run, with what the checkpoint's adapter adds to it.
+    """Yield every weight of the base model, in the precision of the run, with the delta that the checkpoint's adapter adds.
 
-    Adapters have the precision that the run computes with, or float32 if `dtype` is "fp32".
+    The deltas have the precision of the run's computation, or float32 if `dtype` is "fp32".
 
     Raises:
         CheckpointError: the base model has changed, or a weight is missing.

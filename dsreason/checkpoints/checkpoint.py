@@ -1,13 +1,14 @@
-"""Checkpoints: written whole or not at all, resumed exactly, on the same or another number of ranks.
+"""Saving and loading of checkpoints, which can be resumed on the same number of ranks or on a different one.
 
-`checkpoint_folder` describes their folder. `step_N/universal/` is created when a run first resumes on another number of ranks.
+`checkpoint_folder` describes their layout. `step_N/universal/` is created when a run first resumes on a different number of
+ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from argparse import Namespace  # noqa: TID251 (what DeepSpeed's converter takes)
+from argparse import Namespace  # noqa: TID251 (DeepSpeed's converter requires it)
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +55,7 @@ UNIVERSAL = "universal"
 
 
 def make_partial_folder(folder: Path, step: int, world: World) -> Path:
-    """Create the empty folder, under a temporary name, in which a checkpoint is written. Collective."""
+    """Create an empty folder with a temporary name in which to write a checkpoint, and return its path. Collective."""
     partial = folder / f"{SAVING}{format_step(step)}"
 
     def make() -> None:
@@ -73,11 +74,11 @@ def build_state_writer(
     world: World,
     averages: Mapping[str, Mapping[str, Tensor]],
 ) -> Callable[[], None]:
-    """Return a function that writes a checkpoint's files beside DeepSpeed's.
+    """Return a function that writes the files of a checkpoint that DeepSpeed does not write.
 
-    It writes the trainer's state and random numbers as they are now, and the shares of `averages`, which must not change
-    before it is called. Call it once DeepSpeed's files are on disk: the random-number file marks that a rank has written
-    everything.
+    The function writes the trainer's state and the random-number states as of this call, and the local shards in `averages`,
+    which must not change before it is called. Call the function once DeepSpeed's files are on disk, because the random-number
+    file marks that a rank has written all its files.
     """
     write_rng_state = take_rng_state(world.device)
     saved = SavedRun(
@@ -89,7 +90,7 @@ def build_state_writer(
         versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
         parameters=describe_parameters(engine),
     )
-    described = asdict(saved)  # converted now because the state keeps changing
+    described = asdict(saved)  # converted now because training continues to change the state
 
     def write() -> None:
         if world.is_first_of_folder:
@@ -111,17 +112,18 @@ def describe_parameters(engine: DeepSpeedEngine) -> dict[str, Parameter]:
 
 
 def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_frozen: bool = True) -> TrainerState:
-    """Load weights, optimizer and random numbers from `path`. Collective.
+    """Load weights, optimizer state and random-number states from `path`. Collective.
 
-    On the number of ranks it was saved with, the run continues bit for bit; otherwise it uses DeepSpeed's universal format,
-    which is created once, inside the checkpoint. Frozen parameters then stay as the model was loaded, and additional ranks
-    keep their own random numbers. Learning rate, betas and weight decay stay those of `engine`.
+    If the number of ranks is the same as when the checkpoint was saved, the run continues bit for bit. Otherwise, DeepSpeed's
+    universal format is used, which is created once inside the checkpoint; frozen parameters then keep the values of the
+    loaded model, and additional ranks keep their random-number states. Learning rate, betas and weight decay of `engine` are
+    kept in all cases.
 
     Args:
-        with_frozen: whether the checkpoint holds the weights that are not trained; otherwise they, too, stay unchanged.
+        with_frozen: whether the checkpoint contains the frozen weights; if not, they keep the values of the loaded model.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or parameters differ; raised on every rank.
+        CheckpointError: a file is missing or damaged, or the parameters differ; raised on every rank.
     """
     saved = run_on_rank_zero(lambda: read_checkpoint(path))
     check_files(path, world)
@@ -152,7 +154,7 @@ def load_checkpoint(engine: DeepSpeedEngine, path: Path, world: World, *, with_f
 
 
 def check_files(path: Path, world: World) -> None:
-    """Check that all files belong to the checkpoint, including those of other hosts, and that this rank can read its own."""
+    """Check that all files belong to the checkpoint, that no host's files are missing, and that this rank can read its files."""
     with share_errors():
         (check_content if world.is_first_of_folder else check_sizes)(path)
         saved = read_checkpoint(path)
@@ -163,14 +165,14 @@ def check_files(path: Path, world: World) -> None:
 
 
 def check_parts(path: Path, size: int, world: World) -> None:
-    """Raise CheckpointError if the folder lacks files from other hosts: this rank's, or any if the number of ranks differs."""
+    """Raise CheckpointError if the folder lacks this rank's files or, if the number of ranks differs, any rank's files."""
     needed = [world.rank] if size == world.size else range(size)
     advice = f"resume with {size} ranks on the same hosts in the same order, or copy the folders of all hosts into one"
     check_written(path, size, needed, advice)
 
 
 def check_matches(path: Path, saved: SavedRun, engine: DeepSpeedEngine) -> None:
-    """Raise CheckpointError if model, freezing or ZeRO stage differ from the run that saved the checkpoint."""
+    """Raise CheckpointError if the model, the frozen parameters or the ZeRO stage differ from those of the saved run."""
     now, before = describe_parameters(engine), saved.parameters
     trained_now = {name for name in now if now[name].trained}
     trained_before = {name for name in before if before[name].trained}
@@ -199,9 +201,9 @@ def check_stage(path: Path, saved: SavedRun, stage: int) -> None:
 
 
 def make_universal(path: Path, saved: SavedRun) -> None:
-    """Write `<path>/universal`: one folder per parameter with its whole float32 weight and optimizer state.
+    """Write `<path>/universal`, which has a folder for each parameter with its unsharded float32 weight and optimizer state.
 
-    An existing one is reused if it was made from this very checkpoint and has all its files.
+    An existing folder is reused if it was created from this version of the checkpoint and all its files are intact.
     """
     made_of = hash_end(path / MARKER)
     with contextlib.suppress(CheckpointError):
@@ -215,7 +217,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
     arguments = Namespace(
         input_folder=str(path),
         output_folder=str(partial),
-        num_extract_workers=1,  # more workers would fork this process and hold files of several ranks in memory
+        num_extract_workers=1,  # more workers would fork this process and keep the files of several ranks in memory
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
@@ -234,7 +236,7 @@ def make_universal(path: Path, saved: SavedRun) -> None:
 
 
 def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
-    engine._config.load_universal_checkpoint = True  # as `checkpoint.load_universal` in the JSON would
+    engine._config.load_universal_checkpoint = True  # same effect as `checkpoint.load_universal` in the DeepSpeed JSON
     try:
         with load_safely():
             engine.load_checkpoint(str(path), tag=UNIVERSAL)
@@ -246,7 +248,10 @@ def load_universal(engine: DeepSpeedEngine, path: Path) -> None:
 
 
 def choose_common(folder: Path, resume: str | None, world: World) -> Path | None:
-    """Return the result of `choose_checkpoint`; if hosts have separate folders, the newest that is complete in all. Collective.
+    """Return the checkpoint that `--resume` selects; if hosts have separate folders, it is complete on all hosts. Collective.
+
+    If the selected checkpoint is incomplete on some host, the newest one that is complete on all hosts is returned instead,
+    unless `resume` names a single checkpoint.
 
     Raises:
         CheckpointError: some hosts have checkpoints, but none is complete on all hosts.

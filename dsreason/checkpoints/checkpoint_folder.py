@@ -1,8 +1,8 @@
-"""The folders of checkpoints: find complete ones, name them, and delete them. Nothing here needs torch.
+"""Functions that find, complete, rename and delete checkpoint folders. This module does not need torch.
 
-<folder>/step_N/            DeepSpeed's files, trainer_state.json, rng_rank_R.safetensors: the last file that a rank writes
-<folder>/step_N/COMPLETE    written last: every file with its size and a digest of its end; a folder without it is never used
-<folder>/.saving_step_N/    one that is being written; `finish_interrupted` checks what a killed run left
+<folder>/step_N/            DeepSpeed's files, trainer_state.json, and rng_rank_R.safetensors, the last file that rank R writes
+<folder>/step_N/COMPLETE    marker, written last: size of every file and digest of its end; without it, a folder is never used
+<folder>/.saving_step_N/    checkpoint that is being written, or that a killed run has left; see `finish_interrupted`
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ from dsreason.problems import describe_first_problem, join_first
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.json"
 CARD, STEPS = "README.md", "optimizer steps"
-"""File name of an export's model card, and the row in it that holds the step of its weights."""
+"""File name of an export's model card, and label of its row that contains the step of the weights."""
 SAVING, DELETING = ".saving_", ".deleting_"
 MAX_RANKS = 100_000
-"""Largest number of ranks: no run has more, and the files of every rank are searched one by one."""
+"""Maximum number of ranks in a checkpoint. A larger number must be an error, and checking every rank's files would take long."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """The description of a checkpoint's adapter and of the model that it was trained on."""
+    """The description of a checkpoint's adapter and of the base model on which it was trained."""
 
     base: str
-    """The base model, as `model.path` names it."""
+    """Value of `model.path` for the base model."""
     revision: str | None
     fingerprint: str
     """Fingerprint of the base model's folder."""
     settings: dict[str, Any]
-    """Settings of peft, as in adapter_config.json."""
+    """Content of peft's adapter_config.json."""
     scales: dict[str, float]
-    """Factor of each layer's adapter, by the name of the layer."""
+    """Scale factor of each layer's adapter: layer name → factor."""
     quantize: Literal["nf4"] | None = None
-    """Format of the base model's matrices, see `model.quantize`; None if they were not quantized."""
+    """Format of the base model's quantized matrices (see `model.quantize`); None if they were not quantized."""
 
 
 @dataclass
 class TrainerState:
-    """The state of a run beside weights, optimizer and random numbers."""
+    """The state of a run other than weights, optimizer state and random-number states."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     step: NonNegativeInt = 0
-    """Finished optimizer steps."""
+    """Number of completed optimizer steps."""
     epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     consumed_samples: Annotated[int, Field(ge=0, le=2**62)] = 0
     best_metric: float | None = None
     best_name: str = ""
-    """Name of the metric of which `best_metric` is a value."""
+    """Name of the metric whose value is `best_metric`."""
     best_step: NonNegativeInt | None = None
     model_path: str = ""
-    """Folder the model was loaded from; export takes config, tokenizer and processor from it."""
+    """Folder from which the model was loaded; exports copy its config, tokenizer and processor."""
     adapter: SavedAdapter | None = None
-    """The adapter, if one is trained. The checkpoint then holds only it, and exports take other weights from `model_path`."""
+    """Adapter, if the run trains one; its weights are then the only ones in the checkpoint. Exports read the others from
+    `model_path`."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Additional state that the run restores; JSON values only."""
+    """Additional state that a resumed run restores, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class SavedRun:
     precision: Literal["bf16", "fp32"]
     parameters: dict[str, Parameter]
     ranks: list[NonNegativeInt] = field(default_factory=list)
-    """Ranks that wrote into this folder; empty in older checkpoints, which hold all ranks."""
+    """Ranks whose files are in this folder; empty in older checkpoints, which contain the files of all ranks."""
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -97,12 +98,13 @@ class SavedRun:
 
 
 def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
-    """Return the checkpoint that `--resume` selects for a run with its checkpoints in `folder`; None to start fresh.
+    """Return the checkpoint that `--resume` selects for a run whose checkpoints are in `folder`; None to start a new run.
 
-    `auto` selects the newest complete one; a path is that of a checkpoint, a run, or its checkpoints folder.
+    `auto` selects the newest complete checkpoint in `folder`. A path may be that of a checkpoint, of a run, or of a run's
+    checkpoints folder.
 
     Raises:
-        CheckpointError: the path holds no complete checkpoint.
+        CheckpointError: the path contains no complete checkpoint.
     """
     if resume is None:
         return None
@@ -122,16 +124,16 @@ def choose_checkpoint(folder: Path, resume: str | None) -> Path | None:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step; None without one."""
+    """Return the complete checkpoint with the highest step; None if the folder has no complete checkpoint."""
     complete = find_complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def find_newer_checkpoint(folder: Path, file: Path) -> Path | None:
-    """Return the checkpoint of the highest step if it is newer than the export that contains `file`, as when a run went on.
+    """Return the checkpoint with the highest step if it is newer than the export that contains `file`; otherwise None.
 
-    The export's card holds its step. If it does not, or if the export has the higher step, file times decide: its checkpoint
-    may have been deleted, or the export may belong to an older run.
+    The steps are compared if the export's model card contains its step. If it does not, or if the export has the higher step,
+    the modification times decide: the export's checkpoint may have been deleted, or the export may be from an older run.
     """
     newest = find_checkpoint(folder)
     if newest is None:
@@ -145,7 +147,7 @@ def find_newer_checkpoint(folder: Path, file: Path) -> Path | None:
 
 
 def read_exported_step(export: Path) -> int | None:
-    """Return the step of an export's weights from its card; None without such a card."""
+    """Return the step of an export's weights according to its model card; None if the card is missing or has no step."""
     try:
         text = read_small(export / CARD).decode("utf-8", errors="replace")
     except OSError:
@@ -155,7 +157,7 @@ def read_exported_step(export: Path) -> int | None:
 
 
 def find_complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, the lowest step first."""
+    """Return the complete checkpoints in a folder, sorted by step."""
     if not folder.is_dir():
         return []
     complete = [path for path in folder.iterdir() if is_step_name(path.name) and (path / MARKER).is_file()]
@@ -175,7 +177,7 @@ def check_complete(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> SavedRun:
-    """Return the state of the run that saved a complete checkpoint."""
+    """Read trainer_state.json of a complete checkpoint, and check that the folder's name matches its step."""
     check_complete(path)
     saved = read_state(path)
     if is_step_name(path.name) and parse_step(path) != saved.state.step:
@@ -187,7 +189,7 @@ def read_checkpoint(path: Path) -> SavedRun:
 
 
 def read_state(folder: Path) -> SavedRun:
-    """Read trainer_state.json of a checkpoint; raise CheckpointError, which names the first problem, if it is invalid."""
+    """Read trainer_state.json of a checkpoint; raise CheckpointError with the first problem if the file is invalid."""
     file = folder / STATE_FILE
     try:
         saved = TypeAdapter(SavedRun).validate_json(read_small(file), strict=True)
@@ -200,7 +202,7 @@ def read_state(folder: Path) -> SavedRun:
 
 
 def check_sizes(path: Path) -> dict[str, int]:
-    """Compare names and sizes of all files with the marker, and return them."""
+    """Check that all files listed in the marker exist with the listed sizes, and return the sizes in bytes by name."""
     files = read_json(path / MARKER).get("files")
     if not isinstance(files, dict):
         raise CheckpointError(f"{path / MARKER}: does not list the files; choose another checkpoint")
@@ -210,7 +212,7 @@ def check_sizes(path: Path) -> dict[str, int]:
                 f"{path / MARKER}: names {name!r:.300}, which is outside the checkpoint folder; choose another checkpoint"
             )
         file = path / name
-        if not os.path.isfile(file):  # unlike Path.is_file, it returns False for a name that is too long
+        if not os.path.isfile(file):  # unlike Path.is_file, this returns False for a name that is too long
             raise CheckpointError(f"{path}/{name:.300}: is missing; choose another checkpoint")
         if type(size) is not int or file.stat().st_size != size:
             raise CheckpointError(
@@ -222,12 +224,12 @@ def check_sizes(path: Path) -> dict[str, int]:
 
 
 def check_content(path: Path) -> dict[str, int]:
-    """Check files as `check_sizes` does, and also their content: files of another step or run have the same sizes.
+    """Check sizes with `check_sizes` and then the digests, because the files of another step or run have the same sizes.
 
-    It reads the end of every file, so do not call it on every rank of a large run.
+    This reads the end of every file, so do not call it on every rank of a large run.
     """
     files = check_sizes(path)
-    ends = read_json(path / MARKER).get("ends", {})  # older checkpoints have none
+    ends = read_json(path / MARKER).get("ends", {})  # missing in older checkpoints
     if not (isinstance(ends, dict) and (not ends or ends.keys() == files.keys())):
         raise CheckpointError(f"{path / MARKER}: has digests of other files than it names; choose another checkpoint")
     for name, digest in ends.items():
@@ -240,7 +242,7 @@ def check_content(path: Path) -> dict[str, int]:
 
 
 def write_marker(folder: Path, **facts: str) -> None:
-    """Write the marker that lists all files of a folder as complete, together with `facts`."""
+    """Write the marker that lists all files of a folder and so declares it complete; also store `facts` in it."""
     files = [path for path in sorted(folder.rglob("[!.]*")) if path.is_file() and path.name != MARKER]
     names = {path.relative_to(folder).as_posix(): path for path in files}
     sizes = {name: path.stat().st_size for name, path in names.items()}
@@ -249,9 +251,9 @@ def write_marker(folder: Path, **facts: str) -> None:
 
 
 def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
-    """Turn the files that the ranks of this folder have written into a checkpoint, replacing an older one of that name.
+    """Write the marker and rename `partial` to `final`, which completes the checkpoint. Replace an existing one of that name.
 
-    Call it on one rank per folder.
+    Call this on one rank per folder, after `ranks` have written their files to it.
     """
     missing = find_unwritten(partial, ranks)
     if missing:
@@ -260,7 +262,8 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
         )
     with convert_to_save_error(final):
         write_marker(partial)
-        replaced = mark_deleted(final)  # only now, as `finish_interrupted` finds the new one by its marker
+        # This is safe now: the new checkpoint has its marker, so `finish_interrupted` can recover it.
+        replaced = mark_deleted(final)
         partial.rename(final)
         flush(final.parent)
         if replaced is not None:
@@ -268,12 +271,12 @@ def finish(partial: Path, final: Path, ranks: Iterable[int]) -> None:
 
 
 def find_unwritten(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Return the names of random-number files that are missing because their ranks have not written everything."""
+    """Return the names of missing random-number files, whose ranks have not written all their files."""
     return [name for name in map(get_rng_file, ranks) if not (folder / name).is_file()]
 
 
 def check_written(folder: Path, world_size: int, ranks: Iterable[int], advice: str) -> None:
-    """Raise CheckpointError with `advice` if the folder lacks files that these ranks wrote on other hosts."""
+    """Raise CheckpointError with `advice` if the folder lacks files of `ranks`, which were written on other hosts."""
     if missing := find_unwritten(folder, ranks):
         raise CheckpointError(
             f"{folder}: has no {join_first(missing, 3, separator=', ')}: the {world_size} ranks of this run wrote to folders of "
@@ -286,9 +289,9 @@ def get_rng_file(rank: int) -> str:
 
 
 def finish_interrupted(folder: Path) -> list[Path]:
-    """Clean up after a killed run: name the checkpoints that all ranks had written, return them, and delete other leftovers.
+    """Clean up after a killed run: complete and return the checkpoints that all ranks have written, and delete other leftovers.
 
-    Call it on rank 0 only, before training.
+    Call this only on rank 0, before training.
     """
     recovered = []
     for partial in sorted(folder.glob(f"{SAVING}{PREFIX}*")):
@@ -307,10 +310,10 @@ def finish_interrupted(folder: Path) -> list[Path]:
 
 
 def set_aside_newer(folder: Path, path: Path) -> list[Path]:
-    """Rename the checkpoints in `folder` that are newer than `path`, from which a run resumes: it trains their steps again.
+    """Rename the checkpoints in `folder` that are newer than `path`, because a run that resumes from `path` repeats their steps.
 
-    One of the same step is also renamed if `path` belongs to another run. Call it on rank 0 only, before training. Returns
-    the new paths, `replaced_step_N`.
+    A checkpoint of the same step is also renamed if `path` belongs to another run. Call this only on rank 0, before training.
+    Return the new paths, whose names are `replaced_step_N`.
     """
     renamed = []
     for newer in find_complete_checkpoints(folder):
@@ -321,18 +324,18 @@ def set_aside_newer(folder: Path, path: Path) -> list[Path]:
 
 
 def prune_checkpoints(folder: Path, keep: int, spared: Collection[Path | None] = ()) -> None:
-    """Delete all but the `keep` newest complete checkpoints (-1 keeps all) and those in `spared`. Call it on rank 0 only."""
+    """Delete complete checkpoints except the `keep` newest (-1 keeps all) and those in `spared`. Call this once per folder."""
     prune(find_complete_checkpoints(folder), keep, spared)
 
 
 def prune_exports(
     folder: Path, keep: int, step: int, spared: Collection[Path | None] = (), export_file: str = "config.json"
 ) -> None:
-    """Delete all but the `keep` newest exports `step_N` of a run at `step` and those in `spared`. Call it on rank 0 only.
+    """Delete all exports `step_N` of a run except the `keep` newest and those in `spared`. Call this only on rank 0.
 
-    Exports of later steps count as the oldest, because the run was resumed at an earlier step and does not continue from
-    them. File times do not matter, as a clock may be set back. Exports of other names, such as `final`, stay. A folder is an
-    export if it has an `export_file`.
+    Exports of steps after `step`, the run's current one, count as the oldest, because the run has resumed from an earlier step
+    and does not continue from them. Modification times are ignored, because a clock may be set back. Exports with other names,
+    such as `final`, are kept. A folder is an export if it contains `export_file`.
     """
     exports = [file.parent for file in folder.glob(f"{PREFIX}*/{export_file}") if is_step_name(file.parent.name)]
     exports.sort(key=lambda export: (parse_step(export) <= step, parse_step(export)))
@@ -340,7 +343,7 @@ def prune_exports(
 
 
 def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) -> None:
-    """Delete all but the `keep` last folders of `complete`, which are in order of age, and those in `spared`."""
+    """Delete all folders of `complete`, sorted from oldest to newest, except the last `keep` and those in `spared`."""
     if keep < 0:
         return
     for path in complete[: max(len(complete) - keep, 0)]:
@@ -349,13 +352,13 @@ def prune(complete: Sequence[Path], keep: int, spared: Collection[Path | None]) 
 
 
 def delete_folder(path: Path) -> None:
-    """Rename a folder and then delete it, so that a half-deleted one is never mistaken for a checkpoint."""
+    """Rename a folder before deleting it, so that a partially deleted folder is never mistaken for a checkpoint."""
     if (doomed := mark_deleted(path)) is not None:
         remove(doomed)
 
 
 def mark_deleted(path: Path) -> Path | None:
-    """Rename a folder to mark it as being deleted, and return the new path; None if it does not exist."""
+    """Rename a folder to mark it for deletion, and return the new path; None if the folder does not exist."""
     if not os.path.lexists(path):
         return None
     doomed = path.with_name(f"{DELETING}{path.name}")

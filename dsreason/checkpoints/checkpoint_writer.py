@@ -1,4 +1,4 @@
-"""Checkpoints in the background: training copies them to host memory, and a thread writes them to disk."""
+"""Background writing of checkpoints: training copies their content to host memory, and a thread writes the copies to disk."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from dsreason.monitor.memory import GIB, count_available_bytes
 log = logging.getLogger(__name__)
 
 SPARE_MEMORY = 1.1
-"""Free memory that a copy requires, as a multiple of its size."""
+"""Free host memory that a copy requires, as a multiple of its size."""
 SPARE_DISK = 1.01
+"""Free disk space that a checkpoint requires, as a multiple of its size."""
 PATIENCE_S = 5.0
-"""Seconds within which all ranks must arrive after an error to complete a checkpoint together."""
+"""Seconds within which, after an error, all ranks must be ready to complete a checkpoint."""
 LEAVING = "dsreason_checkpoint/leaving"
-"""Prefix of the keys in the job's store with which ranks report that they leave."""
+"""Prefix of the keys in the job's store with which ranks announce that they are about to leave."""
 
 
 class SnapshotEngine(TorchCheckpointEngine):
-    """A replacement of DeepSpeed's checkpoint engine that collects the files to save, and writes them when `write` is called.
+    """A replacement for DeepSpeed's checkpoint engine that collects the files to save and writes them when `write` is called.
 
-    `copy` copies their content if the host has the memory. The next checkpoint reuses the memory of the copies, because
-    allocating new memory takes longer than copying.
+    `copy` copies their content to host memory if there is enough. Later checkpoints reuse the memory of the copies, because
+    allocating memory takes longer than copying.
     """
 
     def __init__(self, *, copying: bool) -> None:
         super().__init__()
         self.copying = copying
         self.copied = False
-        """True if all files of the last checkpoint are copies."""
+        """Whether the content of the last checkpoint has been copied, so that training may continue while it is written."""
         self.writer: Any = None
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.staged = StagedCopy()
@@ -62,10 +63,10 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @contextmanager
     def in_place(self, engine: DeepSpeedEngine) -> Iterator[None]:
-        """Make `engine.save_checkpoint` fill `files` inside the block, instead of writing to disk."""
+        """Make `engine.save_checkpoint` fill `files` instead of writing to disk inside the block."""
         self.files, self.copied, self.writer = [], False, engine.checkpoint_engine
         engine.checkpoint_engine, copy_script = self, engine._copy_recovery_script
-        # DeepSpeed would copy a script into the checkpoint, which fails on only one rank if the disk is full.
+        # DeepSpeed would copy a script into the checkpoint; if the disk is full, that would fail on one rank only.
         engine._copy_recovery_script = lambda path: None
         try:
             yield
@@ -76,16 +77,16 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.files.append((Path(path), state_dict))
 
     def copy(self, beside: int = 0) -> None:
-        """Copy the content of the files if this host has the memory for the copies of all its ranks. Collective.
+        """Copy the content of the files if this host has enough memory for the copies of all its ranks. Collective.
 
         Args:
-            beside: bytes that this rank will copy in addition, which DeepSpeed does not save.
+            beside: number of additional bytes, not saved by DeepSpeed, that this rank will copy.
         """
         if not self.copying:
             return
         lacking = beside + max(0, self.size - sum(buffer.nbytes for buffer in self.buffers.values()))
         host = socket.gethostname()
-        hosts = gather_objects((host, lacking, count_available_bytes()))  # measured before any rank begins to copy
+        hosts = gather_objects((host, lacking, count_available_bytes()))  # measured before any rank starts to copy
         here = [(size, available) for name, size, available in hosts if name == host]
         needed, free = sum(size for size, _ in here), min(available for _, available in here)
         if needed and SPARE_MEMORY * needed > free:
@@ -99,7 +100,7 @@ class SnapshotEngine(TorchCheckpointEngine):
         self.copied = True
 
     def on_host(self, file: str, content: Any) -> Any:
-        """Return a copy of the content that reuses the buffers of the file's last copy. Repeated tensors remain shared."""
+        """Return a copy of the content in the buffers of the file's previous copy. Tensors that occur repeatedly stay shared."""
         copies: dict[int, Any] = {}
         for number, tensor in enumerate(iter_tensors(content)):
             if id(tensor) not in copies:
@@ -118,11 +119,11 @@ class SnapshotEngine(TorchCheckpointEngine):
 
     @property
     def size(self) -> int:
-        """Total bytes of the tensors to write."""
+        """Total size in bytes of the tensors to write."""
         return sum(tensor.nbytes for _, content in self.files for tensor in iter_tensors(content))
 
     def write(self) -> None:
-        """Write the files with DeepSpeed's engine, and flush them to disk."""
+        """Write the files with DeepSpeed's checkpoint engine, and flush them to disk."""
         files, self.files = self.files, []
         for path, content in files:
             self.writer.save(content, str(path))
@@ -130,7 +131,7 @@ class SnapshotEngine(TorchCheckpointEngine):
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples."""
+    """Yield all tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -147,22 +148,22 @@ class Writing:
     future: Future[None]
     started: float
     stall: float
-    """Seconds for which training waited."""
+    """Seconds during which training waited."""
 
 
 class CheckpointWriter:
-    """A writer of an engine's checkpoints, one at a time. `start`, `poll` and `wait` are collective.
+    """A writer that saves an engine's checkpoints, one at a time. `start`, `poll` and `wait` are collective.
 
-        writer.start(step, state)      # training goes on
-        for … : writer.poll()          # once per step: completes what all ranks have written
+        writer.start(step, state)      # training continues
+        for … : writer.poll()          # once per step: completes the checkpoint once all ranks have written it
         writer.wait()
 
-    If a write fails on any rank, the next of these calls raises SaveError on every rank; the partial checkpoint is removed,
-    and older ones stay unchanged. With `background` off, `start` writes before it returns.
+    If a write fails on any rank, the next call of one of these methods raises SaveError on every rank and deletes the partial
+    checkpoint; older checkpoints are unchanged. If `background` is False, `start` writes the checkpoint before it returns.
 
     Args:
-        averages: additional weights that checkpoints hold, by name.
-        with_frozen: whether checkpoints hold the weights that are not trained.
+        averages: additional weights to save in checkpoints, by name.
+        with_frozen: whether to save frozen weights in checkpoints.
     """
 
     def __init__(
@@ -182,13 +183,15 @@ class CheckpointWriter:
         self.writing: Writing | None = None
         self.pruning: Future[None] | None = None
         self.completing = 0.0
-        """Seconds for which all ranks waited until the last checkpoint had its marker and name."""
+        """Seconds during which all ranks waited for the last checkpoint to get its marker and final name."""
 
     def start(self, step: int, state: TrainerState) -> None:
-        """Copy the content of `<folder>/step_<step>` and start writing it; call `wait` first if another one is being written.
+        """Copy the content of a checkpoint and start writing it to `<folder>/step_<step>`.
+
+        If another checkpoint is being written, call `wait` first.
 
         Raises:
-            SaveError: the disk has no room for it; nothing is written.
+            SaveError: the disk has too little free space for the checkpoint; nothing is written.
         """
         if self.writing is not None:
             raise RuntimeError(f"{self.writing.final} is being written; wait for it first")
@@ -219,7 +222,7 @@ class CheckpointWriter:
         self.writing = Writing(self.folder / format_step(step), partial, future, started, time.perf_counter() - started)
 
     def poll(self) -> Path | None:
-        """Complete and return the checkpoint if all ranks have written it since the last call; otherwise return None."""
+        """Complete the current checkpoint and return its path if all ranks have written it; otherwise return None."""
         if self.writing is None:
             return None
         outcomes = gather_objects(get_outcome(self.writing.future))
@@ -229,7 +232,7 @@ class CheckpointWriter:
         return None if None in outcomes else self._finish(self.writing)
 
     def wait(self) -> Path | None:
-        """Wait until every rank has written the current checkpoint, and complete and return it."""
+        """Wait until all ranks have written the current checkpoint, complete it and return its path; None without one."""
         if self.writing is None:
             return None
         concurrent.futures.wait([self.writing.future])
@@ -237,17 +240,17 @@ class CheckpointWriter:
         return self.poll()
 
     def finish_pending(self) -> None:
-        """Complete the current checkpoint after an error if all ranks call this; otherwise the next run checks it."""
+        """Complete the current checkpoint after an error if all ranks call this; otherwise leave it to the next run."""
         if self.writing is None or not wait_for_all_ranks(self.world):
             return
         log.info("completing %s before the run ends", self.writing.final)
         try:
             self.wait()
-        except (DsReasonError, RuntimeError) as error:  # RuntimeError if a rank ends meanwhile
+        except (DsReasonError, RuntimeError) as error:  # RuntimeError if a rank ends in the meantime
             log.warning("the checkpoint that was being written stays incomplete: %s", error)
 
     def prune(self, keep: int, spared: Collection[Path | None]) -> None:
-        """Delete all but the `keep` newest checkpoints and those in `spared`, in the background, on one rank per folder."""
+        """In the background, delete all checkpoints except the `keep` newest and `spared`. Call this on one rank per folder."""
         self.pruning = self.thread.submit(self._prune, keep, spared)
 
     def _prune(self, keep: int, spared: Collection[Path | None]) -> None:
@@ -257,11 +260,11 @@ class CheckpointWriter:
             log.warning("old checkpoints could not be deleted: %s", error)
 
     def close(self) -> None:
-        """Wait until writing and deleting have finished."""
+        """Wait until all writes and deletions have finished."""
         self.thread.shutdown()
 
     def _check_room(self, partial: Path, size: int) -> None:
-        """Remove the folder and raise SaveError if the disk has no room for `size` bytes."""
+        """Delete `partial` and raise SaveError if the disk has too little free space for `size` bytes."""
         needed, free = SPARE_DISK * size, shutil.disk_usage(partial).free
         if needed > free and self.pruning is not None:
             concurrent.futures.wait([self.pruning])  # old checkpoints are still being deleted
@@ -299,7 +302,7 @@ class CheckpointWriter:
 
 
 def wait_for_all_ranks(world: World) -> bool:
-    """Return whether all ranks call this within PATIENCE_S. It uses the job's store: a collective would hang if one did not."""
+    """Return whether all ranks call this within `PATIENCE_S`. A collective, unlike the store, would hang if a rank did not."""
     store = connect_to_store()
     keys = [f"{LEAVING}/{rank}" for rank in range(world.size)]
     deadline = time.monotonic() + PATIENCE_S
@@ -312,7 +315,7 @@ def wait_for_all_ranks(world: World) -> bool:
 
 
 def get_outcome(future: Future[None]) -> str | None:
-    """Return None while it runs, then "" or the error message."""
+    """Return None while the future is running, "" if it has succeeded, and its error message if it has failed."""
     if not future.done():
         return None
     error = future.exception()
@@ -320,6 +323,6 @@ def get_outcome(future: Future[None]) -> str | None:
 
 
 def give_up(partial: Path) -> None:
-    """Delete a checkpoint that could not be written; if that fails as well, the next start deletes it."""
+    """Delete a checkpoint that could not be written; if this fails too, the next run deletes it."""
     with contextlib.suppress(OSError):
         delete_folder(partial)

@@ -1,4 +1,4 @@
-"""Exports as Hugging Face model folders, written tensor by tensor from a live engine or a checkpoint."""
+"""Exports of models as Hugging Face folders, written one tensor at a time from a running engine or a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from dsreason.models.load import read_model_config
 WEIGHTS = re.compile(r".*(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$|README\.md$|\..*")
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 HEADER_BYTES = 160
-"""Largest size of a tensor's entry in a safetensors header, without its name."""
+"""Maximum size in bytes of a tensor's entry in a safetensors header, not counting its name."""
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size as Hugging Face counts: "4GB" → 4,000,000,000. Raise ConfigError for another format."""
+    """Convert a size to bytes in decimal units, as Hugging Face does: "4GB" → 4,000,000,000. Raise ConfigError if invalid."""
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]B)\s*", text)
     if size is None or float(size[1]) == 0:
         raise ConfigError(f"max-shard-size ({text}) is not a size; write it as 500MB or 4GB")
@@ -52,19 +52,19 @@ def write_model_folder(
     merge: Merge | None = None,
     card: Callable[[], str] | None = None,
 ) -> Path:
-    """Write `tensors` as safetensors beside the config, tokenizer and processor files of `source`.
+    """Write `tensors` as safetensors files, and copy the config, tokenizer and processor files of `source`.
 
-    Weights and the model card of `source` are not copied. At most one shard (`max_shard_size`, or one larger tensor) and one
-    more tensor are in memory. The folder appears under its name only when complete.
+    The weights and the model card of `source` are not copied. Memory holds at most one shard (`max_shard_size`, or one larger
+    tensor) and one other tensor at a time. The folder gets its final name only once it is complete.
 
     Args:
-        dtype: "bf16" or "fp32".
-        merge: the merge that yields `tensors`, if they contain adapters, which are then also written separately.
-        card: returns the text of a model card; called after everything else has been written.
+        dtype: precision of the weights, "bf16" or "fp32".
+        merge: the merge that yields `tensors`, if the model has adapters, which are then also written separately.
+        card: function that returns the text of the model card; called after all other files have been written.
 
     Raises:
         CheckpointError: `output` is not empty, or `source` is not a model folder.
-        SaveError: the folder cannot be written; nothing of it remains.
+        SaveError: the folder cannot be written; it has been removed.
     """
     max_bytes = parse_size(max_shard_size)
     check_target(source, output)
@@ -81,7 +81,7 @@ def write_model_folder(
 
 
 def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Rename tensors as exports of their family name them."""
+    """Yield the tensors under the names that exports of the model family use."""
     family = get_family(read_model_config(source).model_type)
     for name, tensor in tensors:
         yield family.to_exported_name(name), tensor
@@ -89,13 +89,13 @@ def rename_for_export(tensors: Iterable[tuple[str, Tensor]], source: Path) -> It
 
 @contextmanager
 def write_folder_atomically(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill, which gets its final name only when the block completes.
+    """Yield a temporary folder, which is renamed to `output` once the block has succeeded.
 
     Raises:
-        SaveError: the folder cannot be written; nothing of it remains.
+        SaveError: the folder cannot be written; it has been removed.
     """
     if output.is_symlink() or output.is_dir():
-        output = Path(os.path.realpath(output))  # a link to another disk stays a link
+        output = Path(os.path.realpath(output))  # replace the target, so that a link to another disk remains a link
     partial = output.with_name(f".{output.name}.partial")
     try:
         remove(partial)
@@ -124,7 +124,7 @@ def check_target_empty(output: Path) -> None:
 
 
 def copy_small_files(source: Path, output: Path, dtype: str) -> None:
-    """Copy every file but weights and the model card: config (with the new dtype), tokenizer, processor, chat template."""
+    """Copy all files except weights and the model card, such as the tokenizer, and set the new dtype in config.json."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, output / path.name)
@@ -135,7 +135,7 @@ def copy_small_files(source: Path, output: Path, dtype: str) -> None:
 
 
 def set_dtype(config: Any, dtype: str) -> Any:
-    """Return `config` with every `dtype` (or older `torch_dtype`) set, also in its text and vision parts."""
+    """Return `config` with every `dtype` or older `torch_dtype` key set, including those in its text and vision sections."""
     if not isinstance(config, dict):
         return config
     return {key: dtype if key in ("dtype", "torch_dtype") else set_dtype(value, dtype) for key, value in config.items()}
@@ -148,7 +148,7 @@ def write_weights(
     max_shard_bytes: int,
     stem: str = "model",
 ) -> None:
-    """Write `<stem>.safetensors`, or `<stem>-00001-of-0000N.safetensors` and an index."""
+    """Write `<stem>.safetensors` or, if there are several shards, `<stem>-00001-of-0000N.safetensors` … and an index."""
     shards: list[list[str]] = []
     total = 0
     for number, shard in enumerate(cut_shards(tensors, dtype, max_shard_bytes), start=1):
@@ -156,8 +156,8 @@ def write_weights(
         shards.append(list(shard))
         unnamed = output / f"shard_{number}"
         save_file(shard, unnamed, metadata={"format": "pt"})
-        shutil.copymode(output / "config.json", unnamed)  # safetensors lets only the owner read its files
-        shard.clear()  # otherwise it would stay in memory while the next one fills
+        shutil.copymode(output / "config.json", unnamed)  # safetensors creates files that only their owner can read
+        shard.clear()  # otherwise the shard would stay in memory while the next one is filled
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -172,7 +172,7 @@ def write_weights(
 def cut_shards(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Copy tensors to the CPU and yield them in order, in groups whose files have at most `max_bytes` bytes."""
+    """Copy tensors to the CPU and yield them, in order, in shards whose files are at most `max_bytes` large if possible."""
     shard: dict[str, Tensor] = {}
     size = HEADER_BYTES
     for name, tensor in tensors:
@@ -198,10 +198,14 @@ def export_engine(
     step: int = 0,
     adapter: SavedAdapter | None = None,
 ) -> Path:
-    """Write the policy that is being trained. Collective; rank 0 writes.
+    """Export the policy that is being trained. Collective; rank 0 writes the files.
 
-    With "fp32" it exports the float32 master weights. `source` is the folder from which the model was loaded. With the folder
-    of the `run` and its `step` it adds a model card, and with `adapter` a separate folder of the adapter.
+    Args:
+        source: folder from which the model was loaded.
+        dtype: precision of the weights, "bf16" or "fp32"; "fp32" exports the float32 master weights.
+        run: folder of the run, for the model card; None writes no card.
+        step: step of the weights, for the model card.
+        adapter: description of the adapter, which is then also written separately; None if the model has no adapter.
     """
     weights = iter_unmerged_parameters(engine, master=dtype == "fp32" and engine.bfloat16_enabled())
     run_on_rank_zero(lambda: check_target(source, output))
@@ -221,7 +225,8 @@ def export_engine(
                     else lambda: build_model_card(run, step, dtype=dtype, adapter=merge.summary),
                 )
         finally:
-            for _ in weights:  # every rank takes part in gathering; rank 0 only has tensors left if writing failed
+            # All ranks must take part in gathering every tensor; on rank 0 tensors remain only if writing has failed.
+            for _ in weights:
                 pass
     return output
 
@@ -234,11 +239,11 @@ def export_checkpoint(
     max_shard_size: str = "4GB",
     scores: Sequence[CardScore] = (),
 ) -> Path:
-    """Write the model of a saved checkpoint in one process, without a loaded model or ranks.
+    """Export the model of a saved checkpoint in a single process, without loading the model or starting ranks.
 
     Args:
-        dtype: "bf16", "fp32", or "auto" for the precision of the run.
-        scores: scores of evaluations, for the model card.
+        dtype: precision of the weights: "bf16", "fp32", or "auto" for the precision of the run.
+        scores: evaluation scores for the model card.
     """
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)

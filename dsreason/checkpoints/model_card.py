@@ -1,4 +1,4 @@
-"""The model card of an export: a README.md whose header the Hugging Face Hub reads."""
+"""The model card of an export, a README.md whose metadata header the Hugging Face Hub reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = Path(__file__).with_name("templates") / "model_card.md.j2"
 
 @dataclass(frozen=True)
 class CardScore:
-    """An accuracy of the model, between 0 and 1, in an evaluation of `count` questions."""
+    """The accuracy of a model, between 0 and 1, in an evaluation with `count` questions."""
 
     dataset: str
     answer_type: str
@@ -47,11 +47,11 @@ def build_model_card(
     kind: str = "vision-language model",
     adapter: str = "",
 ) -> str:
-    """Return the text of the README.md for an export of the weights after `step`.
+    """Build the text of the README.md for an export of the weights after `step`.
 
-    Its content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these it is short. It names base
-    models and data sets that are on the Hub; if the base model is one of our exports, it takes over the names from that
-    export's card. `adapter` describes the adapter that was merged into the weights.
+    The content comes from `config.json` and `metrics.jsonl` in the folder `run`; without these files the card is short. It
+    lists base models and data sets that are on the Hub. If the base model is itself an export by dsreason, their names come
+    from the card of that export. `adapter` describes the adapter that was merged into the weights.
     """
     record = read_run_record(run)
     config = record.get("config", {})
@@ -87,19 +87,19 @@ def build_model_card(
 
 
 def read_run_record(run: Path) -> dict[str, Any]:
-    """Read `config.json` of a run; return {} if it is missing or invalid."""
+    """Read `config.json` of a run; return {} if the file is missing or invalid."""
     file = run / CONFIG_FILE
     if not file.is_file():
         return {}
     try:
         return read_record(run)
-    except (OSError, ValueError, RecursionError) as error:  # weights are exported even if their card lacks facts
+    except (OSError, ValueError, RecursionError) as error:  # export the weights even if the card is incomplete
         log.warning("%s: is not the configuration of a run (%s); the model card leaves it out", file, error)
         return {}
 
 
 def find_origins(config: dict[str, Any]) -> tuple[list[str] | None, list[str] | None]:
-    """Return the Hub names of the base models and of the data sets, each None instead of an empty list."""
+    """Return the Hub names of the base models and of the data sets, with None in place of an empty list."""
     data = config.get("data", {})
     path = config.get("model", {}).get("path", "")
     bases = [path] if is_hub_name(path) else []
@@ -115,22 +115,22 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_card(folder: Path) -> ModelCardData | None:
-    """Read the header of an export's card; return None unless it is one of ours."""
+    """Read the header of an export's model card; return None unless dsreason wrote the card."""
     try:
         card = ModelCard((folder / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True)
-    except (OSError, ValueError, TypeError):  # the library raises all of these for invalid headers
+    except (OSError, ValueError, TypeError):  # the library raises any of these for an invalid header
         return None
     data = card.data
     return data if isinstance(data, ModelCardData) and TAG in to_strings(data.tags) else None
 
 
 def to_strings(value: Any) -> list[str]:
-    """Return the strings in a field of a header, which may be a string, a list, or anything else that a person wrote."""
+    """Return the strings in a header field, which may be a string, a list, or anything else because people edit headers."""
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
 def read_validation_metrics(file: Path, step: int) -> dict[str, float]:
-    """Return the `val/…` values of the last validation at or before `step`."""
+    """Return the `val/…` metrics of the last validation at or before `step`."""
     for line in reversed(read_lines(file, last_step=step)):
         if values := {name: value for name, value in line.items() if name.startswith("val/") and value is not None}:
             return values

@@ -1,4 +1,4 @@
-"""Random-number states of a rank in a safetensors file."""
+"""Saving and restoring of a rank's random-number states in a safetensors file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 
 def take_rng_state(device: torch.device) -> Callable[[Path], None]:
-    """Capture the current states of python, numpy, torch and `device`, and return a function that writes them to a file."""
+    """Capture the current random-number states of Python, NumPy, torch and `device`; return a function that writes them."""
     version, python_words, python_gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     tensors = {
@@ -32,7 +32,7 @@ def take_rng_state(device: torch.device) -> Callable[[Path], None]:
 
 
 def load_rng_state(path: Path, device: torch.device) -> None:
-    """Restore the states that `take_rng_state` captured; skip the state of a GPU if `device` is not one."""
+    """Restore the states that `take_rng_state` captured; skip a saved GPU state if `device` is not a GPU."""
     with safe_open(path, "pt") as file:
         scalars = json.loads(file.metadata()["scalars"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

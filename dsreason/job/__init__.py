@@ -1,1 +1,1 @@
-"""The processes of a job: starting ranks, watching them, and ending them well."""
+"""The processes of a job: modules that start the ranks, monitor them, and shut them down cleanly."""

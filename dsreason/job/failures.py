@@ -1,6 +1,6 @@
-"""Failures of ranks: a rank reports its own to its launcher, which finds the one that caused the others.
+"""Failures of ranks: each rank reports its failure to the launcher, which determines the failure that caused the others.
 
-Nothing here imports torch, because the parent runs before `prepare_environment`.
+This module does not import torch, because the parent uses it before `prepare_environment` has run.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ if TYPE_CHECKING:
 E = TypeVar("E", bound=BaseException)
 
 ERROR_DIR = "DSREASON_ERROR_DIR"
-"""Variable that only our own launcher sets: the folder to which ranks write their errors for the parent to print."""
+"""Environment variable that only dsreason's launcher sets: the folder in which ranks write their errors for the parent."""
 TORCHRUN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable that torchrun sets: the file whose content ends torchrun's last report."""
+"""Environment variable that torchrun sets: the file with a rank's error, which torchrun prints at the end of its report."""
 
 CRASH_LOG = "dsreason.crash"
-"""Logger of tracebacks. They go only to the rank's log file; other code decides what the screen shows."""
+"""Name of the logger for tracebacks. It writes only to the rank's log file; other code decides what the screen shows."""
 
 TIME_LIMIT_EXIT_CODE = 124
-"""Exit code of ranks that the watchdog ended, and of their command."""
+"""Exit code of ranks that the watchdog ended, and of the command that started them."""
 PEER_EXIT_CODE = 123
-"""Exit code of ranks that ended because another one failed."""
+"""Exit code of ranks that ended because another rank failed."""
 FINAL_EXIT_CODES = (ConfigError.exit_code, Stopped.exit_code)
-"""Exit codes after which the ranks are not restarted."""
+"""Exit codes after which ranks are not restarted."""
 AGENT_PATIENCE = 30
-"""Seconds after which torch's agent kills a rank that SIGTERM did not end."""
+"""Seconds after SIGTERM at which torch's agent kills a rank that is still running."""
 ACTIVITY_BYTES = 256
 LINE_BYTES = 8192
-"""Bytes to read from the end of a log to find its last line."""
+"""Number of bytes to read from the end of a log to find its last line."""
 SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
-"""The folder of shared memory, and the size in bytes below which it counts as small: Docker gives a container 64 MiB."""
+"""Folder of the shared memory, and the size in bytes below which it counts as small. Docker's default is 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a rank ended: its own report, or what its exit code says."""
+    """The reason why a rank ended, from its own report or from its exit code."""
 
     rank: int
     text: str
     exit_code: int
     user_fixable: bool
-    """True for a `DsReasonError`, which is printed without a traceback."""
+    """Whether the error is a `DsReasonError`, which is printed without a traceback."""
     time: float
     signal: int = 0
-    """Number of the signal that killed the rank; 0 if none did."""
+    """Number of the signal that killed the rank; 0 if it was not killed by a signal."""
     silent: bool = False
-    """True if the rank reported nothing; the text is then what others noticed."""
+    """Whether the rank ended without a report; `text` then describes what other processes observed."""
     restarts: bool = True
-    """True if a restart may help; False if a person has to change something or has stopped the job."""
+    """Whether a restart may help; False if the user has to change something or has stopped the job."""
 
 
 class RankError(DsReasonError):
-    """The failure of a rank, as its parent or another rank raises it."""
+    """The error that the parent or another rank raises for the failure of a rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)
@@ -85,11 +85,11 @@ class RankError(DsReasonError):
 
 
 def build_peer_error(failure: Failure) -> RankError:
-    """Return the error that ends this rank because another one failed."""
+    """Return the error with which this rank ends because another rank failed."""
     return RankError(failure if failure.user_fixable else replace(failure, exit_code=PEER_EXIT_CODE))
 
 
-# In a rank
+# Functions for ranks
 
 
 def read_rank() -> int:
@@ -98,7 +98,7 @@ def read_rank() -> int:
 
 
 def convert_disk_error(error: E) -> E | SaveError:
-    """Return a SaveError for a full or read-only disk, which is not a bug wherever it occurs; other errors unchanged."""
+    """Convert the error of a full or read-only disk, which is never a bug, to a SaveError; return other errors unchanged."""
     cause = to_os_error(error) if isinstance(error, Exception) else None
     if cause is None or cause.errno not in DISK_ERRORS:
         return error
@@ -120,7 +120,7 @@ def convert_disk_error(error: E) -> E | SaveError:
 
 
 def describe_small_shared_memory() -> str:
-    """Describe the size of a small /dev/shm, through which processes exchange data; "" for an ordinary one."""
+    """Describe the size of /dev/shm, through which processes exchange data, if it is small; return "" otherwise."""
     with suppress(OSError):
         usage = shutil.disk_usage(SHARED_MEMORY)
         if usage.total < SMALL_SHARED_MEMORY:
@@ -129,7 +129,7 @@ def describe_small_shared_memory() -> str:
 
 
 def describe_dead_worker() -> str:
-    """Return why a data worker may have died."""
+    """Return a message with possible reasons for the death of a data worker."""
     limits = f"; {describe_small_shared_memory()}" if describe_small_shared_memory() else ""
     if (max_bytes := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         limits += f"; files, and what a worker hands over, are limited to {max_bytes} bytes here (ulimit -f)"
@@ -137,10 +137,10 @@ def describe_dead_worker() -> str:
 
 
 def convert_dead_worker_error(error: E) -> E | DsReasonError:
-    """Turn torch's error about a dead data worker into one that names the cause; return other errors unchanged.
+    """Convert torch's error about a dead data worker to an error that names the cause; return other errors unchanged.
 
-    torch raises it from a signal handler, wherever the trainer happens to be. A worker that ended itself because of a file
-    has left its reason.
+    torch raises the error from a signal handler, so it may interrupt the trainer anywhere. A worker that ended itself because
+    of a bad file has recorded the reason.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or "DataLoader worker (pid" not in text:
@@ -151,7 +151,7 @@ def convert_dead_worker_error(error: E) -> E | DsReasonError:
 
 
 def convert_limit_error(error: E) -> E | ConfigError:
-    """Return a ConfigError if open files or memory ran out, which is not a bug; other errors unchanged."""
+    """Convert an error about too many open files or too little memory to a ConfigError; return other errors unchanged."""
     if isinstance(error, OSError | RuntimeError) and os.strerror(errno.EMFILE) in str(error):
         return ConfigError("too many open files; raise the limit (ulimit -n), or use fewer workers")
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -160,7 +160,7 @@ def convert_limit_error(error: E) -> E | ConfigError:
 
 
 def to_readable_error(error: E) -> E | DsReasonError:
-    """Turn errors from limits of the machine and the shell, and from dead data workers, into sentences for people."""
+    """Convert errors caused by resource limits or dead data workers to errors with a message for the user."""
     return convert_dead_worker_error(convert_limit_error(convert_disk_error(error)))
 
 
@@ -176,23 +176,24 @@ def build_failure(error: BaseException) -> Failure:
 
 def format_crash(error: BaseException) -> str:
     text = hide_secrets("".join(traceback.format_exception(error)))
-    if "DataLoader worker (pid" in text:  # it caused the other error
+    if "DataLoader worker (pid" in text:  # the worker's death caused the error
         text += f"{describe_dead_worker()}\n"
     return text
 
 
 def record_failure(failure: Failure) -> None:
-    """Write why this rank ends to the file that its launcher reads; the first report counts.
+    """Write the reason why this rank ends to the file that its launcher reads. Only the first report of a rank is kept.
 
-    Our own parent reads the file of every rank, so a rank reports only its own failure to it. torchrun takes the earliest
-    report, in whole seconds, for the cause, and a rank that was killed has left none.
+    dsreason's launcher reads the file of every rank, so each rank reports only its own failure. torchrun considers the report
+    with the earliest timestamp (in whole seconds) the cause. A killed rank leaves no report, so a peer that reports its death
+    dates the report one second back.
     """
     if ERROR_DIR in os.environ:
         if failure.rank == read_rank():
             write_once(Path(os.environ[ERROR_DIR]) / f"rank_{failure.rank}.json", json.dumps(asdict(failure)))
     elif TORCHRUN_ERROR_FILE in os.environ:
         timestamp = str(int(failure.time) - failure.silent)
-        text = format_message(failure.text)  # torchrun prints it as it is
+        text = format_message(failure.text)  # torchrun prints the text unchanged
         message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": timestamp}}
         write_once(Path(os.environ[TORCHRUN_ERROR_FILE]), json.dumps({"message": message}))
 
@@ -204,7 +205,7 @@ def write_once(file: Path, text: str) -> None:
 
 
 def record_activity(activity: str) -> None:
-    """Write what this rank is doing, for the parent to print if it is killed. Called several times per step, so it is cheap."""
+    """Record what this rank is doing, so that the parent can print it if the rank is killed. Cheap enough for every phase."""
     if ERROR_DIR in os.environ:
         file = open_activity_file(Path(os.environ[ERROR_DIR]) / f"activity_{read_rank()}")
         file[:] = activity.encode().ljust(ACTIVITY_BYTES)
@@ -218,7 +219,7 @@ def open_activity_file(file: Path) -> mmap:
 
 
 def read_last_line(log: Path) -> str:
-    """Return the last non-empty line of a log, without secrets; "" if the log is empty or missing."""
+    """Return the last non-empty line of a log with secrets removed; "" if the log is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LINE_BYTES))
@@ -228,11 +229,11 @@ def read_last_line(log: Path) -> str:
     return hide_secrets(next((line.strip() for line in reversed(lines) if line.strip()), ""))
 
 
-# In the parent
+# Functions for the parent
 
 
 def get_exit_codes(failures: Mapping[int, ProcessFailure]) -> dict[int, int]:
-    """Return the exit codes of the ranks that failed; a rank that the agent had to kill counts as ended by its SIGTERM."""
+    """Return the exit codes of the failed ranks by rank; a rank that the agent had to kill counts as ended by SIGTERM."""
     first = min(failure.timestamp for failure in failures.values())
     return {
         rank: failure.exitcode if failure.timestamp < first + AGENT_PATIENCE else -signal.SIGTERM
@@ -244,13 +245,13 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
     """Return the failure that caused the others.
 
     Args:
-        reports: the reports that ranks wrote before they ended, including ranks that the agent had not yet seen fail.
-        exit_codes: exit codes of the ranks that failed; a negative one is the signal that killed the rank. After the first
-            failure the agent ends the others with SIGTERM.
+        reports: reports that ranks wrote before they ended; some may come from ranks whose failure the agent has not noticed.
+        exit_codes: exit codes of the failed ranks; a negative code is the negated number of the signal that killed the rank.
+            After the first failure the agent ends the other ranks with SIGTERM.
     """
     reported_ranks = {failure.rank for failure in reports}
     has_saved = any(report.exit_code == Stopped.exit_code for report in reports)
-    if has_saved:  # the ranks that SIGUSR1 ended got it too late to save
+    if has_saved:  # ranks that SIGUSR1 killed received it when they could no longer handle it
         exit_codes = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGUSR1}
     silent = [_build_silent_failure(rank, code) for rank, code in exit_codes.items() if rank not in reported_ranks]
     followed = (-signal.SIGTERM, -signal.SIGABRT, PEER_EXIT_CODE)
@@ -258,12 +259,12 @@ def find_first_failure(reports: Sequence[Failure], exit_codes: Mapping[int, int]
     user_fixable = [failure for failure in reports if failure.user_fixable]
     late = [failure for failure in reports if failure.exit_code == TIME_LIMIT_EXIT_CODE]
     if late and not user_fixable:
-        # List where every rank was when the watchdog ended it; the one that exceeded its limit first comes last.
+        # List what every rank was doing when the watchdog ended it; the rank that exceeded its limit first comes last.
         unheard = sorted(exit_codes.keys() - {failure.rank for failure in late})
         texts = [f"rank {rank} did not report where it was; its log may show it\n" for rank in unheard]
         texts += [failure.text for failure in sorted(late, key=lambda failure: failure.time, reverse=True)]
         return replace(min(late, key=lambda failure: failure.time), text="\n".join(texts))
-    # A killed rank makes its peers fail too, and their messages (a lost connection, an unreachable host) say less.
+    # The peers of a killed rank fail too, with less informative messages (a lost connection, an unreachable host).
     by_signal = [failure for failure in killed if failure.signal]
     candidates = by_signal or user_fixable or killed or reports or silent
     return min(candidates, key=lambda failure: (failure.time, failure.rank))
@@ -280,7 +281,7 @@ def _build_silent_failure(rank: int, exit_code: int) -> Failure:
 
 
 def add_last_log_line(failure: Failure, error_dir: Path, log: Path) -> Failure:
-    """Add what a rank that reported nothing was doing, and the last line of its log."""
+    """Add the last activity and the last log line of a rank that ended without a report."""
     if not failure.silent:
         return failure
     activity, line = error_dir / f"activity_{failure.rank}", read_last_line(log)

@@ -1,6 +1,6 @@
-"""The GPU of this process: check that torch can use it, choose it, and explain its errors at the start.
+"""Functions that check whether torch can use the GPUs, choose this process's GPU, and explain GPU errors at startup.
 
-Importing this module does not import torch, because the command reads its configuration first.
+Importing this module does not import torch, because commands read their configuration first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 WARNING = "CUDA initialization: "
-"""Beginning of torch's warning."""
+"""Prefix of torch's warning that it cannot use the GPUs."""
 DRIVERS = {"12": 525, "13": 580}
-"""Oldest NVIDIA driver for each major version of CUDA."""
+"""Oldest supported NVIDIA driver version for each major version of CUDA."""
 CAUSES = {
     r"Duplicate GPU detected": "two ranks use the same GPU; start one rank per GPU, and check whether "
     "CUDA_VISIBLE_DEVICES ({visible}) names a GPU twice, or lets every rank see only the same one",
@@ -43,14 +43,14 @@ CAUSES = {
     r"CUDA unknown error": "the NVIDIA driver does not answer; restart this host (or its container)",
     r"ncclUnhandledCudaError": "a CUDA call failed inside NCCL; set NCCL_DEBUG=INFO to see which",
 }
-"""Explanations of errors of CUDA and NCCL while ranks start, by a regular expression that matches the error."""
+"""Explanations of CUDA and NCCL errors at startup: regular expression for the error message → explanation."""
 
 
 @cache
 def find_cuda_fault() -> str | None:
-    """Return why torch cannot use the GPUs of this machine; None if it can, if the machine has none, or if torch is a CPU build.
+    """Return the reason why torch cannot use this machine's GPUs; None if it can, without GPUs, or with a CPU build of torch.
 
-    torch warns of it once per process, so this is called before anything else that looks for GPUs.
+    torch issues its warning only once per process, so call this before any other code that queries the GPUs.
     """
     import torch
 
@@ -64,7 +64,7 @@ def find_cuda_fault() -> str | None:
     )
     if warning is None:
         return f"the driver names {count}, and torch sees none" if count else None
-    if count == 0 and not has_gpu():  # a driver without a GPU, as in images that include a driver
+    if count == 0 and not has_gpu():  # some container images include a driver, even on machines without a GPU
         return None
     return warning.removeprefix(WARNING).partition(" (Triggered")[0].partition(". Please update")[0]
 
@@ -90,10 +90,10 @@ def check_gpus() -> None:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU and make it the current one; the CPU if no GPU exists or DS_ACCELERATOR selects the CPU.
+    """Make this rank's GPU the current device and return it; return the CPU if no GPU exists or DS_ACCELERATOR selects it.
 
     Raises:
-        DsReasonError: GPUs exist, but this rank cannot use its own.
+        DsReasonError: GPUs exist, but this rank cannot use its GPU.
     """
     import torch
 
@@ -103,15 +103,15 @@ def choose_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     with translate_gpu_errors():
         torch.cuda.set_device(device)
-    # On Hopper and newer GPUs torch prefers cuDNN's attention, whose gradients can be NaN under a mask, and which compiles
-    # kernels for every new length.
+    # On Hopper and newer GPUs torch prefers cuDNN's attention, but its gradients can be NaN if a mask is used, and it compiles
+    # new kernels for every sequence length.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 @contextmanager
 def translate_gpu_errors() -> Iterator[None]:
-    """Turn errors of CUDA and NCCL with a known cause into DsReasonErrors that name it."""
+    """Convert CUDA and NCCL errors with a known cause to DsReasonErrors that name the cause."""
     try:
         yield
     except RuntimeError as error:
@@ -121,7 +121,7 @@ def translate_gpu_errors() -> Iterator[None]:
 
 
 def describe_gpu_error(error: str) -> str | None:
-    """Return what an error of CUDA or NCCL means, and what to do; None if that is not known."""
+    """Return the meaning of a CUDA or NCCL error and what to do about it; None if the error is not in `CAUSES`."""
     import torch
 
     text = next((text for pattern, text in CAUSES.items() if re.search(pattern, error)), None)

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a job: connect to its store, share variables, and compare code and configuration."""
+"""Rendezvous of a job's ranks: they connect to a common store, share variables, and compare code and configuration."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ from dsreason.problems import join_first
 from dsreason.screen import print_message
 
 JOIN_TIMEOUT = timedelta(minutes=3)
-"""Time limit for all ranks to reach the store, and again for their first connections; later collectives may take longer."""
+"""Time limit for all ranks to reach the store, and again for connecting to each other; later collectives may take longer."""
 GRACE = timedelta(seconds=10)
-"""Additional time in which torch may report the cause itself."""
+"""Additional time that gives torch the chance to report the cause itself."""
 
 SHARED = re.compile(
     "DSREASON_CACHE|COSMOS_CACHE|TP_SIZE|(REMOTE|WFM)_REWARD_.*|PROD_S3_CHECKPOINT_.*|(HF|HUGGING_FACE|AWS|WANDB|NCCL|GLOO|TORCH_NCCL|VLLM)_.*"
     "|TRANSFORMERS_OFFLINE|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|PYTORCH_(CUDA_)?ALLOC_CONF"
     "|(HTTP|HTTPS|NO)_PROXY|(http|https|no)_proxy"
 )
-"""Variables that a host takes from the first one if it does not set them itself."""
+"""Pattern of the variables that a host takes from the first host if they are not set locally."""
 OWN = {"VLLM_HOST_IP", "VLLM_PORT"}
+"""Variables that match `SHARED` but are specific to a host."""
 CREDENTIALS = (
     {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"},
     {"PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"},
 )
-"""Variables that belong together: a host that sets one of a group takes none of that group."""
+"""Groups of variables that belong together: a host that sets one variable of a group takes none from another host."""
 
 SHOWN = 5
-"""Number of differences between hosts that one error lists."""
+"""Maximum number of differences between hosts that an error lists."""
 
 _store: dist.Store | None = None
 
@@ -76,7 +77,7 @@ def join() -> dist.Store:
                 store, *_ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
         except dist.DistError as error:
             raise build_rendezvous_error(str(error)) from error
-        # torchrun keeps its store over restarts, and torch would read the addresses of the previous attempt from it.
+        # torchrun keeps its store across restarts; without the prefix, torch would read the previous attempt's addresses.
         _store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         rank = os.environ["RANK"]
         if launch.RESTARTS not in os.environ and _store.add(f"joined/{rank}", 1) > 1:  # torchrun assigns ranks itself
@@ -107,7 +108,7 @@ def build_rendezvous_error(cause: str) -> DsReasonError:
 
 @contextmanager
 def end_after(time: timedelta, error: DsReasonError) -> Iterator[None]:
-    """End the process with the error if the block takes longer than `time`: no exception reaches native code that waits."""
+    """Report the error and end the process if the block takes longer than `time`; an exception cannot interrupt native code."""
     timer = threading.Timer(time.total_seconds(), launch.report_and_exit, [error])
     timer.daemon = True
     timer.start()
@@ -123,7 +124,7 @@ def release_store() -> None:
 
 
 def exchange(name: str, value: Any) -> list[Any]:
-    """Return the value of every rank, by rank, through the store only. For small JSON values; a name can be used once."""
+    """Exchange small JSON values through the store, and return the values of all ranks by rank. Use each name only once."""
     store, keys = join(), [f"{name}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     store.set(keys[int(os.environ["RANK"])], json.dumps(value))
     try:
@@ -144,9 +145,9 @@ def exchange(name: str, value: Any) -> list[Any]:
 
 @contextmanager
 def bound_connecting() -> Iterator[None]:
-    """Bound the first connections between ranks: after JOIN_TIMEOUT this process ends and reports what to check.
+    """Limit the time for the first connections between ranks: after JOIN_TIMEOUT, report what to check and end the process.
 
-    The native code would wait as long as a collective may take.
+    Otherwise the native code would wait for as long as a collective may take.
     """
     if os.environ["WORLD_SIZE"] == "1":
         yield
@@ -156,7 +157,7 @@ def bound_connecting() -> Iterator[None]:
             yield
     except torch.AcceleratorError:
         raise
-    except RuntimeError as error:  # gloo's and NCCL's
+    except RuntimeError as error:  # gloo and NCCL raise this class
         raise build_connection_error(str(error)) from error
 
 
@@ -180,15 +181,15 @@ def format_join_timeout() -> str:
 
 
 def describe_rank() -> str:
-    """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, with the address from which its host reaches the first one."""
+    """Describe this rank as `rank 3 on node-1 (10.0.0.2)`, where the IP address is the one used to reach the first host."""
     address = find_own_address(os.environ["MASTER_ADDR"])
     host = socket.gethostname() + (f" ({address})" if address else "")
     return f"rank {os.environ['RANK']} on {host}"
 
 
 def find_own_address(peer: str) -> str | None:
-    """Return the address from which this host reaches `peer`; None if that is its loopback. Nothing is sent."""
-    with suppress(OSError, UnicodeError):  # an unknown or impossible name, or an unreachable host
+    """Return the local IP address used to reach `peer`; None for the loopback or an unreachable peer. Nothing is sent."""
+    with suppress(OSError, UnicodeError):  # the name is unknown or invalid, or the host is unreachable
         family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -211,14 +212,14 @@ def find_interface(address: str) -> str | None:
     return None
 
 
-# One environment
+# Sharing of environment variables
 
 
 def share_environment() -> None:
-    """Give every host the variables that it lacks and the first one has; only names are printed. Every rank calls it.
+    """Give every host the variables that only the first host has, and print their names but not their values. Collective.
 
-    The source is the host where `deepspeed` was called, if it was used: pdsh starts the ranks there without
-    the variables, too.
+    If the job was started with `deepspeed`, the variables come from the shell in which it was called instead, because pdsh
+    starts the ranks without these variables even on that host.
     """
     caller_values = select_shared_variables(read_caller_environment())
     own_values = caller_values | select_shared_variables(os.environ)
@@ -243,7 +244,7 @@ def share_environment() -> None:
 
 
 def read_caller_environment() -> dict[str, str]:
-    """Return the environment of the shell in which `deepspeed --hostfile` was called; empty if it was on another host."""
+    """Return the environment in which `deepspeed --hostfile` was called; an empty one if it was called on another host."""
     for process in find_launchers():
         with suppress(psutil.Error):
             if process.name() in PDSH:
@@ -256,15 +257,15 @@ def select_shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_missing_variables(names: Collection[str], environment: Mapping[str, str]) -> set[str]:
-    """Return the names among those of the first host that a host with `environment` takes."""
+    """Return the subset of `names`, the first host's variables, that a host with `environment` takes from it."""
     own_credentials = set().union(*(group for group in CREDENTIALS if group & environment.keys()))
     return set(names) - environment.keys() - own_credentials
 
 
 def use_interface(addresses: Sequence[str | None]) -> None:
-    """Make gloo use the interface that leads to the other hosts.
+    """Make gloo use the network interface that leads to the other hosts.
 
-    Its default is the address that this host's name resolves to: often 127.0.1.1, which no other host reaches.
+    By default gloo uses the address to which this host's name resolves: often 127.0.1.1, which no other host can reach.
     """
     peer = next((address for address in addresses if address and find_interface(address) is None), None)
     interface = find_interface(find_own_address(peer) or "") if peer else None
@@ -272,17 +273,17 @@ def use_interface(addresses: Sequence[str | None]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-# One code and one configuration
+# Comparison of code and configuration
 
 
 def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
-    """Compare the hosts, if there are several. Every rank calls it.
+    """Check that all hosts of a multi-host job have the same versions, code and configuration. Collective.
 
     Args:
-        options: the options of the command line that are not in the configuration.
+        options: command-line options that are not part of the configuration.
 
     Raises:
-        ConfigError: a host differs from the first one; raised on every rank.
+        ConfigError: a host differs from the first host; raised on every rank.
     """
     if not has_several_hosts():
         return
@@ -293,13 +294,13 @@ def check_alike(config: JobConfig, options: Mapping[str, str | None]) -> None:
 
 
 def compare(facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError on every rank if a host's facts differ from the first one's. Every rank calls it."""
+    """Raise ConfigError on every rank if the facts of any host differ from those of the first host. Collective."""
     entry = (f"{socket.gethostname()} (rank {os.environ['RANK']})", facts) if os.environ["LOCAL_RANK"] == "0" else None
     differing = find_differences([host_facts for host_facts in exchange("facts", entry) if host_facts])
     if not differing:
         return
     with suppress(DsReasonError, dist.DistError):
-        exchange("compared", None)  # the store ends with rank 0
+        exchange("compared", None)  # rank 0 holds the store, so it must not end before all ranks have compared
     lines = join_first(differing, SHOWN, separator="\n  ")
     raise ConfigError(
         f"the hosts of this job differ:\n  {lines}\n"
@@ -308,7 +309,7 @@ def compare(facts: Mapping[str, Any]) -> None:
 
 
 def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """Return a text for each fact that differs between hosts: the first host's value, and the first other value."""
+    """Describe each fact that differs between hosts by the first host's value and the first value that differs from it."""
     (first, facts), *other_hosts = hosts
     texts = []
     for name in dict.fromkeys(name for _, host_facts in hosts for name in host_facts):
@@ -324,7 +325,7 @@ def find_differences(hosts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str
 
 
 def hash_code(config: JobConfig) -> dict[str, str]:
-    """Return hashes of this package and of the Python files that a configuration names: `my_adapter.py`, `mine.rewards:short`."""
+    """Return hashes of this package and of Python files named in the configuration (`my_adapter.py`, `mine.rewards:short`)."""
     root, total = Path(dsreason.__file__).parents[1], hashlib.sha256()
     for package in ("dsreason", "data_adapters"):
         for file in sorted((root / package).rglob("*.py")):
@@ -335,7 +336,7 @@ def hash_code(config: JobConfig) -> dict[str, str]:
 
 
 def find_named_files(document: Any) -> list[Path]:
-    """Return the Python files that the keys and values of a JSON document name, also as `package.module:attr`."""
+    """Return the existing Python files that keys or values of a JSON document name, as a path or as `package.module:attr`."""
     targets = set(re.findall(r'"([\w./~-]{1,200})[":]', json.dumps(document, ensure_ascii=False)))
     names = [target if target.endswith(".py") else f"{target.replace('.', '/')}.py" for target in sorted(targets)]
     return [file for file in (Path(name).expanduser() for name in names) if file.is_file()]

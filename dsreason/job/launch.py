@@ -1,8 +1,8 @@
-"""The launcher of ranks for a command that was called directly, and the first actions of every rank, whoever started it.
+"""The launcher that starts ranks for a command called without torchrun or `deepspeed`, and the startup code of every rank.
 
-torch's elastic agent starts and watches the processes. This module adds that an error which the user can fix is printed
-once and keeps its exit code, that another failure shows the traceback of the rank that failed first, and that no rank
-outlives the launcher. Nothing here imports torch before `prepare_environment` has run.
+torch's elastic agent starts and monitors the processes. In addition, this module prints errors that the user can fix once
+and keeps their exit code, prints the traceback of the rank that failed first for all other errors, and ensures that no rank
+outlives the launcher. It does not import torch before `prepare_environment` has run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dsreason.secrets import hide_secrets
 LOG_DIR = "DSREASON_LOG_DIR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 DEEPSPEED_NODE = "CROSS_RANK"
-"""Variable that only `deepspeed` sets."""
+"""Environment variable that only `deepspeed` sets."""
 
 NUMBERS = (
     "RANK",
@@ -60,12 +60,12 @@ NUMBERS = (
     RESTARTS,
     DEEPSPEED_NODE,
 )
-"""Variables of launchers that hold whole numbers."""
+"""Integer-valued environment variables that launchers set."""
 PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
-    """Return whether a launcher (this one, torchrun, `deepspeed`) started this process as one rank of a job.
+    """Return whether a launcher (this one, torchrun or `deepspeed`) started this process as a rank of a job.
 
     All three variables must be set, because Kubernetes operators set RANK and WORLD_SIZE to count nodes.
     """
@@ -73,7 +73,7 @@ def is_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the one that reports to the person: rank 0, or no rank at all."""
+    """Return whether this process reports to the user, which only rank 0 and processes outside a job do."""
     return not is_rank() or os.environ["RANK"] == "0"
 
 
@@ -85,24 +85,24 @@ def is_started_by_torchrun() -> bool:
     return RESTARTS in os.environ and not is_started_by_us()
 
 
-# First actions of every rank
+# Startup of every rank
 
 
 def prepare_environment() -> None:
-    """Set the variables that torch, tokenizers and DeepSpeed read at import; call it before importing any of them."""
-    # DeepSpeed calls ninja by name, but PATH lacks .venv/bin if .venv/bin/python was called by its path.
+    """Set the variables that torch, tokenizers and DeepSpeed read at import. Call this before importing any of them."""
+    # DeepSpeed finds ninja through PATH, but PATH lacks .venv/bin if Python was called as .venv/bin/python.
     folder = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", os.defpath)
     if folder not in path.split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + path
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of a lost peer with 30 lines of native frames
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns in every forked data worker
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about a lost peer has 30 lines of native frames
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise tokenizers warns in every forked data worker
     if "DS_ACCELERATOR" not in os.environ and find_cuda_fault() is None and count_gpus() == 0:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def check_rank_variables() -> None:
-    """Raise ConfigError if a variable in which a launcher writes a number does not hold one."""
+    """Raise ConfigError if a variable in `NUMBERS` does not hold a number."""
     texts = {name: os.environ[name] for name in NUMBERS if name in os.environ}
     if is_rank() and (odd := [f"{name}={text!r:.60}" for name, text in texts.items() if not is_number(text)]):
         raise ConfigError(
@@ -115,14 +115,14 @@ def is_number(text: str) -> bool:
 
 
 def enter_rank() -> None:
-    """Set up a rank: end with the launcher, send output of ranks above 0 to their log files, and set the environment."""
+    """Set up a rank: tie it to its launcher, redirect the output of ranks above 0 to log files, and prepare the environment."""
     end_children_with_us()
-    # Each rank has its own session and would outlive its launcher. A rank has no launcher if a person set the variables in
-    # a shell, which may end before the rank does.
+    # Each rank has its own session and would otherwise outlive its launcher. A rank has no launcher if the user set the
+    # variables in a shell, which may end before the rank does.
     if any(name in os.environ for name in (ERROR_DIR, RESTARTS, DEEPSPEED_NODE)):
         end_with_parent()
         if LAUNCHER_PID in os.environ and os.getppid() != int(os.environ[LAUNCHER_PID]):
-            os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before the call above
+            os.kill(os.getpid(), signal.SIGKILL)  # the launcher ended before end_with_parent was called
         exit_if_failed_before()
         end_with_launchers()
     if is_started_by_us() and not is_first_rank():
@@ -131,9 +131,10 @@ def enter_rank() -> None:
 
 
 def end_children_with_us() -> None:
-    """Let forked children end with this process.
+    """Make forked child processes end with this process.
 
-    torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice.
+    Otherwise, torch's data workers would outlive a killed rank and keep its connections open, so its peers would not notice
+    its death.
     """
     os.register_at_fork(after_in_child=end_with_parent)
 
@@ -146,7 +147,7 @@ def end_with_parent() -> None:
 
 
 def send_output_to_file(file: Path) -> None:
-    """Send stdout and stderr of this process, native code included, to the end of `file`."""
+    """Append stdout and stderr of this process, including the output of native code, to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -155,16 +156,16 @@ def send_output_to_file(file: Path) -> None:
 
 
 def report(error: Exception) -> int:
-    """Print why this process ends and return the exit code. The error is printed once, however many ranks raise it.
+    """Report the error that ends this process and return the exit code. An error that several ranks raise is printed once.
 
-    The parent prints the traceback of a bug: that of the rank that failed first.
+    For a bug, the parent prints the traceback of the rank that failed first.
     """
     error = to_readable_error(error)
     failure = build_failure(error)
     if is_rank():
         record_failure(failure)
         if not failure.restarts and is_started_by_torchrun():
-            # torchrun restarts the ranks even after an error that the user has to fix; the note stops the next attempt.
+            # torchrun restarts the ranks even after an error that the user has to fix; this file stops the next attempt.
             with suppress(OSError):  # a full disk may be the error
                 write_file(get_shared_path("final"), json.dumps(asdict(failure)))
     if isinstance(error, DsReasonError):
@@ -180,16 +181,16 @@ def report(error: Exception) -> int:
 
 
 def report_and_exit(error: Exception) -> None:
-    """Report an error and end the process at once: closing resources might wait for the other ranks."""
+    """Report an error and end the process immediately, because closing resources might wait for other ranks."""
     os._exit(report(error))
 
 
 def should_print_error(text: str) -> bool:
     """Return whether this rank writes an error to stderr.
 
-    Under our own launcher, which prints it, ranks above 0 write it to their log files; rank 0 shares the launcher's terminal.
-    Under others, only the first rank of this host with the error does, as torchrun shows the output of all ranks. Tracebacks
-    are compared by their last line, because another rank that learns of the error prints it with other words before that.
+    dsreason's launcher prints the error itself. Rank 0 shares its terminal and therefore stays silent, whereas the stderr of
+    ranks above 0 is their log file. torchrun shows the output of all ranks, so under other launchers only the first rank of
+    each host writes an error. Errors are compared by their last line, because ranks may print different text before it.
     """
     if is_started_by_us():
         return not is_first_rank()
@@ -205,12 +206,12 @@ def should_print_error(text: str) -> bool:
 
 
 def get_attempt() -> int:
-    """Return how often torchrun has started the ranks again."""
+    """Return how often torchrun has restarted the ranks."""
     return int(os.environ.get(RESTARTS, 0))
 
 
 def exit_if_failed_before() -> None:
-    """End at once if an earlier attempt has printed an error that the user has to fix."""
+    """Exit immediately if an earlier attempt has reported an error that the user has to fix."""
     mark = get_shared_path("final")
     if get_attempt() and mark.exists():
         failure = Failure(**json.loads(mark.read_text()))
@@ -219,7 +220,7 @@ def exit_if_failed_before() -> None:
 
 
 def share_value(word: str, value: str) -> str:
-    """Return the value of the first rank of this host that calls this, on all ranks and in all attempts."""
+    """Return the value that the first caller on this host passed for `word`, on all its ranks and in all attempts."""
     file = get_shared_path(word)
     own_file = file.with_suffix(f".{os.getpid()}")
     own_file.write_text(value)
@@ -230,9 +231,9 @@ def share_value(word: str, value: str) -> str:
 
 
 def get_shared_path(word: str) -> Path:
-    """Return the path of a file that the ranks of this host share, also with ranks that the same launcher starts later.
+    """Return the path of a file shared by all ranks of this host, including ranks that the same launcher starts later.
 
-    Its name follows from the process id and start time of their common parent. No other user can write there.
+    Its name is derived from the process id and the start time of their parent. Other users cannot write to its folder.
     """
     parent = os.getppid()
     key = hashlib.sha256(f"{parent} {read_start_time(parent)} {word}".encode()).hexdigest()[:32]
@@ -246,11 +247,11 @@ def get_shared_path(word: str) -> Path:
     return folder / key
 
 
-# The parent
+# Functions for the parent
 
 
 def count_gpus() -> int:
-    """Return the number of visible GPUs without using memory on them."""
+    """Return the number of visible GPUs without allocating memory on them."""
     with make_imports_fast():
         import torch
 
@@ -258,29 +259,29 @@ def count_gpus() -> int:
 
 
 def count_ranks(nproc: int | None, gpus: int, *, on_cpu: int = 1) -> int:
-    """Return how many ranks to start on this machine: `nproc` if set, else one per GPU, else `on_cpu`."""
+    """Return the number of ranks to start on this machine: `nproc` if set, otherwise one per GPU, or `on_cpu` without GPUs."""
     if gpus and nproc is not None and nproc > gpus:
         raise ConfigError(f"--nproc ({nproc}) is more than the GPUs of this machine ({gpus}); give at most {gpus}")
     return nproc or gpus or on_cpu
 
 
 def get_device_kind(gpus: int) -> Literal["cpu", "cuda"]:
-    """Return `cuda` if the machine has a GPU, unless DS_ACCELERATOR selects the CPU."""
+    """Return "cuda" if the machine has a GPU and DS_ACCELERATOR does not select the CPU; otherwise return "cpu"."""
     return "cuda" if gpus and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
 
 
 def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_dir: Path, max_restarts: int = 0) -> None:
-    """Run `python ARGUMENTS` as `ranks` ranks of one job on this machine, and wait for them.
+    """Run `python ARGUMENTS` in `ranks` processes, the ranks of one job on this machine, and wait for them.
 
-    Rank 0 writes to this terminal, rank N to `log_dir/rank_N.log`.
+    Rank 0 writes to this terminal, and each other rank N to `log_dir/rank_N.log`.
 
     Args:
-        arguments: returns the arguments of an attempt; 0 is the first, and later ones should resume.
-        max_restarts: how often to restart all ranks after a failure that a restart may fix.
+        arguments: function that returns the arguments for an attempt; attempts after the first, 0, should resume the run.
+        max_restarts: maximum number of restarts of all ranks after failures that a restart may fix.
 
     Raises:
         RankError: the rank that failed first raised a `DsReasonError`.
-        SystemExit: it failed otherwise; its traceback has been printed.
+        SystemExit: the rank that failed first failed otherwise; its traceback has been printed.
     """
     attempt = 0
     while failure := _run_once(arguments(attempt), ranks, log_dir):
@@ -295,7 +296,7 @@ def start_ranks(arguments: Callable[[int], Sequence[str]], *, ranks: int, log_di
 
 
 def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | None:
-    """Start all ranks, wait for them, and return the first failure; None if all succeeded."""
+    """Start all ranks, wait for them, and return the first failure; None if all ranks succeeded."""
     with make_imports_fast():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -309,16 +310,16 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",  # the host's name may not resolve
-        max_restarts=0,  # start_ranks has its own loop, which knows when a restart helps
+        max_restarts=0,  # start_ranks restarts ranks itself, because it knows when a restart may help
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",  # the other signals are forwarded to the ranks, which save before they end
+        signals_to_handle="SIGQUIT",  # forward_signals sends the other signals to the ranks, which save before they end
     )
     with (
         tempfile.TemporaryDirectory(prefix="dsreason-") as error_dir,
         set_variables(_build_rank_environment(ranks, log_dir, error_dir)),
         forward_signals() as received,
     ):
-        logging.disable(logging.CRITICAL)  # the agent repeats failures, which the parent reports more clearly
+        logging.disable(logging.CRITICAL)  # the agent also logs failures, but the parent reports them more clearly
         try:
             elastic_launch(launch, sys.executable)(*arguments)
         except ChildFailedError as error:
@@ -335,11 +336,11 @@ def _run_once(arguments: Sequence[str], ranks: int, log_dir: Path) -> Failure | 
 
 
 def _convert_stopped_failure(failure: Failure, received: Sequence[str]) -> Failure:
-    """Return the outcome of ranks that signals stopped: they report it, or a signal ended them; else the failure stays."""
+    """Replace a failure that resulted from the received signals by a "stopped" outcome; return any other failure unchanged."""
     name = received[0]
     if failure.exit_code == Stopped.exit_code:
         return replace(failure, text=failure.text.replace("SIGUSR1", name))
-    if failure.signal == signal.SIGUSR1:  # training had not reached a step worth a checkpoint
+    if failure.signal == signal.SIGUSR1:  # the ranks did not yet handle SIGUSR1, so nothing could be saved
         return replace(failure, text=f"stopped by {name}", exit_code=Stopped.exit_code, user_fixable=True)
     if failure.signal == signal.SIGTERM and len(received) > 1:
         text, code = f"ended at once by a second {received[1]}; what was saved before it stays", 128 + signal.SIGTERM
@@ -359,7 +360,7 @@ def _build_rank_environment(ranks: int, log_dir: Path, error_dir: str) -> dict[s
 
 @contextmanager
 def set_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables inside the block."""
+    """Set environment variables inside the block, and restore their previous values afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

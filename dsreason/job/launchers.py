@@ -1,4 +1,4 @@
-"""The processes that started a rank: when one of them is gone, the rank ends."""
+"""The processes that started a rank. The rank ends when one of them is gone."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import psutil
 
 from dsreason.job.failures import CRASH_LOG
 
-PDSH = ("pdsh", "pdsh.bin")  # Debian wraps it in a script
+PDSH = ("pdsh", "pdsh.bin")  # Debian wraps pdsh.bin in a script
 TICK = 1.0
 """Seconds between two checks."""
 JOB = ("--world_info=", "--master_addr=", "--master_port=")
-"""Arguments that identify a job of `deepspeed`; every process between its runner and a rank has them on its command line."""
+"""Arguments that identify a job of `deepspeed`; all processes between its runner and a rank have them on the command line."""
 
 
 def end_with_launchers() -> None:
-    """Kill this process when one of its launchers, which may not be its parent, is gone.
+    """Start a thread that kills this process when any of its launchers, not only its parent, is gone.
 
-    The kernel reports only the end of the parent. `deepspeed` has a process between itself and the ranks, and on several
-    hosts pdsh and ssh, which continue without it.
+    The kernel reports only the end of the parent. Between `deepspeed` and its ranks are another process and, with several
+    hosts, pdsh and ssh, all of which keep running when `deepspeed` ends.
     """
     threading.Thread(target=_watch, args=[find_launchers()], name="launchers", daemon=True).start()
 
 
 def find_launchers() -> list[psutil.Process]:
-    """Return the processes that started this rank: its parent, and under `deepspeed` those above it.
+    """Return the processes that started this rank: its parent and, under `deepspeed`, further ancestors.
 
-    They reach up to the runner, or to sshd if the runner is on another host; on the runner's host they include pdsh, which
-    reaches the other hosts.
+    The ancestors go up to the runner, or to sshd if the runner is on another host. On the runner's host, the result includes
+    pdsh, which starts the ranks of the other hosts.
     """
     launchers = []
     with suppress(psutil.Error):
@@ -53,8 +53,8 @@ def find_launchers() -> list[psutil.Process]:
 
 
 def _is_part_of_job(process: psutil.Process, job: Sequence[str]) -> bool:
-    with suppress(psutil.Error):  # the process may have ended meanwhile
-        words = process.cmdline()  # a shell or ssh has all arguments in one word
+    with suppress(psutil.Error):  # the process may have ended in the meantime
+        words = process.cmdline()  # a shell or ssh may have all arguments in a single word
         return all(any(text in word for word in words) for text in job)
     return False
 
@@ -67,7 +67,7 @@ def _watch(processes: Sequence[psutil.Process]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Return whether the process runs: its id may belong to another one now, or it may be a zombie."""
+    """Return whether the process is still running, as opposed to a zombie or another process that has reused its id."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

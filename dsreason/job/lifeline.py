@@ -1,13 +1,12 @@
-"""The lifeline: a TCP connection of every rank to rank 0, which ends when a process does.
+"""The lifeline: a TCP connection from every rank to rank 0, through which the ranks detect that a process has died.
 
-The kernel closes the connections of a process that dies, and its keepalive notices within half a minute that a host is
-gone. No thread of a rank has to run for that; heartbeats would raise false alarms, because native code may keep the
-interpreter lock for minutes. Over the connection a rank reports its activity and its failure, and says goodbye when it
-leaves in order. Rank 0 decides which failure came first and sends it to all ranks. They notice the death of rank 0
-themselves.
+The kernel closes the connections of a process that dies, and TCP keepalive detects within half a minute that a host is gone.
+Neither requires a thread of the rank to run; heartbeats would cause false alarms, because native code may hold the
+interpreter lock for minutes. A rank uses the connection to report its activity and its failure, and to say goodbye before it
+leaves normally. Rank 0 determines the first failure and sends it to all ranks. If rank 0 dies, each rank detects that itself.
 
-On one host the launcher notices a death before a watchdog exists. On several hosts the lifeline is opened as soon as the
-ranks have met.
+On a single host, the launcher detects deaths until the watchdog opens the lifeline. On several hosts, the ranks open it as
+soon as they have joined the job.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ ADDRESS = "dsreason_lifeline/address"
 """Key of rank 0's address in the job's store."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE, INTERVAL, PROBES = 10, 5, 4
-"""Seconds of silence before the kernel probes the other side, seconds between two probes, and number of probes."""
+"""Seconds without traffic before the kernel probes the peer, seconds between two probes, and number of probes."""
 CONNECT_TIME = 20.0
-"""Seconds that connecting to rank 0 may take."""
+"""Time limit in seconds for connecting to rank 0."""
 SETTLING = 0.5
-"""Seconds that rank 0 waits for further failures after the first: a lost connection may arrive before its reason."""
+"""Seconds that rank 0 waits for additional failures after the first, because a consequence may arrive before its cause."""
 VERDICT_TIME = 5.0
-"""Seconds that a failing rank waits for rank 0 to report which failure was the first."""
+"""Seconds that a failing rank waits for rank 0 to send the first failure of the job."""
 HELLO_BYTES = 4096
 AT_START = "at its start"
 
@@ -53,7 +52,7 @@ Message = dict[str, Any]
 
 @dataclass(eq=False)
 class Peer:
-    """A rank as seen by another one. Its number is -1 until it has sent the job's token."""
+    """A rank from the perspective of another rank. `rank` is -1 until the rank has sent the job's token."""
 
     connection: socket.socket
     rank: int = -1
@@ -61,11 +60,11 @@ class Peer:
     log: str = ""
     activity: str = AT_START
     has_ended: bool = False
-    """True once it has reported its end: it left in order, or sent its failure."""
+    """Whether the rank has announced its end with a goodbye or a failure, so that a closed connection is expected."""
     received: bytes = b""
 
     def messages(self) -> list[Message] | None:
-        """Return what has arrived since the last call; None at the end of the connection."""
+        """Return the messages received since the last call; None if the connection has been closed."""
         try:
             data = self.connection.recv(65536)
         except OSError:
@@ -81,14 +80,14 @@ class Peer:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def describe_failure(self, failure: Failure) -> Failure:
-        """Return this rank's failure as another rank reports it."""
+        """Return a failure of this rank with the message that other ranks report for it."""
         if failure.user_fixable:
             return failure
         log_note = f"; its log: {self.log}" if self.log else ":"
         return replace(failure, text=f"rank {self.rank} on {self.host} failed{log_note}\n\n{failure.text}")
 
     def build_death_failure(self) -> Failure:
-        """Build the failure of a rank whose connection ended without a report."""
+        """Build the failure of a rank whose connection was closed without a report."""
         text = f"rank {self.rank} on {self.host} died {self.activity} (killed, or its host is gone)"
         if line := read_last_line(Path(self.log)):
             text += f"; its last log line: {line}"
@@ -98,24 +97,24 @@ class Peer:
 
 
 class Lifeline:
-    """A rank's connection to rank 0; rank 0 connects to itself. A job of one rank has no connection."""
+    """A rank's connection to rank 0. Rank 0 connects to itself. A job with only one rank has no connection."""
 
     on_failure: Callable[[Failure], None]
-    """Callback that a thread calls once with the first failure of the job, which may be this rank's own."""
+    """Callback that a thread calls once with the first failure of the job, which may be that of this rank."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self.rank, self.size = rank, size
         self._store = store
         self._zero: Peer | None = None
-        """Rank 0 as seen by this rank; None without a connection."""
+        """Rank 0 from the perspective of this rank; None without a connection."""
         self._is_open = False
         self._first: Failure | None = None
         self._decided = threading.Event()
 
     def open(self, on_failure: Callable[[Failure], None]) -> None:
-        """Connect unless the lifeline is open already, and register `on_failure`. Every rank calls it.
+        """Register `on_failure`, and connect unless the lifeline is already open. Collective.
 
-        Rank 0 names the ranks that cannot connect; nobody watches them.
+        Rank 0 logs a warning with the ranks that cannot connect; their death is not detected by the lifeline.
         """
         self.on_failure = on_failure
         if self.size == 1 or self._is_open:
@@ -154,7 +153,7 @@ class Lifeline:
         self._send({"goodbye": True})
 
     def fail(self, failure: Failure) -> Failure:
-        """Report why this rank ends, and return the first failure of the job, which may have caused this one."""
+        """Report the failure that ends this rank, and return the first failure of the job, which may have caused this failure."""
         if self._zero is None or self._zero.has_ended:
             return failure
         self._send({"failure": asdict(failure)})
@@ -187,22 +186,22 @@ class Lifeline:
 
 
 _started: Lifeline | None = None
-"""Lifeline of this rank since its start; None outside `join_with_lifeline` and on a single host."""
+"""Lifeline that `join_with_lifeline` has opened; None outside its block and on a single host."""
 
 
 @contextmanager
 def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
-    """Join the job and hold a lifeline for the whole life of a rank, if there are several hosts.
+    """Join the job and keep a lifeline open inside the block. Do nothing if the job has only one host.
 
-    Enter it before anything reads the variables that come from the first host. Until a watchdog takes the lifeline over, a
-    rank that learns of a failure ends at once.
+    Enter the block before any code reads the variables that are taken from the first host. Until a watchdog takes over the
+    lifeline, a rank that learns of a failure ends immediately.
 
     Args:
-        activity: the activity that others report if this rank dies.
+        activity: activity that other ranks report if this rank dies.
 
     Raises:
         DsReasonError: the ranks did not all connect in time.
-        RankError: this rank's error followed from another rank's failure, which is raised instead.
+        RankError: another rank's failure, if it caused the error of this rank.
     """
     global _started
     if not hosts.has_several_hosts():
@@ -220,7 +219,7 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if line.on_failure is not end:  # the watchdog has reported it
+        if line.on_failure is not end:  # the watchdog has taken over and reported the error
             raise
         is_failing.set()
         first = line.fail(build_failure(error))
@@ -234,19 +233,19 @@ def join_with_lifeline(activity: str = AT_START) -> Iterator[None]:
 
 
 def get_lifeline(rank: int, size: int, store: dist.Store) -> Lifeline:
-    """Return the lifeline that this rank has held since its start, or else a new one that is not open yet."""
+    """Return the lifeline that `join_with_lifeline` has opened; otherwise return a new one that is not open yet."""
     return _started or Lifeline(rank, size, store)
 
 
 def announce(store: dist.Store, size: int) -> None:
-    """Open rank 0's end of all lifelines, and write its address into the job's store."""
+    """Start rank 0's server for all lifelines, and publish its address in the job's store."""
     host = os.environ["MASTER_ADDR"] if os.environ["MASTER_ADDR"] in LOOPBACK else ""
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=size, dualstack_ipv6=dual)
     token = secrets.token_hex(16)
     address = {
-        "host": hosts.find_own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, they use MASTER_ADDR
+        "host": hosts.find_own_address(os.environ["MASTER_ADDR"]) or "",  # if empty, the ranks use MASTER_ADDR
         "port": listener.getsockname()[1],
         "token": token,
         "hostname": socket.gethostname(),
@@ -258,7 +257,7 @@ def announce(store: dist.Store, size: int) -> None:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make the kernel end the connection if the other host does not answer for half a minute."""
+    """Make the kernel close the connection if the other host does not respond for half a minute."""
     tcp, milliseconds = socket.IPPROTO_TCP, 1000 * (IDLE + INTERVAL * PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, IDLE)
@@ -269,9 +268,9 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 class LifelineServer:
-    """Rank 0's end of all lifelines; `run` returns once rank 0 leaves.
+    """Rank 0's server for all lifelines; `run` returns once rank 0 leaves.
 
-    It does not inherit from `Thread`, which in Python 3.13 has an attribute `_handle` that would hide the method here.
+    The class does not inherit from `Thread`, whose attribute `_handle` (since Python 3.13) would shadow the method.
     """
 
     def __init__(self, listener: socket.socket, token: str) -> None:
@@ -279,7 +278,7 @@ class LifelineServer:
         self._peers: list[Peer] = []
         self._failures: list[Failure] = []
         self._decide_at: float | None = None
-        """Monotonic time at which to decide; None before the first failure, and again once all ranks know the first one."""
+        """Monotonic time at which to determine the first failure; None before any failure and after the decision."""
         self._is_over = False
         os.register_at_fork(after_in_child=self._close)
 
@@ -288,7 +287,7 @@ class LifelineServer:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._is_over:
                 received = [(peer, self._receive(peer)) for peer in self._wait_for_peers(selector)]
-                # A killed rank comes before those that lost their connection to it.
+                # Handle closed connections first, so that a killed rank comes before the ranks that failed because of it.
                 for peer, messages in sorted(received, key=lambda item: item[1] is not None):
                     if messages is None:
                         self._drop(selector, peer)
@@ -299,7 +298,7 @@ class LifelineServer:
         self._close()
 
     def _wait_for_peers(self, selector: selectors.BaseSelector) -> list[Peer]:
-        """Wait until peers have sent something or it is time to decide, and return those peers."""
+        """Wait until peers have sent data or the time to decide has come, and return the peers that have sent data."""
         seconds = None if self._decide_at is None else max(0.0, self._decide_at - time.monotonic())
         ready = [key.data for key, _ in selector.select(seconds)]
         if None in ready:
@@ -310,7 +309,7 @@ class LifelineServer:
         return [peer for peer in ready if peer is not None]
 
     def _receive(self, peer: Peer) -> list[Message] | None:
-        """Return the messages of a rank; None if its connection has ended, or it does not belong to this job."""
+        """Return the messages of a peer; None if its connection has been closed or it does not belong to this job."""
         is_known = peer in self._peers
         try:
             messages = peer.messages()
@@ -352,10 +351,10 @@ class LifelineServer:
             self._decide_at = time.monotonic() + SETTLING
 
     def _decide(self) -> None:
-        """Send all ranks the failure that caused the others.
+        """Send the failure that caused the others to all ranks.
 
-        A death without a report comes first, because a rank that reports a failure waits for the verdict before it ends;
-        then an error that the user can fix; then the failure that arrived first.
+        A death without a report has priority, because a rank that reports its failure waits for the decision before it ends.
+        Errors that the user can fix come second, and then the failure that arrived first.
         """
         dead = [failure for failure in self._failures if failure.silent]
         user_fixable = [failure for failure in self._failures if failure.user_fixable]

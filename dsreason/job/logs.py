@@ -1,4 +1,4 @@
-"""Logging of one rank: everything goes to logs/rank_N.log, and what a person must see to the screen."""
+"""Logging of a rank: logs/rank_N.log gets all messages, and the screen those that the user needs to see."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class RankFormatter(HidingFormatter):
 
 
 class ScreenHandler(logging.Handler):
-    """A handler that looks up `sys.stderr` for every line: the progress bar replaces it to print lines above itself."""
+    """A handler that looks up `sys.stderr` for every line, because the progress bar replaces it to print lines above the bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write(self.format(record), file=sys.stderr)
 
 
 def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
-    """Return whether the screen shows a record: on rank 0 our own INFO and all warnings, on other ranks only errors.
+    """Return whether to show a record on the screen: rank 0 shows dsreason's INFO and all warnings; other ranks only errors.
 
-    Python warnings and tracebacks of crashes go only to the file.
+    Python warnings and the tracebacks of crashes go only to the log file.
     """
     if record.name in (CRASH_LOG, "py.warnings"):
         return False
@@ -53,7 +53,7 @@ def is_for_screen(record: logging.LogRecord, rank: int) -> bool:
 
 
 def build_once_filter() -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that passes each message once: libraries set warning filters to "always" and warn at every step."""
+    """Build a filter that passes each message only once, because some libraries force the same warning at every step."""
     logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -65,12 +65,12 @@ def build_once_filter() -> Callable[[logging.LogRecord], bool]:
 
 
 def set_step(step: int | None) -> None:
-    """Set the step that the following lines name."""
+    """Set the step to include in subsequent log lines; None omits it."""
     RankFormatter.step = step
 
 
 def setup_logs(output_dir: Path, rank: int) -> Path:
-    """Append this rank's log, crashes included, to `output_dir/logs/rank_N.log`, and return that file.
+    """Set up logging, including that of crashes, to the end of `output_dir/logs/rank_N.log`, and return the path of this file.
 
     Call it after importing torch, transformers and deepspeed, which install their own screen handlers at import.
     """
@@ -91,7 +91,7 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
         handler.setFormatter(RankFormatter(rank))
         root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for name in LIBRARIES:  # our handlers format and filter their lines
+    for name in LIBRARIES:  # the root handlers format and filter the libraries' messages
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
@@ -102,19 +102,19 @@ def setup_logs(output_dir: Path, rank: int) -> Path:
 
 
 def log_file() -> str:
-    """Return the full path of this rank's log; "" if it has none."""
+    """Return the absolute path of this rank's log file; "" if it has none."""
     files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
     return next(iter(files), "")
 
 
 def log_crashes(handler: logging.FileHandler) -> None:
-    """Log uncaught exceptions of threads, and write the stack to the log file at a fatal signal."""
+    """Log uncaught exceptions in threads, and write the stacks to the log file on a fatal signal."""
 
     def log_thread_exception(args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "?"
         exception = args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         logging.getLogger(CRASH_LOG).critical("uncaught in thread %s", name, exc_info=exception)
-        # If a library's thread lost its file, the code that waits for it gets the error and reports it as a sentence.
+        # An OSError in a library's thread also reaches the code that waits for the thread, which reports it to the user.
         text = f"{exception[1]}\n" if isinstance(exception[1], OSError) else format_crash(exception[1])
         write(f"Exception in thread {name}:\n{text}", file=sys.stderr, end="")
 

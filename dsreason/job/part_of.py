@@ -1,4 +1,4 @@
-"""One of several equal parts."""
+"""Class that identifies one of several equal parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class PartOf(NamedTuple):
-    """A part such as `PartOf(1, 4)`, the second of four: of a row's tokens, or of the groups of ranks that compute rows."""
+    """One of several equal parts: `PartOf(1, 4)` is the second of four parts of a row's tokens, or of four groups of ranks."""
 
     number: int
     total: int

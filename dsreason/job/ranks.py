@@ -1,4 +1,4 @@
-"""The ranks of a job: the identity and device of this one, and small collectives on plain Python values."""
+"""The ranks of a job: identity and device of this process, and collectives for small Python objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsreason.job.part_of import PartOf
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 WAITING_TIMEOUT = timedelta(hours=24)
-"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports for all."""
+"""Time limit of collectives in which ranks wait while one of them downloads, converts or exports data for all."""
 
 T = TypeVar("T")
 
@@ -39,19 +39,19 @@ class World:
     size: int
     device: torch.device
     folder_ranks: tuple[int, ...] = ()
-    """Ranks that see the same output folder as this one if each host has its own; empty if all ranks share one folder."""
+    """Ranks that share this rank's output folder if hosts have separate folders; empty if all ranks share one folder."""
     ranks_per_row: int = 1
     """Number of consecutive ranks that compute each row together."""
     group: Any = None
-    """Process group of the ranks that compute this rank's rows; None if each rank has its own rows."""
+    """Process group of the ranks that compute rows together with this rank; None if each rank has its own rows."""
 
     @property
     def row_part(self) -> PartOf:
-        """The part of its group's rows that this rank computes."""
+        """The part of each row that this rank computes."""
         return PartOf(self.rank % self.ranks_per_row, self.ranks_per_row)
 
     def select_group_values(self, values: Sequence[T]) -> list[T]:
-        """Return the value of the first rank of each group, whose ranks all have the same value, from `values` by rank."""
+        """Return one value per group from `values`, which has one value per rank and the same value for all ranks of a group."""
         return list(values[:: self.ranks_per_row])
 
     @property
@@ -60,19 +60,19 @@ class World:
 
     @property
     def ranks_here(self) -> Sequence[int]:
-        """The ranks that write into this rank's output folder."""
+        """The ranks that write to this rank's output folder."""
         return self.folder_ranks or range(self.size)
 
     @property
     def is_first_of_folder(self) -> bool:
-        """True if this rank does the work that is done once per output folder."""
+        """Whether this rank does the work that is done once per output folder."""
         return self.rank == self.ranks_here[0]
 
 
 def init_world() -> World:
-    """Join the job that a launcher described in the environment, or start a job of one process.
+    """Join the job that a launcher has described in the environment, or start a job with a single process.
 
-    Works under this package's own launcher, torchrun and `deepspeed`.
+    This works under dsreason's own launcher, torchrun and `deepspeed`.
 
     Raises:
         ConfigError: the environment describes a job incompletely, or the GPUs cannot be used.
@@ -85,15 +85,15 @@ def init_world() -> World:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     set_threads(hosts.count_local_ranks())
     if not dist.is_initialized():
-        import deepspeed  # noqa: F401 (only now: the accelerator is chosen from DS_ACCELERATOR at import)
+        import deepspeed  # noqa: F401 (not earlier: importing it chooses the accelerator from DS_ACCELERATOR)
 
         store = hosts.join()
-        hosts.exchange("ready to connect", None)  # waits for ranks that import more slowly
+        hosts.exchange("ready to connect", None)  # wait for ranks whose imports take longer
         store.set_timeout(COLLECTIVE_TIMEOUT)
         with hosts.bound_connecting(), translate_gpu_errors():
             _init_deepspeed(device, store)
             _waiting_group = dist.new_group(backend="gloo", timeout=WAITING_TIMEOUT)
-            dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects only now
+            dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first collective
             wait_for_ranks()
     return World(dist.get_rank(), local_rank, dist.get_world_size(), device)
 
@@ -119,10 +119,10 @@ def find_free_port() -> int:
 
 
 def build_row_groups(world: World, ranks_per_row: int) -> World:
-    """Return the world with groups of `ranks_per_row` ranks of one host that compute each row together. Collective.
+    """Return `world` with groups of `ranks_per_row` ranks on the same host that compute each row together. Collective.
 
     Raises:
-        ConfigError: the ranks of a host do not divide into such groups; raised on every rank.
+        ConfigError: `ranks_per_row` does not divide the number of ranks on a host; raised on every rank.
     """
     if ranks_per_row == 1:
         return world
@@ -139,7 +139,7 @@ def build_row_groups(world: World, ranks_per_row: int) -> World:
 
 
 def gather_in_group(value: T, world: World) -> list[T]:
-    """Return the values of the ranks that compute this rank's rows, by rank. For objects without large tensors."""
+    """Return the values of the ranks in this rank's row group, by rank. The objects must not contain large tensors."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.ranks_per_row
@@ -148,10 +148,10 @@ def gather_in_group(value: T, world: World) -> list[T]:
 
 
 def set_threads(local_size: int) -> None:
-    """Share the cores of this host among its ranks, unless OMP_NUM_THREADS is set.
+    """Divide the cores of this host among its ranks, unless OMP_NUM_THREADS is set.
 
-    torchrun sets OMP_NUM_THREADS=1 itself when it starts several ranks, which looks like a person's choice, so the variable
-    is ignored under torchrun.
+    Under torchrun OMP_NUM_THREADS is ignored: torchrun sets it to 1 when it starts several ranks, so it does not show what
+    the user wants.
     """
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not is_started_by_us()
     if "OMP_NUM_THREADS" in os.environ and not under_torchrun:
@@ -165,9 +165,9 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if backend == "gloo":
-        # DeepSpeed would compile its shared-memory all-reduce here, and crashes if ninja or a compiler is missing.
+        # Otherwise, DeepSpeed would compile its shared-memory all-reduce, and crash if ninja or a compiler is missing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Same as DeepSpeed's call, but with our store. The device is bound only if there is a peer.
+    # Same as DeepSpeed's call, but with the job's store. The device is bound only if the job has several ranks.
     dist.init_process_group(
         backend,
         store=store,
@@ -180,7 +180,7 @@ def _init_deepspeed(device: torch.device, store: dist.Store) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job; does nothing if none was joined."""
+    """Leave the job; do nothing if this process has not joined one."""
     global _waiting_group
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -189,25 +189,25 @@ def shutdown() -> None:
 
 
 def seed_everything(seed: int, rank: int) -> None:
-    """Seed python, numpy and torch (every device); ranks draw different numbers."""
+    """Seed Python, NumPy and torch (on all devices) so that each rank draws different numbers."""
     random.seed(seed + rank)
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
 
 
 def connect_to_store() -> dist.Store:
-    """Open another connection to the job's store: the default one is blocked while a thread waits for a key."""
+    """Open a separate connection to the job's store, because the default one is blocked while a thread waits for a key."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return store
 
 
 def wait_for_ranks() -> None:
-    """Wait for every rank, however long one of them takes."""
+    """Wait for all ranks, for up to `WAITING_TIMEOUT`. Collective."""
     dist.barrier(_waiting_group)
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, by rank, on every rank. For small Python objects."""
+    """Gather small Python objects from all ranks, and return them by rank on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_waiting_group)
     return values
@@ -221,16 +221,16 @@ def broadcast_object(value: Any) -> Any:
 
 
 def reduce_sum(value: float) -> float:
-    """Return the sum of a value over ranks, in float64."""
+    """Return the sum of `value` over all ranks, computed in float64."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total, group=_waiting_group)
     return float(total)
 
 
 def run_on_rank_zero(call: Callable[[], T]) -> T:
-    """Run `call` on rank 0 only and return its (small) result on every rank.
+    """Run `call` only on rank 0 and return its result, which must be small, on every rank.
 
-    If it raises a `DsReasonError`, every rank raises it, so none waits forever.
+    If it raises a `DsReasonError`, every rank raises the error, so that no rank waits forever.
     """
     with share_errors():
         result = call() if dist.get_rank() == 0 else None
@@ -238,7 +238,7 @@ def run_on_rank_zero(call: Callable[[], T]) -> T:
 
 
 def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
-    """Run `call` on one rank per output folder. If it raises a `DsReasonError`, every rank raises it."""
+    """Run `call` on one rank per output folder. If it raises a `DsReasonError`, every rank raises the error."""
     with share_errors():
         if world.is_first_of_folder:
             call()
@@ -246,9 +246,9 @@ def run_once_per_folder(world: World, call: Callable[[], object]) -> None:
 
 @contextmanager
 def share_errors() -> Iterator[None]:
-    """Raise on every rank, after the block, the `DsReasonError` that the lowest failing rank raised inside.
+    """At the end of the block, raise the `DsReasonError` of the lowest rank that failed inside the block on every rank.
 
-    If only one rank raised it, the others would wait in the next collective.
+    If only that rank raised it, the others would wait in the next collective.
     """
     error: DsReasonError | None = None
     try:
@@ -262,7 +262,7 @@ def share_errors() -> Iterator[None]:
 
 @contextmanager
 def run_first_rank_first(world: World) -> Iterator[None]:
-    """Run the body on the first rank of each host before the others: it fills the caches that they then read."""
+    """Run the block on the first rank of each host before the other ranks, which can then read the caches that it has filled."""
     if world.local_rank != 0:
         wait_for_ranks()
     yield

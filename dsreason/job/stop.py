@@ -1,4 +1,4 @@
-"""Stop requests: a signal makes the job save a checkpoint at the next step and end."""
+"""Stop requests: signals that make the job finish its current step, save a checkpoint and end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """A context that records the first signal while training goes on to its next step; a later Ctrl-C or SIGTERM acts at once.
+    """A context manager that records the first stop signal for the training loop; a later one takes effect immediately.
 
-    Our own launcher forwards the first signal as SIGUSR1, and SIGTERM then may mean that a peer has failed.
+    Ranks of dsreason's launcher handle only SIGUSR1, because the launcher forwards the first signal as SIGUSR1, and a SIGTERM
+    may mean that a peer has failed.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class StopRequest:
             signal.raise_signal(number)
 
     def asked(self) -> str:
-        """Return the name of the signal that any rank received, or "". Collective."""
+        """Return the name of a stop signal that any rank has received; "" if there was none. Collective."""
         name = next(filter(None, gather_objects(self.name)), "")
         if name:
             log.warning("%s: stopping after this step", name)

@@ -1,4 +1,4 @@
-"""The watchdog: if a phase takes too long, every rank writes its stacks and the job ends; it also ends if a rank dies."""
+"""The watchdog. It ends the job if a rank dies, or if a phase takes too long; in that case, every rank writes its stacks."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from dsreason.job.ranks import World, connect_to_store
 from dsreason.phases import record_phase
 
 TICK = 1.0
-"""Seconds between two checks of the phase and of requests from other ranks."""
+"""Seconds between two checks of the current phase and of requests from other ranks."""
 ANSWER_TIME = 10.0
-"""Seconds that ranks wait for each other to write stacks: once one of them has ended, a launcher kills the others."""
+"""Seconds that ranks wait for each other to write their stacks, because the launcher kills the others once one has ended."""
 GRACE = 5.0
-"""Seconds beyond the time limit after which a rank that cannot run its watchdog is ended."""
+"""Seconds beyond the time limit after which a rank is ended even if its watchdog thread cannot run."""
 CLOSING_TIME = 20.0
-"""Seconds that a rank gets to close everything after an error."""
+"""Time limit in seconds for a rank to close its resources after an error."""
 
 log = logging.getLogger(__name__)
 
 WATCHERS = ("watchdog", "lifeline", "lifeline-server", "launchers")
-"""Names of threads that only wait for others, so a rank never hangs in them."""
+"""Names of monitoring threads, whose stacks are omitted because a rank never hangs in them."""
 
 ASKED = "dsreason_watchdog/asked"
-"""Key in the job's store: the rank that requests the stacks of all ranks."""
+"""Key in the job's store that holds the rank that requests the stacks of all ranks."""
 ANSWER = "dsreason_watchdog/answer"
 
 
@@ -56,7 +56,7 @@ ANSWER = "dsreason_watchdog/answer"
 class Phase:
     name: PhaseName
     started: float
-    """Monotonic time of its start, plus the seconds that inner phases took."""
+    """Monotonic time at which the phase started, plus the duration of inner phases in seconds."""
 
     @property
     def seconds(self) -> float:
@@ -64,11 +64,11 @@ class Phase:
 
 
 class Watchdog:
-    """A watcher of this rank's phases, which also learns from the job's store that another rank has exceeded a time limit.
+    """A monitor of this rank's phases, and of requests in the job's store from ranks that have exceeded a time limit.
 
     A thread checks once per second. If other code holds the interpreter lock, faulthandler's timer writes the stacks to the
-    log and ends the process. The lifeline reports ranks that die. Enter the watchdog after everything that is closed at the
-    end: a rank that fails and then hangs while closing what surrounds the watchdog still ends, and its error is printed.
+    log and ends the process. The lifeline reports ranks that die. Enter the watchdog after the other context managers of the
+    run: if a rank fails and then hangs while these close, the watchdog still prints its error and ends it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        # A child forked while the timer runs would wait at exit for the timer's thread, which it does not have.
+        # A child forked while the timer runs would wait at exit for the timer's thread, which does not exist in the child.
         os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
         self._lifeline.open(self._end_with)
         self._lifeline.report_log(log_file())
@@ -110,10 +110,10 @@ class Watchdog:
     def close_in_time(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Bound the time for closing after an error, which may wait for ranks that are gone. Push it on an `ExitStack`.
+        """Limit the time for closing resources after an error, which may wait for dead ranks. Push this on an `ExitStack`.
 
         Raises:
-            RankError: this rank's error followed from another rank's failure, which is raised instead.
+            RankError: another rank's failure, if it caused the error of this rank.
         """
         if error is None or self._is_closing:
             return
@@ -130,14 +130,14 @@ class Watchdog:
             raise reason from None
 
     def _end_with(self, first: Failure) -> None:
-        """End this rank because another one failed, which may have left it in a collective that never ends."""
+        """End this rank because another rank failed; it may be waiting in a collective that never completes."""
         if first.rank != self.world.rank and not self._is_closing and not self._is_late:
             error = build_peer_error(first)
             self._end_soon(error)
             logging.getLogger(CRASH_LOG).critical("%s", error)
 
     def _end_soon(self, error: Exception) -> None:
-        """Give this rank `CLOSING_TIME` to end by itself."""
+        """Report the error and end this rank unless it ends by itself within `CLOSING_TIME`."""
         self._over.set()
         self._end_in(CLOSING_TIME + GRACE)
         timer = threading.Timer(CLOSING_TIME, launch.report_and_exit, [error])
@@ -146,7 +146,7 @@ class Watchdog:
 
     @contextmanager
     def track_phase(self, name: PhaseName) -> Iterator[None]:
-        """Watch a block. An inner phase has its own time limit; the clock of the outer one stands still meanwhile."""
+        """Apply the time limit of phase `name` to the block. While an inner phase runs, the clock of the outer phase stops."""
         started = time.monotonic()
         self._phases.append(Phase(name, started))
         self._report_activity()
@@ -181,7 +181,7 @@ class Watchdog:
                 self._end(f"{situation} when rank {asking} exceeded its time limit")
 
     def _end_in(self, seconds: float) -> None:
-        """End the process after this time, whatever its threads are doing."""
+        """End the process after `seconds`, regardless of what its threads are doing."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._outputs[0])
 
     def _find_requesting_rank(self) -> int | None:
@@ -200,17 +200,17 @@ class Watchdog:
             return None
 
     def _end(self, situation: str) -> None:
-        """Write the stacks of this rank, request those of the others, and end the process."""
+        """Write the stacks of this rank, request those of the other ranks, and end the process."""
         self._end_in(3 * ANSWER_TIME)
         self._is_late = True
-        self._lifeline.send_goodbye()  # the others are to write their stacks, not to treat this as a death
+        self._lifeline.send_goodbye()  # the other ranks must write their stacks, not treat this as a death
         try:
             step = "" if RankFormatter.step is None else f" step {RankFormatter.step}"
             *other_stacks, main = format_stacks(self.world.rank)
             main += f"rank {self.world.rank}{step}: {situation}\n"
             record_failure(Failure(self.world.rank, main, TIME_LIMIT_EXIT_CODE, user_fixable=False, time=time.time()))
             with suppress(dist.DistError):
-                self._store.compare_set(ASKED, "", str(self.world.rank))  # no effect if another rank was first
+                self._store.compare_set(ASKED, "", str(self.world.rank))  # has no effect if another rank was first
             self._write("".join([*other_stacks, main]))
             with suppress(dist.DistError):
                 self._wait_for_others()
@@ -231,13 +231,13 @@ class Watchdog:
             time.sleep(0.2)
 
     def _write(self, text: str) -> None:
-        for descriptor in reversed(self._outputs):  # the log comes last because its file system may hang
+        for descriptor in reversed(self._outputs):  # write the log last, because its file system may hang
             with suppress(OSError), open(descriptor, "w", closefd=False) as file:
                 file.write(text)
 
 
 def get_output_descriptors() -> list[int]:
-    """Return the descriptors of this rank's log, if it has one, and of stderr, unless the parent shows the log's content."""
+    """Return the file descriptors of this rank's log, if any, and of stderr, unless the parent shows the log's content."""
     handlers = logging.getLogger().handlers
     logs = [h.stream.fileno() for h in handlers if isinstance(h, logging.FileHandler) and h.stream is not None]
     stderr = 2
@@ -245,7 +245,7 @@ def get_output_descriptors() -> list[int]:
 
 
 def format_stacks(rank: int) -> list[str]:
-    """Return the stacks of this process, one text per thread, without the watchers; the main thread comes last."""
+    """Return the formatted stack of each thread except `WATCHERS`; the main thread comes last."""
     main, names = threading.main_thread().ident, {thread.ident: thread.name for thread in threading.enumerate()}
     frames = [(ident, frame) for ident, frame in sys._current_frames().items() if names.get(ident) not in WATCHERS]
     return [

@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics, progress, memory, and arithmetic."""
+"""Measurements of a run: metrics, progress, memory, FLOPs and profiles."""

@@ -1,4 +1,4 @@
-"""The console for tables and progress bars."""
+"""A rich console for tables and progress bars that removes control characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsreason.screen import escape_control
 
 
 class Visible:
-    """A renderable whose texts lose their control characters; rich adds those for colours later."""
+    """A renderable that removes control characters from its text; rich adds its own, for colours, only afterwards."""
 
     def __init__(self, content: ConsoleRenderable) -> None:
         self.content = content
@@ -28,7 +28,7 @@ class VisibleTexts(RenderHook):
 
 
 def open_console(*, file: TextIO | None = None, stderr: bool = False, highlight: bool = True) -> Console:
-    """Open a console of rich, by default for stdout, that removes control characters, which rich lets through in cells."""
+    """Open a rich console, by default for stdout, that removes control characters, which rich does not do in table cells."""
     made = Console(file=file, stderr=stderr, highlight=highlight)
     made.push_render_hook(VisibleTexts())
     return made

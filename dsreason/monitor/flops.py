@@ -1,4 +1,4 @@
-"""FLOPs of a training step and peak FLOP/s of a GPU, from which MFU is computed."""
+"""FLOPs of a training step and peak FLOP/s of a GPU, from which the MFU (model FLOPs utilization) is computed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsreason.families.family import Modules
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets (which print twice the number "with sparsity").
-# More specific names come first.
+# Dense bf16 TFLOP/s with fp32 accumulation, from NVIDIA's data sheets, which often list twice this number ("with sparsity").
+# More specific names come before more general ones.
 PEAK_TFLOPS: dict[str, float] = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -45,9 +45,9 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def find_peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a GPU from its `torch.cuda.get_device_name()`; None if it is unknown.
+    """Return the peak dense bf16 FLOP/s of a GPU, given its `torch.cuda.get_device_name()`; None if the peak is unknown.
 
-    It is unknown for a MIG slice, whose name does not give its share of the GPU's peak.
+    The peak of a MIG slice is unknown, because the name does not show the slice's share of the GPU.
     """
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", device_name):
         return None
@@ -59,13 +59,13 @@ def find_peak_flops(device_name: str) -> float | None:
 
 @dataclass
 class Work:
-    """The work that samples require of the model, without padding and without media that only keep ranks in step."""
+    """The model's work for a set of samples, excluding padding and dummy media that only keep the ranks synchronized."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Length of each run of tokens with causal attention, and the number of earlier tokens that all of them attend to."""
+    """Length of each span of tokens with causal attention, and number of earlier tokens to which the entire span attends."""
     trained_tokens: int = 0
     grids: list[tuple[int, int, int]] = field(default_factory=list)
-    """Frames, height in patches and width in patches of each media item that passes through the vision tower."""
+    """Frames, height and width of each media item for the vision tower; height and width are in patches."""
 
     @property
     def tokens(self) -> int:
@@ -74,28 +74,29 @@ class Work:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The FLOPs of a forward and backward pass, per unit of work.
+    """FLOPs of a forward and backward pass per unit of work.
 
-    A matrix product costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and 2 for the
-    gradient of its weight (none if frozen). Attention costs 4 FLOPs per layer, head channel and pair of tokens
-    forward (scores and weighted sum), twice that backward (Chowdhery et al. 2022, PaLM, appendix B; theirs counts all
-    pairs, this only the causal ones). Recomputation by gradient checkpointing is not counted, as MFU is defined without it.
+    Per parameter and token, a matrix product costs 2 FLOPs in the forward pass, 2 for the gradient of its input, and 2 for the
+    gradient of its weight (0 if frozen). Per layer, head channel and pair of tokens, attention costs 4 FLOPs in the forward
+    pass (scores and weighted sum) and 8 in the backward pass (Chowdhery et al. 2022, PaLM, appendix B, which counts all pairs
+    instead of only the causal ones). Recomputation by gradient checkpointing is not counted, because the definition of MFU
+    excludes it.
     """
 
     text_token: float
     text_pair: float
-    head_token: float  # per trained token: the loss uses only their logits
+    head_token: float  # per trained token, because the loss uses only the logits of these tokens
     vision_patch: float = 0.0
     vision_merged_token: float = 0.0
     vision_pair_full: float = 0.0
     vision_pair_windowed: float = 0.0
     merge_size: int = 1
-    window: int | None = None  # merged tokens along one side
+    window: int | None = None  # side length of an attention window, in merged tokens
 
     def step(self, work: Work, *, causal: bool = True) -> float:
-        """Return the FLOPs of the work.
+        """Return the FLOPs of a forward and backward pass for `work`.
 
-        `causal=False` also counts the masked half of text attention, which an unfused kernel computes.
+        With `causal=False`, the masked half of text attention, which an unfused kernel computes, is also counted.
         """
         text_pairs = sum(n * before + (n * (n + 1) / 2 if causal else n * n) for n, before in work.spans)
         patches = sum(t * h * w for t, h, w in work.grids)
@@ -112,7 +113,7 @@ class ModelFlops:
         )
 
     def count_window_pairs(self, side: int) -> int:
-        """Return the sum of squared window sides, in patches, along a side of `side` patches; the last window may be smaller."""
+        """Return the sum of squared window lengths along a side, all in patches; the last window may be smaller."""
         if self.window is None:
             return 0
         num_whole, remainder = divmod(side, self.window * self.merge_size)
@@ -120,9 +121,9 @@ class ModelFlops:
 
 
 def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Compute the costs of a Hugging Face model (ZeRO-3-partitioned or not).
+    """Compute the FLOPs per unit of work of a Hugging Face model, which may be partitioned by ZeRO-3.
 
-    Parameters are classified by name: vision tower (with its patch embedding and merger), text layers, head.
+    Parameters are classified by name as vision tower (including its patch embedding and merger), text layers, or head.
     """
     text = model.config.get_text_config()
     family = get_family(model.config.model_type)
@@ -135,7 +136,7 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
             no_input_gradient = is_in_tower(name, modules) and (modules.patch_embedding in name or not vision_trained)
             input_flops = 0 if no_input_gradient else 2
             costs[kind] += count_values(model, name, parameter) * (2 + input_flops + 2 * parameter.requires_grad)
-    if not costs["head"]:  # a head that is tied to the embedding is not a separate parameter
+    if not costs["head"]:  # a head that is tied to the embedding has no separate parameter
         costs["head"] = 6.0 * text.vocab_size * text.hidden_size
 
     text_flops = ModelFlops(
@@ -160,7 +161,7 @@ def compute_model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def get_matmul_kind(name: str, modules: Modules) -> str | None:
-    """Return the kind of work that uses a parameter; None for norms and embeddings, which are not part of a matrix product."""
+    """Return the kind of work that uses a parameter; None if, like norms and embeddings, it is not used in a matrix product."""
     if not name.endswith(".weight") or any(part in name for part in modules.norms + modules.embeddings):
         return None
     if name.startswith(f"{modules.head}."):
@@ -175,10 +176,10 @@ def is_in_tower(name: str, modules: Modules) -> bool:
 
 
 def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
-    """Return the number of values in the whole parameter.
+    """Return the number of values in the unsharded, unquantized parameter.
 
-    A parameter that ZeRO-3 has partitioned is empty and keeps its size in `ds_numel`; one in 4 bits holds bytes, and its
-    layer has the number of weights.
+    A parameter that ZeRO-3 has partitioned is empty and stores its size in `ds_numel`. A 4-bit parameter holds packed bytes,
+    so the number of weights comes from the shape of its layer.
     """
     if parameter.dtype == torch.uint8:
         layer: Any = model.get_submodule(name.removesuffix(".weight"))
@@ -187,5 +188,5 @@ def count_values(model: nn.Module, name: str, parameter: nn.Parameter) -> int:
 
 
 def get_head_size(text: Any) -> int:
-    """Return the size of an attention head, from the configuration if it states it."""
+    """Return the size of an attention head: `head_dim` if the configuration sets it, otherwise hidden size / heads."""
     return int(text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads)

@@ -1,4 +1,4 @@
-"""The memory ledger: seconds of each phase of a step, its memory at the end, its peak, and the memory that it freed."""
+"""The memory ledger, which records for each phase of a step its duration, memory at its end, peak memory and freed memory."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ GROUP_FILES = (
     (r"^0::/(.*)$", "", ("memory.max", "memory.current", "memory.stat")),
     (r"^\d+:memory:/(.*)$", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")),
 )
-"""Control groups of versions 2 and 1: pattern of the line in /proc/self/cgroup, mount point, and files of limit and use."""
+"""For cgroup v2 and v1: pattern of the line in /proc/self/cgroup, subfolder, and files of limit, usage and statistics."""
 
 
 @dataclass
 class Total:
-    """The totals of a phase over the whole run."""
+    """The totals of a phase over the entire run."""
 
     times: int = 0
     seconds: float = 0.0
     gib: dict[str, float] = field(default_factory=dict)
-    """Largest values so far: `{"allocated": 3.5, "peak": 4.0, "freed": 0.0}`."""
+    """Largest values so far in GiB: `{"allocated": 3.5, "peak": 4.0, "freed": 0.0}`."""
 
 
 class MemoryLedger:
-    """A ledger of the phases of this rank, which must not nest.
+    """A ledger of this rank's phases, which must not be nested.
 
-    On CUDA `allocated` and `peak` count the memory that torch's allocator has handed out. That count includes vLLM's tensors
-    and does not change when vLLM sleeps and unmaps the memory behind them; nor does it show whether freed memory went back
-    to the device or into torch's cache, which vLLM cannot use. So `device`, the memory in use at the end of the phase, and
-    `freed` are the driver's count, for all processes on the device. On CPU `allocated` and `freed` are anonymous resident
-    memory, and `peak` is the peak of all resident memory (the kernel keeps no other peak).
+    On CUDA, `allocated` and `peak` are the memory that torch's allocator has handed out. These numbers include vLLM's tensors
+    even while vLLM sleeps and the memory behind them is unmapped, and they do not show whether freed memory was returned to
+    the device or to torch's cache, which vLLM cannot use. Therefore `device`, the memory in use at the end of the phase, and
+    `freed` come from the driver and cover all processes on the device. On CPU, `allocated` and `freed` are anonymous resident
+    memory, and `peak` is the peak of all resident memory (the only peak that the kernel records).
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,9 +52,9 @@ class MemoryLedger:
 
     @contextmanager
     def track_phase(self, name: str) -> Iterator[None]:
-        """Measure a block as `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}`, and on CUDA also `device_gib`.
+        """Record `memory/<name>/{seconds,allocated_gib,peak_gib,freed_gib}` for the block and, on CUDA, also `device_gib`.
 
-        If a phase runs again before `take`, its seconds add up, and its peak is the highest.
+        If a phase runs several times before `take`, `seconds` is the sum, `peak_gib` the maximum, and other values are the last.
         """
         wait_for_device(self.device)
         started, before = self.clock(), count_used_bytes(self.device)
@@ -84,12 +84,12 @@ class MemoryLedger:
         total.gib = {kind: max(size, total.gib.get(kind, 0.0)) for kind, size in sizes.items()}
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call, and reset them."""
+        """Return the metrics recorded since the last call, and reset them."""
         values, self.values = self.values, {}
         return values
 
     def report(self) -> str:
-        """Render a table for a log, with the phases in order of first use; the columns of GiB hold the largest values."""
+        """Render a table for the log, with phases in the order in which they first ran; the GiB columns hold maxima."""
         table = Table("phase", title="seconds and GiB of each phase")
         kinds = next(iter(self.totals.values())).gib if self.totals else ()
         for column in ("times", "seconds", "mean", *kinds):
@@ -104,13 +104,13 @@ class MemoryLedger:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for queued work on the GPU, so that it counts towards the phase that queued it."""
+    """Wait for queued work on the GPU, so that its time is attributed to the phase that queued the work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def count_used_bytes(device: torch.device) -> int:
-    """Return the memory in use; on CUDA the driver's count, which includes all processes, torch's cache and vLLM's memory."""
+    """Return the memory in use; on CUDA, the driver's value, which covers all processes, torch's cache and vLLM's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -133,12 +133,12 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # containers may forbid it; the peak is then that of the whole process
+    with suppress(OSError):  # containers may forbid this; the peak then covers the process's lifetime
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def count_available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the available host memory: that of the machine, or less if a control group has a limit."""
+    """Return the available host memory in bytes: that of the machine, or less if a cgroup limits it."""
     lines = own.read_text() if own.is_file() else ""
     free: list[int] = [psutil.virtual_memory().available]
     for pattern, root, names in GROUP_FILES:
@@ -153,7 +153,7 @@ def count_available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Pat
 
 
 def count_group_bytes(limit: Path, used: Path, stat: Path) -> int:
-    """Return the bytes that a control group's limit leaves; file pages that the kernel can reclaim count as free."""
+    """Return the number of bytes still available under a cgroup's limit; reclaimable file pages count as available."""
     allowed = limit.read_text().strip()
     if allowed == "max":
         return sys.maxsize

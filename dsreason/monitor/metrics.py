@@ -1,4 +1,4 @@
-"""Metrics of a run: every sink gets all numbers, texts and images under the same names."""
+"""Metrics of a run; every sink receives all numbers, texts and images under the same names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics(AbstractContextManager["Metrics"]):
-    """The writer that the training loop uses on every rank; ranks above 0 have no sinks and discard everything."""
+    """The metrics writer that the training loop uses on every rank. On ranks above 0, it has no sinks and discards everything."""
 
     sinks: Sequence[Sink] = ()
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` for `step`; several calls for one step share a line. Steps must not decrease."""
+        """Record `values` for `step`; several calls for the same step extend its entry. Steps must not decrease."""
         for sink in self.sinks:
             sink.log_scalars(step, values)
 
@@ -53,7 +53,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def check_sinks(config: MonitorConfig) -> None:
-    """Raise ConfigError before ranks start if a configured sink cannot be used."""
+    """Raise ConfigError if a configured sink cannot be used. Call this before the ranks start."""
     from dsreason.monitor.sinks.wandb import check_wandb
 
     check_wandb(config)
@@ -62,12 +62,12 @@ def check_sinks(config: MonitorConfig) -> None:
 def open_metrics(
     output_dir: Path, *, rank: int, resume_step: int | None, config: MonitorConfig, run_config: dict[str, Any]
 ) -> Metrics:
-    """Open the sinks of a run on rank 0; every call is on disk when it returns.
+    """Open the sinks of a run on rank 0. Their scalars are written to disk immediately.
 
     Args:
         output_dir: folder for `metrics.jsonl` and `tensorboard/`.
-        resume_step: step of the loaded checkpoint, None for a fresh start. Metrics that a stopped run wrote later are dropped.
-        run_config: the configuration to show in TensorBoard and W&B; it must hold no secrets.
+        resume_step: step of the loaded checkpoint; None for a new run. Metrics of later steps from a stopped run are dropped.
+        run_config: configuration to show in TensorBoard and W&B; it must not contain secrets.
     """
     if rank != 0:
         return Metrics()

@@ -1,4 +1,4 @@
-"""Profiles of single steps: a trace for Perfetto, and a table of the time by phase and operator."""
+"""Profiles of individual steps: a trace for Perfetto, and tables of the time by phase and operator."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ FOLDER = "profile"
 
 
 class StepProfiler(AbstractContextManager["StepProfiler"]):
-    """A profiler of the chosen steps of this rank, which writes `step_N.json.gz` and `step_N.txt` into the folder.
+    """A profiler for selected steps of this rank, which writes `step_N.json.gz` and `step_N.txt` to a folder.
 
-    Neither stacks nor shapes are recorded, and a step's events are dropped once they are written: memory and files grow
-    with the operators of one step only.
+    Neither stacks nor shapes are recorded, and the events of a step are dropped once they have been written. Memory and file
+    size therefore depend only on the number of operators in one step.
     """
 
     def __init__(self, steps: Collection[int], folder: Path, device: torch.device, progress: Progress) -> None:
         self.steps, self.folder, self.device, self.progress = steps, folder, device, progress
         self.step: int | None = None
-        """The step that is being profiled."""
+        """Step that is being profiled; None while no profile is being recorded."""
         self._profile: profile | None = None
         self._recording = ExitStack()
 
     def begin(self, step: int) -> None:
-        """Begin `step`: start its profile if it was chosen. A profile of another step ends here."""
+        """Begin `step` and start its profile if it is selected; first end the profile of any other step."""
         if step == self.step:
             return
         self.end()
@@ -47,13 +47,13 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        wait_for_device(self.device)  # the kernels of the previous step belong to that one
+        wait_for_device(self.device)  # exclude kernels of the previous step
         self.step = step
         self._profile = self._recording.enter_context(profile(activities=activities))
         self._recording.enter_context(record_phase(f"step {step}"))
 
     def end(self) -> None:
-        """End the current step, and write its profile if it has one."""
+        """End the current step and write its profile, if any."""
         if self._profile is None or self.step is None:
             return
         wait_for_device(self.device)
@@ -80,12 +80,12 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         self._profile = self.step = None
 
     def __exit__(self, *exc: object) -> None:
-        """Stop a profile whose step has not ended; it is not written."""
+        """Discard the profile of a step that has not ended."""
         self._drop()
 
 
 def check_profiled_steps(steps: Sequence[int], total_steps: int) -> None:
-    """Raise `ConfigError` if the run ends before one of the steps to profile."""
+    """Raise ConfigError if the run ends before one of the steps to profile."""
     if late := [step for step in steps if step > total_steps]:
         raise ConfigError(
             f"monitor.profile: step {late[0]} does not exist, as the run ends with step {total_steps}; choose steps from 1 "

@@ -1,4 +1,4 @@
-"""The table of a profile: host time, GPU time and waits by phase, and the operators and kernels that take most of it."""
+"""The tables of a profile: host time, GPU time and waits by phase, and the most expensive operators and kernels."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WAITS = {
     *("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize", "cudaMemcpy"),
     *("cuCtxSynchronize", "cuEventSynchronize", "cuStreamSynchronize"),
 }
-"""Calls in which the host waits for the GPU."""
+"""CUDA calls in which the host waits for the GPU."""
 ASYNC_COPY = "cudaMemcpyAsync"
-"""Call that also waits if it copies from or to host memory that is not pinned."""
+"""CUDA call that waits for the GPU only if it copies from or to pageable host memory."""
 NOT_PINNED = "Pageable"
-"""Word in the name of such a copy, as in `Memcpy DtoH (Device -> Pageable)`."""
+"""Word in the name of a copy from or to pageable memory, such as `Memcpy DtoH (Device -> Pageable)`."""
 TOP = 20
-"""Rows of the tables of kernels and operators."""
+"""Maximum number of rows in the tables of kernels and operators."""
 WIDTH = 110
 
 Interval = tuple[float, float]
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """A block of host or GPU time, in seconds since some moment."""
+    """An interval of host or GPU time; `start` and `end` are seconds since an arbitrary origin."""
 
     name: str
     category: str
@@ -50,35 +50,35 @@ class TraceEvent:
     end: float
     thread: int | str = 0
     correlation: int | None = None
-    """Id that a GPU event shares with the call that launched it."""
+    """Id that a GPU event shares with the call that launched it; None if the event has no such id."""
 
 
 @dataclass
 class PhaseTotals:
-    """Totals of a phase; those of phases inside it are counted there."""
+    """Totals of a phase, not including its inner phases."""
 
     host_seconds: float = 0.0
     wait_seconds: float = 0.0
     waits: int = 0
     gpu: list[Interval] = field(default_factory=list)
-    """Intervals in which the GPU ran work that this phase launched."""
+    """Intervals during which the GPU ran work that this phase launched."""
 
 
 class Timeline:
-    """The innermost of several nested blocks at each moment, on one thread."""
+    """A lookup of the innermost of several nested blocks on one thread at any time."""
 
     def __init__(self, blocks: Iterable[TraceEvent]) -> None:
         self.segments = split_nested(blocks)
         self._starts = [start for start, _, _ in self.segments]
 
     def find(self, moment: float) -> str | None:
-        """Return the name of the innermost block at the moment; None outside of all blocks."""
+        """Return the name of the innermost block at the given time; None outside all blocks."""
         index = bisect_right(self._starts, moment) - 1
         return self.segments[index][2] if index >= 0 and moment < self.segments[index][1] else None
 
 
 def split_nested(blocks: Iterable[TraceEvent]) -> list[tuple[float, float, str]]:
-    """Cut nested blocks into consecutive `(start, end, name of the innermost block)`."""
+    """Split nested blocks into consecutive segments `(start, end, name of the innermost block)`."""
     segments: list[tuple[float, float, str]] = []
     open_blocks: list[TraceEvent] = []
     position = -math.inf
@@ -102,7 +102,7 @@ def split_nested(blocks: Iterable[TraceEvent]) -> list[tuple[float, float, str]]
 
 
 def sum_union(intervals: Iterable[Interval]) -> float:
-    """Return the total length of the intervals; overlaps count once."""
+    """Return the total length of the union of the intervals, in which overlaps count once."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -111,16 +111,17 @@ def sum_union(intervals: Iterable[Interval]) -> float:
 
 
 def read_trace(path: Path) -> list[TraceEvent]:
-    """Read the events of a gzipped Chrome trace that the table needs."""
+    """Read those events of a gzipped Chrome trace that the tables need."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file, object_hook=_to_event)
     return [event for event in trace["traceEvents"] if event is not None]
 
 
 def _to_event(entry: dict[str, Any]) -> Any:
-    """Reduce the dictionaries of a trace while it is read: millions of them would take gigabytes.
+    """Convert the JSON objects of a trace while it is parsed, because millions of dictionaries would take gigabytes.
 
-    The arguments of an event, which are read first, become their correlation id, and other events None.
+    The arguments of an event, which are parsed before the event itself, are replaced with their correlation id. Events that
+    are not needed are replaced with None.
     """
     if "traceEvents" in entry:
         return entry
@@ -134,7 +135,7 @@ def _to_event(entry: dict[str, Any]) -> Any:
 
 
 def render_report(events: Sequence[TraceEvent]) -> str:
-    """Render the tables of one step. The longest phase is the step as a whole."""
+    """Render the tables of one step. The longest phase is the step itself."""
     phases = [event for event in events if event.category == PHASE and event.name.startswith(PREFIX)]
     step = max(phases, key=lambda event: event.end - event.start)
     timeline = Timeline(event for event in phases if event.thread == step.thread)
@@ -164,7 +165,7 @@ def summarise_gpu(on_gpu: Sequence[TraceEvent], phases: Collection[PhaseTotals],
 
 
 def find_waits(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """Find the calls in which the host waits for the GPU."""
+    """Return the calls in which the host waits for the GPU."""
     waiting_copies = {
         event.correlation for event in events if event.category == "gpu_memcpy" and NOT_PINNED in event.name
     }
@@ -177,7 +178,7 @@ def find_waits(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, PhaseTotals]:
-    """Sum host time, waits and GPU time by the innermost phase; GPU time counts towards the phase that launched the work."""
+    """Sum host time, waits and GPU time by innermost phase; GPU time is attributed to the phase that launched the work."""
     totals: dict[str, PhaseTotals] = defaultdict(PhaseTotals)
     for start, end, name in timeline.segments:
         totals[name].host_seconds += end - start
@@ -199,7 +200,7 @@ def sum_phases(events: Sequence[TraceEvent], timeline: Timeline) -> dict[str, Ph
 
 
 def sum_by_name(times: Iterable[tuple[str, float]]) -> list[tuple[str, float, int]]:
-    """Sum to `(name, seconds, count)`, the longest first."""
+    """Sum the times by name, and return `(name, seconds, count)` sorted by descending time."""
     seconds: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for name, duration in times:
@@ -217,7 +218,7 @@ def group_operators(events: Iterable[TraceEvent]) -> dict[int | str, list[TraceE
 
 
 def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the waits by call and by the operator that makes it."""
+    """Sum the waits by CUDA call and by the operator that makes the call."""
     timelines = {thread: Timeline(operators) for thread, operators in group_operators(events).items()}
     named_waits = []
     for wait in find_waits(events):
@@ -228,7 +229,7 @@ def sum_waits(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
-    """Sum the time and calls of each operator, without the time of the operators that it calls."""
+    """Sum the time and calls of each operator, excluding the time of operators that it calls."""
     threads = group_operators(events).values()
     seconds = sum_by_name((name, end - start) for ops in threads for start, end, name in split_nested(ops))
     calls = Counter(operator.name for operators in threads for operator in operators)
@@ -236,7 +237,7 @@ def sum_operators(events: Sequence[TraceEvent]) -> list[tuple[str, float, int]]:
 
 
 def render_phases(totals: dict[str, PhaseTotals], step_seconds: float, *, whole: str) -> str:
-    """Render a row per phase in the order of their first time. `whole`: the name of the phase that is the whole step."""
+    """Render a table with a row per phase, in order of first occurrence. `whole` names the phase that is the step itself."""
     table = Table("phase", title="phases, each without the phases inside it", title_justify="left")
     for column in ("host s", "share", "GPU busy s", "waits", "waits s"):
         table.add_column(column, justify="right")
@@ -256,7 +257,7 @@ def render_top(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
     table = Table(title=heading, title_justify="left")
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("name")  # the only column that rich may make narrower
+    table.add_column("name")  # the only column that rich may shrink
     for name, seconds, count in rows[:TOP]:
         table.add_row(f"{seconds:.4f}", f"{count:,}", Text(name, no_wrap=True, overflow="ellipsis"))
     return render(table)

@@ -1,4 +1,4 @@
-"""Progress of a run or other work: a bar on a terminal, or plain lines at intervals in a log file."""
+"""Progress displays for a run or other work: a bar on a terminal, and periodic plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from dsreason.monitor.console import open_console
 from dsreason.screen import escape_control, format_message, print_message, to_one_line, write
 
 Advance = Callable[[int], None]
-"""Function to call with the number of units just done."""
+"""Type of a function to call with the number of units just completed."""
 
 
 PART = "DSREASON_PART"
-"""Environment variable in which a command that consists of several runs passes each of them its `CommandPart`."""
+"""Environment variable through which a command that consists of several runs passes a `CommandPart` to each run."""
 
 
 @dataclass(frozen=True)
 class CommandPart:
-    """The part of a longer command that a run is.
+    """The part of a longer command that consists of a run.
 
-    In the environment `1/4 2.5` is the first of four parts: after 10 seconds of steps, 25 seconds of other work follow.
+    For example, `1/4 2.5` in the environment stands for the first of four parts; if its steps take 10 seconds, everything
+    after them takes 25 seconds.
     """
 
     number: int
     count: int
     after: float
-    """Time that everything after the steps takes, as a multiple of the time of the steps."""
+    """Duration of everything that follows the steps, as a multiple of the duration of the steps."""
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count} {self.after:.3f}"
@@ -52,7 +53,7 @@ def read_part() -> CommandPart | None:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """The progress display of the training loop; this base class, which ranks above 0 use, shows nothing."""
+    """The progress display of the training loop. This base class shows nothing; ranks above 0 use it."""
 
     def step(self, step: int, shown: Mapping[str, float], *, samples: int, tokens: int) -> None: ...
 
@@ -68,10 +69,10 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: TextIO | None = None) -> Progress:
-    """Return a display of progress towards `total_steps` on rank 0; on other ranks one that shows nothing.
+    """Return a progress display for rank 0; on other ranks, return a display that shows nothing.
 
-    `first_step` is the step from which the run resumes. `stream` defaults to stdout; on a terminal it shows a bar, otherwise
-    a plain line for the first and the last step and every 10 seconds.
+    The display shows a bar if `stream` (by default stdout) is a terminal. Otherwise, it prints plain lines: for the first
+    step, the last step, and every 10 seconds. `first_step` is the step from which the run resumes.
     """
     if rank != 0:
         return Progress()
@@ -81,7 +82,7 @@ def open_progress(*, rank: int, total_steps: int, first_step: int = 0, stream: T
 
 
 class Rate:
-    """The speed over recent steps, without phases such as validation."""
+    """The speed over recent steps, excluding phases such as validation."""
 
     memory = 0.9  # weight of the past in the running means
 
@@ -99,7 +100,7 @@ class Rate:
 
     def update(self, step: int, samples: int, tokens: int) -> None:
         now = self.clock()
-        # The first step also warms everything up, so it counts only until the second one is measured.
+        # The first step includes warm-up, so it counts only until the second step has been measured.
         keep = min(self.memory, max(0, self.seen - 1) / max(1, self.seen))
         self.seconds = keep * self.seconds + (1 - keep) * (now - self.started)
         self.samples = keep * self.samples + (1 - keep) * samples
@@ -113,19 +114,19 @@ class Rate:
         self.started += self.clock() - begin
 
     def format_title(self, name: str) -> str:
-        """Prefix the name with the part of the command: `2/4 step`."""
+        """Prefix the name with the number of the command's part, if any: `2/4 step`."""
         name = to_one_line(name)
         return name if self.part is None else f"{self.part.number}/{self.part.count} {name}"
 
     def facts(self, shown: Mapping[str, float]) -> str:
-        """Format metrics and speed: `loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
+        """Format metrics and speed as `loss 1.2345  31.5 samples/s  12,345 tokens/s`."""
         seconds = max(self.seconds, 1e-9)
         speed = f"{self.samples / seconds:.1f} samples/s  {self.tokens / seconds:,.0f} tokens/s"
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         return f"{values}  {speed}"
 
     def left(self) -> str:
-        """Format the remaining time: `left 0:03:20`; in a part of a longer command `left 0:03:20, in all 0:05:10`."""
+        """Format the remaining time as `left 0:03:20` or, in a longer command, as `left 0:03:20, in all 0:05:10`."""
         seconds = (self.total_steps - self.step) * self.seconds
         if self.part is None:
             return f"left {format_duration(seconds)}"
@@ -134,7 +135,7 @@ class Rate:
 
 
 class LineProgress(Progress):
-    """Plain lines, for log files and pipes."""
+    """A progress display of plain lines, for log files and pipes."""
 
     def __init__(self, rate: Rate, stream: TextIO, interval_s: float = 10.0) -> None:
         self.rate, self.stream, self.interval_s, self.clock = rate, stream, interval_s, rate.clock
@@ -162,7 +163,7 @@ class LineProgress(Progress):
         with self.rate.pause():
             yield advance
         self.print_line(f"{name}: done in {format_duration(self.clock() - begin)}")
-        self.next_line = self.clock()  # the next step prints a line at once
+        self.next_line = self.clock()  # the next step prints a line immediately
 
     def is_time(self) -> bool:
         is_due = self.clock() >= self.next_line
@@ -175,7 +176,7 @@ class LineProgress(Progress):
 
 
 class FactsColumn(bars.TextColumn):
-    """A column that is cut off if the terminal is too narrow, so that the others keep their width on the same line."""
+    """A column that is truncated if the terminal is too narrow, so that the other columns keep their width on the same line."""
 
     def render(self, task: bars.Task) -> Text:
         text = super().render(task)
@@ -184,7 +185,7 @@ class FactsColumn(bars.TextColumn):
 
 
 class BarProgress(Progress):
-    """A bar that stays on the last lines of a terminal; log lines appear above it."""
+    """A progress bar that stays at the bottom of the terminal, with log lines above it."""
 
     def __init__(self, rate: Rate, stream: TextIO) -> None:
         self.rate = rate
@@ -225,17 +226,17 @@ class BarProgress(Progress):
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as `0:03:20`."""
+    """Format a duration in seconds as `0:03:20`."""
     minutes, remaining_seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{remaining_seconds:02d}"
 
 
-# ---------------------------------------------------------------- work beside training
+# ---------------------------------------------------------------- work other than training
 
 
 @contextmanager
 def track(name: str, total: int, unit: str) -> Iterator[Advance]:
-    """Show progress on stderr; yield a function to call, from any thread, with the number of `unit`s just done, of `total`."""
+    """Show progress towards `total` on stderr; yield a thread-safe function that takes the number of `unit`s just completed."""
     name = to_one_line(name)
     if not total:
         yield lambda count: None
@@ -256,7 +257,7 @@ def track(name: str, total: int, unit: str) -> Iterator[Advance]:
 def track_in_lines(
     name: str, total: int, unit: str, say: Callable[[str], object], interval_s: float = 10.0
 ) -> Iterator[Advance]:
-    """Show progress as `track` does, with a first line and one every `interval_s` seconds."""
+    """Show progress like `track`, but by passing a line to `say` at the start and every `interval_s` seconds."""
 
     def format_amount(count: int) -> str:
         return decimal(count) if unit == "bytes" else str(count)

@@ -1,3 +1,3 @@
-"""Checkpoints and exports in S3 and on the Hugging Face Hub.
+"""Uploads of checkpoints and exports to S3 and the Hugging Face Hub.
 
-To add another storage, add a file beside `storage_s3.py` and a line in `storage.py`."""
+To support another kind of storage, add a module like `storage_s3.py` and open it in `storage.py`."""

@@ -1,4 +1,4 @@
-"""Units of upload: a finished checkpoint, an export or a run's logs, with the marker that is sent last."""
+"""Packages to upload: a complete checkpoint, an export or the logs of a run, with a marker that is uploaded last."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dsreason.errors import CheckpointError, ConfigError
 from dsreason.files.step_names import PREFIX, is_step_name, parse_step
 
 MANIFEST = "UPLOADED.json"
-"""Marker of uploads other than checkpoints; it is created when they are complete and exists only in storage."""
+"""Marker of complete uploads other than checkpoints. The file is created in storage and does not exist locally."""
 CHECKPOINTS, EXPORTS, LOGS = "checkpoints", "export", "logs"
 BESIDE_LOGS = ("config.json", "metrics.jsonl", "tensorboard")
-"""Files and folders of a run that are uploaded with its logs."""
+"""Files and folders of a run that are uploaded together with its logs."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of an upload; files that storage already had with the same content do not count."""
+    """The number of files and bytes uploaded, not counting files that storage already had with the same content."""
 
     files: int
     num_bytes: int
@@ -41,7 +41,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Package:
-    """A local folder, and the sizes in bytes of the files (paths below it) that are uploaded before the marker."""
+    """A local folder, its files to upload (relative path → size in bytes), and the marker that is uploaded after them."""
 
     folder: Path
     files: Mapping[str, int]
@@ -56,7 +56,7 @@ class Package:
         return sum(self.files.values())
 
     def build_marker(self, sums: Mapping[str, str]) -> bytes:
-        """Return a checkpoint's marker, or a manifest with the size and SHA-256 of each file."""
+        """Build the content of the marker: a checkpoint's own marker, or a manifest with the size and SHA-256 of each file."""
         if self.marker == MARKER:
             return (self.folder / self.marker).read_bytes()
         files = {name: {"size": size, "sha256": sums[name]} for name, size in self.files.items()}
@@ -64,26 +64,26 @@ class Package:
 
 
 def get_folder_kind(folder: Path) -> UploadKind:
-    """Return the kind of a folder by its name in its run: `logs`, `checkpoints/step_4`, `export/final`."""
+    """Return the kind of a folder such as `logs`, `checkpoints/step_4` or `export/final`, according to its path in the run."""
     if folder.name == LOGS:
         return "logs"
     return "checkpoint" if folder.parent.name == CHECKPOINTS else "export"
 
 
 def find_run_of_folder(folder: Path) -> Path:
-    """Return the run that contains the folder."""
+    """Return the folder of the run that contains `folder`."""
     return folder.parent if get_folder_kind(folder) == "logs" else folder.parent.parent
 
 
 def get_folder_name(folder: Path) -> str:
-    """Return the path of a folder in its run: `checkpoints/step_4`."""
+    """Return the path of a folder relative to its run, such as `checkpoints/step_4`."""
     folder = folder.absolute()
     return folder.name if get_folder_kind(folder) == "logs" else f"{folder.parent.name}/{folder.name}"
 
 
 @contextmanager
 def open_package_or_logs(folder: Path) -> Iterator[Package]:
-    """Yield the package in `folder`; for logs, which are still written to, a copy that is deleted afterwards."""
+    """Yield the package in `folder`; for logs, which the run may still extend, yield a copy that is deleted afterwards."""
     if not is_logs(folder):
         yield open_package(folder)
         return
@@ -97,10 +97,10 @@ def is_logs(folder: Path) -> bool:
 
 
 def copy_logs(folder: Path, place: Path) -> Path:
-    """Copy the logs of the ranks to `place`, with `BESIDE_LOGS` in the same folder.
+    """Copy the logs of the ranks and `BESIDE_LOGS` to one folder in `place`, and return it.
 
     Raises:
-        CheckpointError: a link in them leads elsewhere. The folders themselves may be links.
+        CheckpointError: a link inside a folder points outside of it. The folders themselves may be links.
     """
     copy = place / LOGS
     check_links(folder)
@@ -121,8 +121,8 @@ def open_package(folder: Path) -> Package:
     """Open the checkpoint or export in `folder`.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, or has links that lead out of it.
-        ConfigError: the folder is neither.
+        CheckpointError: the folder is incomplete or damaged, or contains links that point outside of it.
+        ConfigError: the folder is neither a checkpoint nor an export.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give an export, a checkpoint or the folder of a run")
@@ -130,9 +130,8 @@ def open_package(folder: Path) -> Package:
     if is_checkpoint or (folder / MARKER).is_file():
         check_links(folder)
         check_complete(folder)
-        return Package(
-            folder, check_content(folder), MARKER
-        )  # without later additions (`universal/`), which can be remade
+        # The marker does not list later additions (`universal/`), which can be recreated.
+        return Package(folder, check_content(folder), MARKER)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{folder}: is neither an export (config.json and *.safetensors) nor a checkpoint (step_N) nor the folder of a run "
@@ -161,7 +160,7 @@ def open_export(folder: Path) -> Package:
 
 
 def check_whole(weights: Path) -> None:
-    """Raise CheckpointError if the file is not as long as its header says."""
+    """Raise CheckpointError if the safetensors file is truncated or otherwise does not match its header."""
     try:
         with safe_open(weights, framework="numpy"):
             pass
@@ -172,7 +171,7 @@ def check_whole(weights: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Raise CheckpointError for a link that leads out of the folder: its target was not meant to be uploaded."""
+    """Raise CheckpointError for a link that points outside the folder, because its target may not be meant for upload."""
     for path in folder.rglob("*"):
         check_link(path, folder)
 
@@ -186,7 +185,7 @@ def check_link(path: Path, folder: Path) -> None:
 
 
 def get_write_time(folder: Path) -> int:
-    """Return the time when a complete checkpoint or an export was written, in nanoseconds; 0 for logs and other folders."""
+    """Return the modification time of a complete checkpoint or an export in nanoseconds; 0 for logs and other folders."""
     last_files = [file for file in (folder / MARKER, folder / "config.json") if file.is_file()]
     return last_files[0].stat().st_mtime_ns if last_files else 0
 
@@ -196,13 +195,13 @@ def is_run(folder: Path) -> bool:
 
 
 def list_finished(run: Path) -> list[Path]:
-    """List the complete checkpoints and then the exports of a run, oldest step first."""
+    """Return the complete checkpoints of a run followed by its exports, each sorted by step."""
     exports = [path.parent for path in run.glob(f"{EXPORTS}/[!.]*/config.json")]
     return find_complete_checkpoints(run / CHECKPOINTS) + sorted(exports, key=_get_step_key)
 
 
 def list_unfinished(run: Path) -> list[Path]:
-    """List the incomplete checkpoints of a run."""
+    """Return the incomplete checkpoints of a run."""
     return sorted(path for path in run.glob(f"{CHECKPOINTS}/*{PREFIX}*") if not (path / MARKER).is_file())
 
 

@@ -1,7 +1,7 @@
-"""Storage for uploads of checkpoints and exports: S3 buckets, and repositories on the Hugging Face Hub.
+"""Storage to which checkpoints and exports are uploaded: S3 buckets and repositories on the Hugging Face Hub.
 
-An upload is complete when its marker exists, which is sent last: a checkpoint's `COMPLETE`, else `UPLOADED.json` with
-the size and SHA-256 of every file.
+An upload is complete once its marker exists, which is uploaded last. The marker of a checkpoint is `COMPLETE`; that of any
+other upload is `UPLOADED.json`, which lists the size and SHA-256 of every file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class Storage(Protocol):
-    """A storage backend. Both methods raise StorageError, which names the target and the server's response."""
+    """A storage backend. On failure, both methods raise StorageError with the target and the server's response."""
 
     def check(self, *, create: bool) -> None:
-        """Write something tiny, and remove it. A missing repository is created only with `create`."""
+        """Check that the target is writable without leaving anything there. Create a missing repository only if `create`."""
 
     def upload(self, package: Package, advance: Advance) -> Sent: ...
 
 
 def open_storage(target: UploadAddress) -> Storage:
-    """Return the storage of a target, without making a request."""
+    """Return the storage backend for a target without making a request."""
     if isinstance(target, S3Address):
         from dsreason.storage.storage_s3 import S3Storage
 
@@ -47,11 +47,11 @@ def read_target(text: str, option: str) -> UploadAddress:
 def check_target(
     target: str, option: str = "checkpoint.upload", *, create: bool = False, tolerate_outage: bool = False
 ) -> None:
-    """Raise ConfigError unless `target` can be reached and written to now.
+    """Raise ConfigError unless `target` can currently be reached and written to.
 
     Args:
-        create: create a repository that does not exist.
-        tolerate_outage: only log transient errors, such as a server that does not respond.
+        create: whether to create a repository that does not exist.
+        tolerate_outage: whether to only log transient errors, such as a server that does not respond.
     """
     try:
         open_storage(read_target(target, option)).check(create=create)
@@ -62,11 +62,11 @@ def check_target(
 
 
 def upload(package: Package, target: UploadAddress, advance: Advance = lambda count: None) -> Sent:
-    """Upload a checkpoint or an export so that its files are directly below `target`.
+    """Upload a package so that its files are directly below `target`.
 
     Raises:
-        StorageError: the storage refuses, or a file cannot be read. Uploaded files are kept, and another call sends the
-            remaining ones.
+        StorageError: the storage rejects the upload, or a file cannot be read. Files that have been uploaded are kept, and
+            another call uploads the remaining files.
     """
     try:
         return open_storage(target).upload(package, advance)
@@ -75,8 +75,8 @@ def upload(package: Package, target: UploadAddress, advance: Advance = lambda co
 
 
 def get_folder_target(target: UploadAddress, name: str) -> UploadAddress:
-    """Return the target of the folder `name` of a run (`checkpoints/step_4`, `export/final`).
+    """Return the target for the folder `name` of a run, such as `checkpoints/step_4` or `export/final`.
 
-    The final export goes to the top of a repository on the Hub, from where models are loaded.
+    On the Hub, the final export goes to `target` itself, because models are loaded from the top level of a repository.
     """
     return target if isinstance(target, HubAddress) and name == f"{EXPORTS}/final" else target / name

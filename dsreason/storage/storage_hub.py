@@ -1,5 +1,5 @@
-"""Uploads to the Hugging Face Hub. Its library sends only missing files, retries transient errors, and commits when all
-files have arrived."""
+"""Uploads to the Hugging Face Hub. The huggingface_hub library sends only missing files, retries transient errors, and
+commits once all files have arrived."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from dsreason.storage.package import Package, Sent
 log = logging.getLogger(__name__)
 
 CHECK_LIMIT_S = 300.0
-"""Time limit of the few requests that show whether the token may write to the repository."""
+"""Time limit in seconds for the requests that check whether the token has write access to the repository."""
 ATTEMPTS = 2
-"""Attempts per upload; the library also retries each request."""
+"""Maximum number of attempts per upload; in addition, the library retries each request."""
 
 
 @dataclass(frozen=True)
 class HubStorage:
-    """A repository on the Hub; if it does not exist, it is created as private."""
+    """A repository on the Hub. An upload creates it as a private repository if it does not exist."""
 
     address: HubAddress
 
     def check(self, *, create: bool) -> None:
-        """Check that the token may commit. The Hub refuses before anything is sent, so no test file is committed.
+        """Check that the token may commit, without committing a file: the Hub checks this before it accepts any data.
 
-        If the repository or branch does not exist yet, check the account of the token instead.
+        If the repository or the branch does not exist and must not be created, check the token's account instead.
         """
         with convert_hub_errors(self.address):
             run_with_limit(CHECK_LIMIT_S, lambda: self._check(create=create))
@@ -102,7 +102,7 @@ class HubStorage:
         )
 
     def _drop_card(self, api: HfApi, package: Package) -> Package:
-        """Return the package without its model card if the repository has one: its owner may have edited that one."""
+        """Return the package without its model card if the repository already has one, which its owner may have edited."""
         path = f"{self.address.folder}/{CARD}".lstrip("/")
         if CARD not in package.files or not api.file_exists(self.address.repo, path, revision=self.address.revision):
             return package
@@ -123,7 +123,7 @@ class HubStorage:
 
 @contextmanager
 def convert_hub_errors(address: HubAddress) -> Iterator[None]:
-    """Raise the library's errors as a StorageError, without their cause: their messages hold signed URLs."""
+    """Convert the library's errors to StorageError, without the original as cause, because its message has signed URLs."""
     try:
         yield
     except HUB_ERRORS as error:

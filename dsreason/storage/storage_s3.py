@@ -1,4 +1,4 @@
-"""Uploads to S3: large files go in parts, every part and file is compared with its ETag, and nothing is sent twice."""
+"""Uploads to S3. Large files are sent in parts, parts and files are verified by their ETags, and existing files are skipped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from dsreason.storage.package import Package, Sent
 PART_BYTES = 16 * 1024**2
 MAX_PARTS = 10_000
 PARALLEL = 8
-"""Number of parts sent concurrently, each of which is in host memory."""
+"""Maximum number of parts that are sent, and held in host memory, at the same time."""
 MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 SHA256 = "sha256"
-"""Metadata key of an object, by which a later upload recognises the file."""
+"""Metadata key for an object's SHA-256, by which later uploads recognise the file."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,8 @@ class S3Storage:
         missing = [name for name, size in package.files.items() if not self._has(name, size, sums[name])]
         advance(package.num_bytes - sum(package.files[name] for name in missing))
         marker = self.address / package.marker
-        if (
-            missing and self._get_head(package.marker) is not None
-        ):  # it marks old content, which is about to be replaced
+        # An existing marker belongs to the old content, which is about to be replaced.
+        if missing and self._get_head(package.marker) is not None:
             request("delete_object", marker, Key=marker.key)
         for name in missing:
             self._send(package.folder / name, name, sums[name], advance)
@@ -87,7 +86,7 @@ class S3Storage:
 
 
 def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes: int, advance: Advance) -> str:
-    """Upload a file in parts and return the ETag that S3 gives to such an object. On failure no part stays behind."""
+    """Upload a file in parts and return the ETag that S3 should compute for the object. On failure, delete all parts."""
     size = file.stat().st_size
     upload = {"Key": address.key, "UploadId": request("create_multipart_upload", address, **facts)["UploadId"]}
 
@@ -103,15 +102,14 @@ def send_parts(file: Path, address: S3Address, facts: dict[str, Any], part_bytes
 
     count = -(-size // part_bytes)
     try:
-        with ThreadPool(min(PARALLEL, count)) as threads:  # its threads do not keep the process from exiting
+        with ThreadPool(min(PARALLEL, count)) as threads:  # its daemon threads do not prevent the process from exiting
             sent_parts = list(threads.imap(send, range(1, count + 1)))
         parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in enumerate(sent_parts, start=1)]
         try:
             request("complete_multipart_upload", address, MultipartUpload={"Parts": parts}, **upload)
         except StorageError as error:
-            if (
-                error.status != 404
-            ):  # 404: it was completed and only the response was lost, so the caller checks the object
+            # 404: an earlier attempt succeeded but its response was lost; the caller checks the object.
+            if error.status != 404:
                 raise
     except BaseException:
         with suppress(StorageError):
@@ -130,9 +128,9 @@ def make_file_check(address: S3Address, size: int, etag: str) -> Callable[[Answe
 
 
 def make_etag_check(address: S3Address, expected: str) -> Callable[[Answer], None]:
-    """Return a check that S3 has the bytes that were sent.
+    """Return a function that raises StorageError if a response's ETag shows that S3 has received different bytes.
 
-    An ETag shows that only if it is an MD5: not with KMS or customer keys, nor on some S3-compatible servers.
+    An ETag is compared only if it is an MD5; with KMS or customer keys, and on some S3-compatible servers, it is not.
     """
 
     def check(answer: Answer) -> None:

@@ -1,12 +1,12 @@
-"""Uploads during a run, in one thread per target, so that neither training nor another target waits for them.
+"""Uploads during a run, in one thread per target, so that neither training nor other targets wait for them.
 
-    with uploading(config.checkpoint) as uploads:
-        …                                            # train; after a checkpoint or an export is complete:
+    with open_uploads(config.checkpoint) as uploads:
+        …                                            # train; when a checkpoint or an export is complete:
         uploads.add(folder, last=step == total_steps)
-        prune(…, keep=uploads.in_use())              # folders that are not uploaded yet must not be deleted
+        prune(…, spared=uploads.list_in_use())       # folders that have not been uploaded must not be deleted
 
-At its end the block waits for the uploads until the job is asked to stop; folders that are missing then are an error, which
-names the command to upload them later. If the run fails or is stopped, it waits only for the logs, and not for long.
+At its end, the block waits until all uploads have finished or the job is asked to stop. If any folder has not been uploaded
+by then, an error gives the command to upload it later. If the run fails, the block waits only for the logs, and only briefly.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ log = logging.getLogger(__name__)
 
 WAITING = "not uploaded yet"
 RECORD = "uploads.json"
-"""Record in a run's folder: the targets of its uploads, and when the uploaded content had been written."""
+"""Name of the record in a run's folder: target → uploaded folder → modification time of the uploaded content."""
 RECORDING = Lock()
-"""Lock held while the record is changed, because each target has its own thread."""
+"""Lock to hold while changing the record, because each target has its own thread."""
 REPORT_EVERY_S = 30.0
 TICK = 0.2
-"""Seconds between two checks whether the job is asked to stop."""
+"""Seconds between two checks for a request to stop the job."""
 LOGS_TIME_S = 12.0
-"""Seconds that a failed or stopped run waits for the upload of its logs: less than the watchdog's `CLOSING_TIME`."""
+"""Seconds that a failed or stopped run waits for the upload of its logs; must be less than the watchdog's `CLOSING_TIME`."""
 
 
 @contextmanager
 def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) -> Iterator[Uploads]:
-    """Yield the uploads of a run, which the first rank does.
+    """Yield the uploads of a run. Only the first rank uploads; on other ranks the result has no targets.
 
-    Leave the block after the ranks have separated, so that no rank waits for an upload.
+    Leave the block after the last collective, so that no rank waits for an upload.
 
     Args:
-        stopped_by: returns the signal that asked the job to stop; "" while none has.
+        stopped_by: function that returns the signal that asked the job to stop; "" if there was none.
 
     Raises:
-        Stopped: at the end of the block, the job was asked to stop before all was uploaded.
-        StorageError: at the end of the block, something is missing in storage. If the run itself fails, that is only logged.
+        Stopped: at the end of the block, if the job was asked to stop before all folders were uploaded.
+        StorageError: at the end of the block, if a folder has not been uploaded; only logged if the run itself fails.
     """
     targets = config.targets if is_first_rank() else ()
     uploads = Uploads([Uploader(target.address, what=target.what, include=target.include) for target in targets])
     if any(isinstance(uploader.target, HubAddress) for uploader in uploads.uploaders):
-        disable_progress_bars()  # they would draw over the run's own
+        disable_progress_bars()  # they would overwrite the run's progress bar
     try:
         yield uploads
     except BaseException as error:
@@ -87,27 +87,27 @@ def open_uploads(config: CheckpointConfig, stopped_by: Callable[[], str] = str) 
 
 
 class Uploads:
-    """The uploads of a run to all its targets; a failure at one does not affect the others."""
+    """The uploads of a run to all its targets. A failure at one target does not affect the others."""
 
     def __init__(self, uploaders: Sequence[Uploader]) -> None:
         self.uploaders = uploaders
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Queue a complete `<run>/checkpoints/step_N` or `<run>/export/…` for upload to its targets."""
+        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, for upload to all targets."""
         for uploader in self.uploaders:
             uploader.add(folder, last=last)
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Add complete folders on disk that an earlier job of a run has not uploaded, except those of the last step."""
+        """Queue complete folders that earlier jobs of the run have not uploaded, for targets that get all folders."""
         for uploader in self.uploaders:
             uploader.add_not_uploaded(run)
 
     def list_in_use(self) -> set[Path]:
-        """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
+        """Return the folders that must not be deleted because an upload is queued, in progress, or failed and to be retried."""
         return {folder for uploader in self.uploaders for folder in uploader.list_in_use()}
 
     def finish(self, stopped_by: Callable[[], str] = str) -> None:
-        """Wait for all uploads and retry failed ones once; raise an error that names what is missing in storage."""
+        """Wait for all uploads and retry failed ones once; raise Stopped or StorageError if a folder has not been uploaded."""
         thread = Thread(target=self._finish_each, name="finishing uploads", daemon=True)
         thread.start()
         while thread.is_alive() and not stopped_by():
@@ -118,13 +118,13 @@ class Uploads:
 
     def _finish_each(self) -> None:
         for uploader in self.uploaders:
-            with suppress(StorageError):  # `missing` reports it
+            with suppress(StorageError):  # `missing` reports the failure
                 uploader.finish()
 
     def finish_logs(self, error: BaseException) -> None:
-        """Log the error that ends a run, and upload the logs to the targets that include them, for `LOGS_TIME_S` at most.
+        """Log the error that ends a run, and upload the logs to the targets that include logs, for at most `LOGS_TIME_S`.
 
-        Failures are only logged.
+        Errors during these uploads are only logged.
         """
         threads = [uploader.make_logs_thread() for uploader in self.uploaders if uploader.has_logs()]
         if threads:
@@ -136,16 +136,16 @@ class Uploads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def missing(self) -> str:
-        """Return a report by target of what is not in storage, why, and the command for each; empty if nothing is missing."""
+        """Return a report by target of the folders not uploaded, with the reason and an upload command for each; "" if none."""
         return "\n".join(uploader.missing() for uploader in self.uploaders if uploader.list_in_use())
 
 
 class Uploader:
-    """Uploads checkpoints, exports and logs of a run to one target.
+    """The uploads of a run's checkpoints, exports and logs to one target.
 
     Args:
-        what: "final" uploads only the folders that are added as the last of the run.
-        include: kinds of "export", "checkpoint" and "logs". Logs are uploaded after every folder, and when the run ends.
+        what: folders to upload: "all", or "final" for only those that are added with `last=True`.
+        include: kinds of folders to upload. Logs are uploaded after every other folder and at the end of the run.
     """
 
     def __init__(
@@ -158,15 +158,15 @@ class Uploader:
         self.target, self.what, self.include = target, what, include
         self._lock = Lock()
         self._run: Path | None = None
-        self._unfinished: dict[Path, str] = {}  # folder → why it is not uploaded
-        self._uploaded: dict[Path, int] = {}  # folder uploaded by this job → when the uploaded content had been written
+        self._unfinished: dict[Path, str] = {}  # folder → reason why it has not been uploaded
+        self._uploaded: dict[Path, int] = {}  # folder uploaded by this job → modification time of its content
         self._queue: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def add(self, folder: Path, *, last: bool) -> None:
-        """Queue a complete `<run>/checkpoints/step_N` or `<run>/export/…` for upload.
+        """Queue a complete folder, `<run>/checkpoints/step_N` or `<run>/export/…`, and after it all failed uploads.
 
-        Failed uploads are retried after it. A folder whose current content is in storage is skipped.
+        A folder whose current content has already been uploaded is skipped.
         """
         self._run = find_run_of_folder(folder)
         if last or self.what == "all":
@@ -188,15 +188,14 @@ class Uploader:
         for due_folder in due:
             self._queue.put(due_folder)
         if self._thread is None:
-            self._thread = Thread(
-                target=self._run_queue, name="uploads", daemon=True
-            )  # a failed run does not wait for it
+            # The thread is a daemon, so that a failed run does not wait for uploads.
+            self._thread = Thread(target=self._run_queue, name="uploads", daemon=True)
             self._thread.start()
 
     def add_not_uploaded(self, run: Path) -> None:
-        """Add complete folders on disk that an earlier job of a run has not uploaded, except those of the last step.
+        """Queue complete folders that earlier jobs of the run have not uploaded, if this target gets all folders.
 
-        Every job of a run calls it at its start, so that its logs can be uploaded even if it saves nothing else.
+        Every job calls this at its start, even for other targets, so that its logs can be uploaded if it saves nothing else.
         """
         self._run = run
         if self.what == "all":
@@ -204,15 +203,15 @@ class Uploader:
                 self.add(folder, last=False)
 
     def list_in_use(self) -> set[Path]:
-        """Return the folders that must not be deleted: waiting, being uploaded, or failed and to be retried."""
+        """Return the folders that must not be deleted because an upload is queued, in progress, or failed and to be retried."""
         with self._lock:
             return set(self._unfinished)
 
     def finish(self) -> None:
-        """Wait for all uploads and retry failed ones once. Logs are uploaded last, because they report on the others.
+        """Wait for all uploads and retry failed ones once. Upload the logs last, because they report on the other uploads.
 
         Raises:
-            StorageError: names what is missing in storage.
+            StorageError: a folder has not been uploaded; the message lists all such folders.
         """
         if self._thread is not None:
             if waiting := self.list_in_use():
@@ -232,7 +231,7 @@ class Uploader:
         return self._run is not None and self._is_included(self._run / LOGS)
 
     def make_logs_thread(self) -> Thread:
-        """Return a thread that uploads the logs in parallel with other uploads. Nobody has to wait for it."""
+        """Return a daemon thread, not yet started, that uploads the logs in parallel with other uploads."""
         assert self._run is not None
         logs = self._run / LOGS
         with self._lock:
@@ -240,7 +239,7 @@ class Uploader:
         return Thread(target=self._upload, args=[logs], name="logs", daemon=True)
 
     def missing(self) -> str:
-        """Return a report of what is not in storage, why, and the command for each."""
+        """Return a report of the folders that have not been uploaded, with the reason and an upload command for each."""
         with self._lock:
             unfinished = dict(self._unfinished)
         lines = [f"{len(unfinished)} of this run's folders are not in {self.target}; they are complete on disk"]
@@ -257,14 +256,14 @@ class Uploader:
             self._upload(folder)
 
     def _is_uploaded(self, folder: Path) -> bool:
-        """Return whether the current content is in storage; False for logs, because they grow."""
+        """Return whether the current content of a folder has been uploaded; always False for logs, because they grow."""
         if get_folder_kind(folder) == "logs":
             return False
         record = read_json_object(find_run_of_folder(folder) / RECORD).get(str(self.target), {})
         return bool(self._uploaded.get(folder, record.get(get_folder_name(folder))) == get_write_time(folder))
 
     def _note_uploaded(self, folder: Path, when: int) -> None:
-        """Record an upload, also for a later job of the run."""
+        """Record that a folder has been uploaded, for this job and for later jobs of the run."""
         if get_folder_kind(folder) != "logs":
             self._record(folder, when)
         with self._lock:
@@ -297,7 +296,7 @@ class Uploader:
                 raise StorageError(f"{folder} was rewritten while it was uploaded")
         except DsReasonError as error:
             self._record_failure(folder, str(error))
-        except Exception as error:  # noqa: BLE001 (an error in a thread would go unnoticed)
+        except Exception as error:  # noqa: BLE001 (otherwise an error in a thread would go unnoticed)
             self._record_failure(folder, hide_secrets(f"{type(error).__name__}: {error}"))
         else:
             self._note_uploaded(folder, when)

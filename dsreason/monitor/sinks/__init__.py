@@ -1,1 +1,1 @@
-"""Sinks of metrics: trackers and files, one module each."""
+"""Sinks for metrics: files and experiment trackers, with one module per sink."""

@@ -1,4 +1,4 @@
-"""A sink that writes `metrics.jsonl`: the scalars of a step on one line."""
+"""A sink that writes `metrics.jsonl`, with one line for the scalars of each step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class JSONLines(Sink):
-    """A JSON-lines file with one object per step. The last line is rewritten while its step still gets values.
+    """A JSON Lines file with one object per step. The last line is rewritten while its step still receives values.
 
-    NaN and infinities have no JSON form: their value is null, and `"nonfinite"` names them:
+    JSON cannot represent NaN and infinities, so these are written as null and listed under `"nonfinite"`:
     `{"step": 3, "train/loss": null, "nonfinite": {"train/loss": "nan"}}`.
     """
 
@@ -30,7 +30,7 @@ class JSONLines(Sink):
         write_file(path, b"".join(map(encode_line, entries)))
         self.current: dict[str, Any] = entries[-1] if entries else {"step": -1}
         self.file = path.open("r+b")
-        self.offset = self.file.seek(0, os.SEEK_END)  # start of the line of `current`
+        self.offset = self.file.seek(0, os.SEEK_END)  # offset of the line that holds `current`
         if entries:
             self.offset -= len(encode_line(self.current))
 
@@ -62,10 +62,10 @@ def encode_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_lines(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """Return the entries up to `last_step`; skip invalid lines, such as a crash leaves, with a warning.
+    """Return the entries up to and including `last_step`. Skip invalid lines, such as those left by a crash, with a warning.
 
     Raises:
-        CheckpointError: the path is not a file.
+        CheckpointError: the path is not a regular file, or cannot be read.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""A sink that writes `tensorboard/`: curves, texts, images and histograms."""
+"""A sink that writes curves, texts, images and histograms to `tensorboard/`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Sink):
-    """A folder of events; those after `resume_step`, which a stopped run wrote, are purged."""
+    """A folder of TensorBoard events. Events after `resume_step`, which a stopped run has written, are purged."""
 
     def __init__(self, folder: Path, run_config: dict[str, Any], resume_step: int | None) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class TensorBoard(Sink):
     def _convert_folder_errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # the writer's thread raises its errors at any later call
+        except OSError as error:  # errors in the writer's thread are raised by any later call
             reason = error.strerror or str(error)
             raise SaveError(
                 f"{self.folder}: the curves cannot be written ({reason}); the folder must exist and be writable while the run "
@@ -58,7 +58,7 @@ class TensorBoard(Sink):
                 self.writer.add_image(f"{name}/{i}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def log_video(self, step: int, name: str, gif: bytes) -> None:
-        """Write an image summary as `add_video` does, which would need another package to make the GIF."""
+        """Write the GIF as an image summary, like `add_video`, which would require another package to encode the GIF."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         width, height = (int.from_bytes(gif[at : at + 2], "little") for at in (6, 8))
@@ -77,5 +77,5 @@ class TensorBoard(Sink):
 
 
 def format_as_code(text: str) -> str:
-    """Indent a text as a Markdown code block, in which TensorBoard keeps line breaks and angle brackets."""
+    """Format a text as a Markdown code block, in which TensorBoard preserves line breaks and angle brackets."""
     return "".join(f"    {line}\n" for line in text.splitlines())

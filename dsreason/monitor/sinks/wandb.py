@@ -1,4 +1,4 @@
-"""A sink that logs to Weights & Biases if `monitor.wandb` is set."""
+"""A sink that logs to Weights & Biases, used if `monitor.wandb` is true."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WeightsAndBiases(Sink):
-    """A run of W&B, with steps in a separate column: its own counter rejects the steps that a resumed run repeats."""
+    """A W&B run with the step in a separate column, because W&B's own counter rejects steps that a resumed run repeats."""
 
     def __init__(
         self, output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], resume_step: int | None
@@ -61,7 +61,7 @@ class WeightsAndBiases(Sink):
 
 
 def check_wandb(config: MonitorConfig) -> None:
-    """Raise `ConfigError` if W&B is enabled but cannot be used: a rank must never wait at a login prompt."""
+    """Raise ConfigError if W&B is enabled but cannot be used, because a rank must never wait at a login prompt."""
     if not config.wandb:
         return
     try:
@@ -71,7 +71,7 @@ def check_wandb(config: MonitorConfig) -> None:
             "monitor.wandb is true, but the package wandb is not installed; "
             f"install it with `{build_install_command('wandb')}`, or set monitor.wandb = false"
         ) from error
-    # A file `wandb/settings` in the current folder could change the URL to which wandb sends the key.
+    # A file `wandb/settings` in the current folder could change the URL to which wandb sends the API key.
     with chdir("/"):
         mode = wandb.setup().settings.mode
     if mode != "online":
@@ -89,7 +89,7 @@ def check_wandb(config: MonitorConfig) -> None:
 
 
 def open_wandb(output_dir: Path, config: MonitorConfig, run_config: dict[str, Any], *, resumed: bool) -> wandb.Run:
-    """Start a W&B run, or continue the one that this output folder started."""
+    """Start a W&B run, or continue the W&B run that is recorded in the output folder if this run is resumed."""
     check_wandb(config)
     import wandb
 
