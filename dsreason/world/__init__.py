@@ -1,1 +1,1 @@
-"""World models (video diffusion): families, noise schedules and steps, sampling, data, rewards."""
+"""World models (video diffusion): model families, noise schedules, sampling, data, rewards and training."""

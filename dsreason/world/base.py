@@ -1,4 +1,4 @@
-"""The model that an export belongs to: exports have what was trained, and not the text encoder of 16 GB."""
+"""Base models of exports. An export contains only the trained weights, not other components such as the 16 GB text encoder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ FILE = "base_model.json"
 
 
 def describe_base(model: Mapping[str, Any], source: Path) -> str:
-    """Return what an export says of the model that its run began with.
+    """Return the content of an export's `base_model.json`, which names the model that the run started from.
 
     Args:
-        model: `path` and `revision` of the run's configuration; empty if that is not known.
-        source: the local folder of that model. One of an export has its own note, which is kept: no chain grows.
+        model: `path` and `revision` of the run's configuration; empty if they are unknown.
+        source: local folder of that model. If it is itself an export, its `base_model.json` is returned unchanged, so an
+            export never refers to another export.
     """
     if (source / FILE).is_file():
         return (source / FILE).read_text(encoding="utf-8")
@@ -34,9 +35,12 @@ def describe_base(model: Mapping[str, Any], source: Path) -> str:
 
 
 def add_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
-    """A folder with the export's transformer and everything else of its base model, as links; any other folder as it is.
+    """Return a folder that links to an export's transformer and to its base model's other components.
 
-    CheckpointError if the base model cannot be found, or the export is of an adapter.
+    A folder that is not an export is returned unchanged.
+
+    Raises:
+        CheckpointError: the base model cannot be found, or the export contains only an adapter.
     """
     if not is_export(folder):
         return folder
@@ -49,12 +53,12 @@ def add_base(folder: Path, cache: Path, resolve: Callable[[WorldModelConfig], Pa
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether parts of the model are elsewhere."""
+    """Return whether `folder` is an export, which lacks components of its base model."""
     return os.path.isfile(folder / FILE) and not (folder / "vae").is_dir()
 
 
 def find_base(folder: Path, resolve: Callable[[WorldModelConfig], Path]) -> Path:
-    """The local folder of an export's base model."""
+    """Return the local folder of an export's base model."""
     note = read_json(folder / FILE)
     named_folder = Path(str(note.get("path"))).expanduser()
     if is_export(named_folder):

@@ -1,4 +1,4 @@
-"""Text embeddings and latents on disk, by content: what was encoded once is read by all ranks and by later runs."""
+"""A content-addressed disk cache of text embeddings and latents, shared by all ranks and later runs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from dsreason.world.latents import LatentCodec
 log = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the keys; raise it whenever the same models and inputs give other values."""
+"""Version of the keys; increment it whenever the same models and inputs give different values."""
 TENSOR, DIGEST = "values", "sha256"
 SAMPLE_BYTES = 4096
 MOST_ALIKE = 0.01
-"""Share of the prompts that the model may be unable to tell from another one."""
+"""Maximum share of prompts whose embedding may equal that of another prompt."""
 SECONDS = 30.0
-"""Between two lines that say how many prompts are encoded."""
+"""Seconds between two log messages that report the number of encoded prompts."""
 
 
 @dataclass(frozen=True)
 class TextCache:
-    """Embeddings of prompts by one encoder. One of Cosmos has 98 MB in bfloat16, and 1 MB where it is projected."""
+    """A cache of one encoder's prompt embeddings. A Cosmos embedding has 98 MB in bfloat16, or 1 MB if it is projected."""
 
     family: WorldFamily
     model: Path
@@ -57,12 +57,12 @@ class TextCache:
         *,
         project: bool = False,
     ) -> TextCache:
-        """The embeddings of the text encoder in the folder `model`.
+        """Open the cache for the text encoder in the folder `model`.
 
         Args:
-            cache: the project's `get_cache_dir()`.
-            project: keep what the transformer's first layer for text makes of them, where it makes them smaller. Only for
-                runs that do not train this layer: those with LoRA on other ones.
+            cache: the cache folder, `get_cache_dir()`.
+            project: whether to store the output of the transformer's first text layer if it is smaller. This is allowed
+                only for runs that do not train this layer.
         """
         projected = project and family.projects_text(model)
         parts = ("text_encoder", "tokenizer", *(["transformer"] if projected else []))
@@ -74,14 +74,16 @@ class TextCache:
     def encode(
         self, prompts: Sequence[str], device: torch.device | str = "cpu", *, rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Encode this rank's share of the missing prompts. The caller waits for the other ranks.
+        """Encode this rank's share of the missing prompts. The caller must wait for the other ranks.
 
-        The encoder is loaded only if there is something to encode, and freed at the end. Prompts that are too long are
-        cut, as the pipelines do; rank 0 says which.
+        The encoder is loaded only if prompts are missing, and freed at the end. Prompts that are too long are truncated, as
+        in the pipelines; rank 0 logs a warning about them.
         """
         if rank == 0:
             self._warn_of_cuts(list(dict.fromkeys(prompts)))
-        share = list(dict.fromkeys(prompts))[rank::num_ranks]  # of all: what is missing changes while other ranks write
+        share = list(dict.fromkeys(prompts))[
+            rank::num_ranks
+        ]  # not of the missing prompts: they change while other ranks write
         missing = self._list_missing(share)
         if not missing:
             return
@@ -118,15 +120,19 @@ class TextCache:
         return [prompt for prompt in prompts if not self._locate(prompt).is_file()]
 
     def read(self, prompts: Sequence[str]) -> Tensor:
-        """`[B, L, D]` on the CPU. StorageError for a prompt that was not encoded."""
+        """Read the embeddings of prompts: `[B, L, D]`, on the CPU. Raise StorageError if a prompt is not in the cache."""
         return torch.stack([_read(self._locate(prompt)) for prompt in prompts])
 
     def check_different(self, prompts: Sequence[str]) -> None:
-        """Raise DataError if more than a few prompts have the embedding of another one, a warning where a few have: the model
-        cannot tell these apart, since both were cut before they differ."""
+        """Raise DataError if many prompts have the same embedding as another one; log a warning if only a few have.
+
+        The model cannot distinguish such prompts, because both were truncated before they differ.
+        """
         prompt_of_digest: dict[str, str] = {}
         alike: list[str] = []
-        different = {self.family.clean(prompt): prompt for prompt in prompts}  # what differs in spaces only is one text
+        different = {
+            self.family.clean(prompt): prompt for prompt in prompts
+        }  # prompts that differ only in white space are equal
         for prompt in different.values():
             with _open(self._locate(prompt)) as file:
                 digest = file.metadata()[DIGEST]
@@ -159,7 +165,7 @@ class TextCache:
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Latents of clips by one codec. The key is of the pixels, so size, frames and frame rate are in it."""
+    """A cache of one codec's latents. The keys are hashes of the pixels, so they depend on size, frames and frame rate."""
 
     codec: LatentCodec
     folder: Path
@@ -169,7 +175,7 @@ class LatentCache:
         return cls(codec, cache / "world" / f"latents-{make_key('latents', compute_fingerprint(model / 'vae'), dtype)}")
 
     def encode(self, clips: Tensor) -> Tensor:
-        """uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]` on the CPU."""
+        """Return the latents of clips: uint8 `[B, 3, T, H, W]` → float32 `[B, C, t, h, w]`, on the CPU."""
         return torch.cat([self._encode_clip(clip) for clip in clips.split(1)])
 
     def _encode_clip(self, clip: Tensor) -> Tensor:
@@ -186,11 +192,13 @@ def make_key(*parts: object) -> str:
 
 
 def compute_fingerprint(*places: Path) -> str:
-    """Digest the files of components: settings and tokenizers completely, and of weights the header and the first 4 KB of each
-    tensor, which differ between any two trained models. Reading 16 GB would take longer than encoding.
+    """Hash the files of model components.
+
+    Settings and tokenizers are read completely. Of weight files, only the header and the first 4 KB of each tensor are read,
+    which differ between any two trained models; reading 16 GB would take longer than encoding.
 
     Args:
-        places: folders, of which all files count, and single files.
+        places: files, and folders whose files are all included.
     """
     digest = hashlib.sha256()
     for file in sorted(file for place in places for file in (place.iterdir() if place.is_dir() else [place])):

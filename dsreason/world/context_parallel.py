@@ -1,9 +1,9 @@
-"""Context parallelism: several ranks compute one clip together, each with a part of its tokens (Ulysses, arXiv 2309.14509).
+"""Context parallelism: the ranks of a group shard the tokens of a clip (Ulysses, arXiv 2309.14509).
 
-Outside of attention each rank works on its own tokens. For self-attention ranks exchange tokens for heads and back: each
-attends over all tokens with a part of the heads. The whole output is gathered at the end, so every rank of the group has
-the same velocity and computes the same loss. The gradients of one rank are those of its own tokens: **summed** over the
-group they are the whole gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
+Outside of self-attention, each rank processes only its own tokens. For self-attention, ranks exchange tokens for heads and
+back: each attends over all tokens with its share of the heads. The output is gathered at the end, so every rank of the group
+has the same velocity and computes the same loss. The gradients of a rank cover only its own tokens; their **sum** over the
+group is the full gradient. DeepSpeed averages over ranks, so the loss is multiplied by the size of the group.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from dsreason.world.families.family import WorldFamily
 
 Group = Any
-"""A process group of torch; mypy knows none if torch is built without them."""
+"""A torch process group; Any, because mypy does not know the type if torch is built without distributed support."""
 KEY = "train.context_parallel_size"
 
 
 def share_tokens(transformer: nn.Module, family: WorldFamily, group: Group) -> None:
-    """Make a transformer (before DeepSpeed wraps it) share the tokens of each clip among the ranks of `group`.
+    """Shard the tokens of each clip over the ranks of `group`. Call this before DeepSpeed wraps the transformer.
 
-    All ranks of the group call it with the same arguments, after `check_sizes`.
+    All ranks of the group must call this with the same arguments, after `check_sizes`.
     """
     family.parallelise(transformer, group)
 
 
 def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) -> None:
-    """Raise ConfigError if a model's heads or a clip's tokens do not divide among `size` ranks.
+    """Raise ConfigError if a model's heads or a clip's tokens cannot be divided evenly among `size` ranks.
 
     Args:
-        config: of the transformer.
-        shape: of a clip's latents, `(C, t, h, w)`.
+        config: configuration of the transformer.
+        shape: shape of a clip's latents, `(C, t, h, w)`.
     """
     heads = config["num_attention_heads"]
     if heads % size:
@@ -55,7 +55,11 @@ def check_sizes(config: Mapping[str, Any], shape: tuple[int, ...], size: int) ->
 
 
 def own_part(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """This rank's share along one axis. ValueError if it does not divide: `chunk` would cut unequal parts."""
+    """Return this rank's share along axis `dim`.
+
+    Raises:
+        ValueError: the axis cannot be divided evenly; `chunk` would return unequal parts.
+    """
     size = dist.get_world_size(group)
     if tensor.shape[dim] % size:
         raise ValueError(f"{tensor.shape[dim]} tokens or heads do not divide among {size} ranks")
@@ -77,7 +81,7 @@ class _HeadExchange(torch.autograd.Function):
 
 
 def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
-    """All ranks hand out parts along axis `scatter`, and join what they get along axis `gather`."""
+    """All-to-all: send parts along axis `scatter` to the ranks, and concatenate the received parts along axis `gather`."""
     exchanged: Tensor = _HeadExchange.apply(tensor, scatter, gather, group)  # type: ignore[no-untyped-call]
     return exchanged
 
@@ -85,7 +89,7 @@ def exchange(tensor: Tensor, scatter: int, gather: int, group: Group) -> Tensor:
 def attend_over_group(query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
     """Attend over the tokens of all ranks, with this rank's share of the heads.
 
-    `[B, heads, own tokens, head size]` each → `[B, own tokens, heads x head size]`.
+    Query, key and value: `[B, heads, local tokens, head size]` each → `[B, local tokens, heads x head size]`.
     """
     query, key, value = (exchange(part, 1, 2, group) for part in (query, key, value))
     attended = nn.functional.scaled_dot_product_attention(query, key, value)
@@ -93,7 +97,7 @@ def attend_over_group(query: Tensor, key: Tensor, value: Tensor, group: Group) -
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the whole on every rank. The loss is the same on all of them, so each keeps the gradient of its own part."""
+    """An all-gather. The loss is the same on all ranks, so the backward pass keeps only the gradient of the rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: Group) -> Tensor:
@@ -108,6 +112,6 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_tokens(tensor: Tensor, dim: int, group: Group) -> Tensor:
-    """The tokens of all ranks of the group, along axis `dim`."""
+    """Gather the tokens of all ranks of the group along axis `dim`."""
     gathered: Tensor = _Gather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
     return gathered

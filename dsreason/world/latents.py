@@ -15,24 +15,25 @@ from dsreason.world.types import ClipSize
 
 
 class LatentCodec(Protocol):
-    """Frozen. Latents have about mean 0 and standard deviation 1."""
+    """A frozen autoencoder whose latents have a mean of about 0 and a standard deviation of about 1."""
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels `[B, 3, T, H, W]` from -1 to 1 → latents `[B, C, t, h, w]`, float32. Without noise: the same every time."""
+        """Encode pixels `[B, 3, T, H, W]` in [-1, 1] as latents `[B, C, t, h, w]`, float32. Encoding is deterministic."""
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents `[B, C, t, h, w]` → pixels `[B, 3, T, H, W]`, float32, from 0 to 1."""
+        """Decode latents `[B, C, t, h, w]` to pixels `[B, 3, T, H, W]`, float32, in [0, 1]."""
 
     def shape(self, size: ClipSize) -> tuple[int, int, int, int]:
-        """`(C, t, h, w)` of a clip's latents."""
+        """Return the shape `(C, t, h, w)` of a clip's latents."""
 
 
 @dataclass(frozen=True)
 class WanCodec:
-    """The autoencoder of Wan and Cosmos: the first frame separately, then 4 frames to a latent frame, 8 x 8 pixels to a latent.
+    """The autoencoder of Wan and Cosmos.
 
-    Mean and standard deviation come from the autoencoder's configuration. The pipelines have attributes for them, which
-    mean different things in different versions of diffusers. Clips are coded one by one: memory is that of one.
+    The first frame becomes a latent frame of its own, every 4 further frames another one; 8 x 8 pixels become one latent.
+    The mean and standard deviation are read from the autoencoder's configuration, because the meaning of the pipelines'
+    attributes differs between versions of diffusers. Clips are processed one by one to save memory.
     """
 
     vae: Any
@@ -66,26 +67,26 @@ class WanCodec:
 
 
 TIME, SPACE = 4, 8
-"""Frames, after the first one, and pixels a side that become one latent: of `LinearCodec`, and of Wan's autoencoder."""
+"""Frames per latent frame (after the first) and pixels per latent along each side, for `LinearCodec` and Wan's autoencoder."""
 
 
 @dataclass(frozen=True)
 class LinearCodec:
-    """Principal components of patches, in the geometry of Wan's autoencoder: it is fitted in seconds on a CPU.
+    """A codec of principal components of patches. It has the geometry of Wan's autoencoder, but is fitted in seconds on a CPU.
 
-    A patch has P = 3 x 4 x 8 x 8 values. The first frame, which is coded separately, is in its patches four times.
+    A patch has P = 3 x 4 x 8 x 8 values. The first frame is encoded separately, so its patches contain it four times.
     """
 
     centre: Tensor
-    """`[P]`."""
+    """Mean patch: `[P]`."""
     basis: Tensor
-    """`[C, P]`."""
+    """Principal components: `[C, P]`."""
     scale: Tensor
-    """`[C]`: standard deviation of each component."""
+    """Standard deviation of each component: `[C]`."""
 
     @classmethod
     def fit(cls, clips: Tensor, channels: int = 16, *, patches: int = 20_000, seed: int = 0) -> LinearCodec:
-        """Convert to pixels `[B, 3, T, H, W]` from -1 to 1; the components are those of `patches` of their patches."""
+        """Fit a codec to pixels `[B, 3, T, H, W]` in [-1, 1]; its components are computed from `patches` random patches."""
         rows = _patches(clips.float()).flatten(0, -2)
         centre = rows.mean(0)
         patch_indices = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:patches]
@@ -109,7 +110,7 @@ class LinearCodec:
         return len(self.basis), (size.frames - 1) // TIME + 1, size.height // SPACE, size.width // SPACE
 
     def save(self, folder: Path) -> None:
-        """The folder `vae/` of a model."""
+        """Write the codec to `folder`, the `vae/` folder of a model."""
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: tensor.contiguous() for name, tensor in vars(self).items()}, folder / "linear_codec.safetensors"
@@ -122,7 +123,7 @@ class LinearCodec:
 
 
 def _patches(pixels: Tensor) -> Tensor:
-    """`[B, 3, T, H, W]` → `[B, t, h, w, P]`."""
+    """Split pixels into patches: `[B, 3, T, H, W]` → `[B, t, h, w, P]`."""
     padded = torch.cat([pixels[:, :, :1].expand(-1, -1, TIME - 1, -1, -1), pixels], dim=2)
     batch, _, frames, height, width = padded.shape
     cut = padded.reshape(batch, 3, frames // TIME, TIME, height // SPACE, SPACE, width // SPACE, SPACE)

@@ -1,4 +1,4 @@
-"""Adapters of a transformer in diffusers' file format (LoRA, 2106.09685)."""
+"""LoRA adapters of a transformer (arXiv 2106.09685), in diffusers' file format."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dsreason.errors import ConfigError
 ADAPTER = "default"
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
-"""Prefix of the names in the file: the pipeline's component that the adapter belongs to."""
+"""Prefix of the tensor names in the file: the pipeline component that the adapter belongs to."""
 METADATA = "lora_adapter_metadata"
-"""Key under which diffusers looks for rank and alpha. Without it alpha counts as equal to the rank."""
+"""Metadata key from which diffusers reads rank and alpha. If it is missing, diffusers sets alpha to the rank."""
 
 
 def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-    """Give the linear layers called `targets` an adapter, and train only these; the output does not change yet.
+    """Add adapters to the linear layers named `targets` and freeze all other weights; the output stays unchanged.
 
-    Its first values depend on `seed` only.
+    The initial values depend only on `seed`.
 
     Raises:
         ConfigError: no layer has such a name.
@@ -44,13 +44,13 @@ def add_lora(transformer: Any, *, rank: int, alpha: float, targets: Sequence[str
 
 
 def build_lora_metadata(transformer: Any) -> dict[str, Any]:
-    """Rank, alpha and layers of the adapter, as JSON values."""
+    """Return the adapter's settings (such as rank, alpha and layers) as JSON values."""
     settings = transformer.peft_config[ADAPTER].to_dict()
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 
 def save_lora(state: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, Any]) -> Path:
-    """Write the adapter's tensors, named as in the transformer, with its `build_lora_metadata`. Returns the file."""
+    """Write the adapter's tensors, named as in the transformer, and the result of `build_lora_metadata`; return the file."""
     tensors = {f"{PREFIX}.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous() for name, value in state.items()}
     described = json.dumps({f"{PREFIX}.{name}": value for name, value in metadata.items()}, indent=2, sort_keys=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", METADATA: described})
@@ -58,5 +58,5 @@ def save_lora(state: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, 
 
 
 def load_lora(transformer: Any, folder: Path) -> None:
-    """Put a saved adapter into a transformer, by diffusers' own loader."""
+    """Load a saved adapter into a transformer with diffusers' loader."""
     transformer.load_lora_adapter(folder, prefix=PREFIX, weight_name=FILE, adapter_name=ADAPTER)

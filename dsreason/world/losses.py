@@ -1,10 +1,10 @@
-"""Losses for training diffusion models of clips by rewards and on real clips.
+"""Losses for training video diffusion models with rewards and on real clips.
 
-Notation: x_s = (1 - s) x0 + s e with noise e, a network's velocity v estimates e - x0. All losses are per clip, `[B]`:
-the mean over a clip's free elements, so that clips of any size count alike. The caller divides their sum by the number of
-clips of the whole step, over all ranks, and thus the cut of the batch does not matter.
+Notation: x_s = (1 - s) x0 + s e with noise e; the network's velocity v estimates e - x0. All losses are per clip, `[B]`:
+means over a clip's free elements, so that clips of any size have the same weight. The caller divides their sum by the number
+of clips in the step, over all ranks, so the split into micro-batches does not matter.
 
-`free`, `[B, 1, T, 1, 1]`, is 1 for latent frames that are sampled and 0 for those that are given; None: all are sampled.
+`free`, `[B, 1, T, 1, 1]`, is 1 for sampled latent frames and 0 for given ones; None means that all frames are sampled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 ADVANTAGE_EPS = 1e-4
 MIN_WEIGHT = 1e-5
-"""Smallest scale of DiffusionNFT's adaptive weights."""
+"""Lower bound of DiffusionNFT's adaptive weights."""
 
 
 def free_mean(values: Tensor, free: Tensor | None) -> Tensor:
-    """Mean of each clip's free elements: `[B, C, T, h, w]` → `[B]`."""
+    """Return the mean of each clip's free elements: `[B, C, T, h, w]` → `[B]`."""
     frames = values.mean(dim=(1, 3, 4))  # [B, T]
     if free is None:
         return frames.mean(1)
@@ -30,10 +30,10 @@ def free_mean(values: Tensor, free: Tensor | None) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: float) -> Tensor:
-    """(R - mean of the group) / (std + 1e-4), clipped at ± `clip`: `[P, G]` → `[P, G]` (Flow-GRPO, 2505.05470).
+    """Return (R - group mean) / (std + 1e-4), clipped at ± `clip`: `[P, G]` → `[P, G]` (Flow-GRPO, 2505.05470).
 
-    The standard deviation (of a sample: divided by n - 1) is the group's own, or that of all rewards. A group whose rewards
-    are all equal gets exactly 0.
+    The sample standard deviation (with divisor n - 1) is that of the group or of all rewards. The advantages of a group whose
+    rewards are all equal are exactly 0.
 
     Example: [1, 0, 0, 0] gives [1.49970, -0.49990, -0.49990, -0.49990].
     """
@@ -43,32 +43,32 @@ def group_advantages(rewards: Tensor, *, std: Literal["group", "batch"], clip: f
 
 
 def find_equal_groups(rewards: Tensor) -> Tensor:
-    """Return which groups have nothing to learn from, because all of their rewards are equal: `[P, G]` → bool `[P]`."""
+    """Return whether all rewards of each group are equal, so that it has nothing to learn from: `[P, G]` → bool `[P]`."""
     return rewards.amax(dim=1) == rewards.amin(dim=1)
 
 
 def compute_exponential(advantages: Tensor) -> Tensor:
-    """A → -exp(-A), of any shape (DDRL, 2512.04332: the forward form of the KL to the data)."""
+    """Return -exp(-A) for advantages of any shape (DDRL, 2512.04332: the forward form of the KL to the data)."""
     return -torch.exp(-advantages)
 
 
 @dataclass(frozen=True)
 class ClipPolicyLoss:
-    """Per clip, `[B]`."""
+    """Policy loss and diagnostics per clip, each `[B]`."""
 
     loss: Tensor
     ratio: Tensor
     """exp(log_prob - old_log_prob), detached."""
     clipped: Tensor
-    """bool: where the clip holds the gradient back."""
+    """Whether clipping removes the gradient (bool)."""
 
 
 def compute_policy_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float
 ) -> ClipPolicyLoss:
-    """max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log_prob - old_log_prob), all `[B]` (Flow-GRPO, 2505.05470).
+    """Return max(-A r, -A clip(r, 1 ± clip_range)) with r = exp(log_prob - old_log_prob), all `[B]` (Flow-GRPO, 2505.05470).
 
-    Example: log-probabilities -1.2 and -0.9, old ones -1.2001 and -0.8, A 1.5 and -1, clip 1e-4 → -1.50015, 0.9999.
+    Example: log-probabilities -1.2 and -0.9, old ones -1.2001 and -0.8, A = 1.5 and -1, clip_range = 1e-4 → -1.50015, 0.9999.
     """
     check_shapes(log_prob, old_log_prob, advantages)
     ratio = torch.exp(log_prob - old_log_prob)
@@ -78,31 +78,34 @@ def compute_policy_loss(
 
 
 def compute_kl_velocity(velocity: Tensor, reference: Tensor, free: Tensor | None = None) -> Tensor:
-    """mean((v - v_ref)²): `[B, C, T, h, w]` → `[B]`; proportional to the KL of the steps with weights that s does not change."""
+    """Return mean((v - v_ref)²): `[B, C, T, h, w]` → `[B]`.
+
+    This is proportional to the steps' KL, with weights that do not depend on s.
+    """
     return free_mean((velocity - reference) ** 2, free)
 
 
 def compute_kl_mean(mean: Tensor, reference: Tensor, std: float, free: Tensor | None = None) -> Tensor:
-    """KL of two Gaussian steps of one standard deviation, per element: mean((m - m_ref)²) / (2 std²), `[B]`.
+    """Return the KL per element of two Gaussian steps with the same standard deviation: mean((m - m_ref)²) / (2 std²), `[B]`.
 
-    `std` holds the root of the step's length. Example: [.63, -1.57] against [.60, -1.50], std .626099 → 0.00369898.
+    `std` includes the square root of the step's length. Example: means [.63, -1.57] and [.60, -1.50], std .626099 → 0.00369898.
     """
     return free_mean((mean - reference) ** 2, free) / (2 * std**2)
 
 
 def compute_flow_matching_loss(velocity: Tensor, clean: Tensor, noise: Tensor, free: Tensor | None = None) -> Tensor:
-    """mean((v - (e - x0))²): `[B, C, T, h, w]` → `[B]` (rectified flow, 2209.03003)."""
+    """Return mean((v - (e - x0))²): `[B, C, T, h, w]` → `[B]` (rectified flow, 2209.03003)."""
     return free_mean((velocity - (noise - clean)) ** 2, free)
 
 
 def compute_optimality(advantages: Tensor, clip: float) -> Tensor:
-    """r in 0 … 1 of DiffusionNFT: advantages clipped at ± `clip`, over 2 clip, plus a half. Example: 2 with clip 5 → 0.7."""
+    """Return DiffusionNFT's r in [0, 1]: A / (2 clip) + ½ with A clipped at ± `clip`. Example: A = 2 and clip = 5 → 0.7."""
     return (advantages.clamp(-clip, clip) / clip / 2 + 0.5).clamp(0, 1)
 
 
 @dataclass(frozen=True)
 class NFTLoss:
-    """Per clip, `[B]`. `loss` is scaled as in the paper's code; the parts are shown."""
+    """DiffusionNFT's loss per clip, `[B]`, scaled as in the paper's code, and its two terms, which are only logged."""
 
     loss: Tensor
     positive: Tensor
@@ -121,19 +124,19 @@ def compute_nft_loss(
     scale: float,
     free: Tensor | None = None,
 ) -> NFTLoss:
-    """DiffusionNFT (2509.16117): the better clips pull the policy, the worse ones push an implicit negative of it.
+    """Return the loss of DiffusionNFT (2509.16117): good clips train the policy, bad ones an implicit negative policy.
 
     v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v; L± = mean((x_s - s v± - x0)² / w±) with the weight
     w± = max(mean |x_s - s v± - x0|, 1e-5) without gradient; loss = scale · (r L+ + (1 - r) L-) / beta.
 
     Args:
-        velocity: `[B, C, T, h, w]`, with gradient.
-        old_velocity: the same of the old policy, without.
+        velocity: v, `[B, C, T, h, w]`, with gradient.
+        old_velocity: v_old, the old policy's velocity, without gradient.
         noisy: x_s.
         clean: x0, the sampled clip.
         times: s of each clip, `[B]`.
-        optimal: r of each clip, `[B]`, see `compute_optimality`.
-        scale: the advantages' clip (5).
+        optimal: r of each clip, `[B]`; see `compute_optimality`.
+        scale: clipping bound of the advantages (5 by default).
     """
     check_shapes(times, optimal)
     s = times.view(-1, 1, 1, 1, 1)
@@ -145,15 +148,15 @@ def compute_nft_loss(
 
     positive = weighted(beta * velocity + (1 - beta) * old_velocity)
     negative = weighted((1 + beta) * old_velocity - beta * velocity)
-    check_shapes(optimal, positive)  # `[B]` and `[B, 1]` would weigh every clip by every reward
+    check_shapes(optimal, positive)  # broadcasting `[B]` with `[B, 1]` would weight every clip with every reward
     loss = scale * (optimal * positive + (1 - optimal) * negative) / beta
     return NFTLoss(loss, positive.detach(), negative.detach())
 
 
 def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float:
-    """Share that the old policy keeps of itself after optimizer step `step`, from 1: old ← d · old + (1 - d) · new.
+    """Return the decay d of the old policy after optimizer step `step`, counted from 1: old ← d · old + (1 - d) · new.
 
-    none: 0; slow: min(0.001 step, 0.5); late: 0 up to step 75, then min(0.0075 (step - 75), 0.999).
+    It is 0 for `none`, min(0.001 step, 0.5) for `slow`, and for `late` 0 up to step 75, then min(0.0075 (step - 75), 0.999).
     """
     if kind == "slow":
         return min(0.001 * step, 0.5)
@@ -161,7 +164,7 @@ def compute_nft_decay(kind: Literal["none", "slow", "late"], step: int) -> float
 
 
 def check_shapes(*values: Tensor) -> None:
-    """Raise ValueError if these are not all `[B]`: broadcasting would mix up the clips of a batch."""
+    """Raise ValueError if the tensors do not all have the same shape `[B]`: broadcasting would mix up the clips of a batch."""
     shapes = [tuple(value.shape) for value in values]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(f"one value for each clip is needed; the shapes are {shapes}")

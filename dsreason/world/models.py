@@ -1,4 +1,4 @@
-"""Loading of a world model's components from `model.path`; the pipeline itself is never built."""
+"""Loading of a world model's components from `model.path`; the diffusers pipeline itself is never built."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dsreason.world.types import ClipSize
 
 SQUARES_SIZE = ClipSize(9, 32, 32, 16.0)
 SQUARES_CLIPS = 512
-"""Clips that the codec of `tiny:squares` is fitted to."""
+"""Number of clips to which the codec of `tiny:squares` is fitted."""
 SQUARES_LAYERS = 4
 
 
 def build_squares(folder: Path) -> None:
     """Build `tiny:squares`, which learns the built-in clips within a minute on a CPU.
 
-    It is a Cosmos-Predict2.5 folder with a linear codec in place of the autoencoder, which would take hours to train.
+    It is a Cosmos-Predict2.5 folder with a linear codec instead of the autoencoder, which would take hours to train.
     """
     COSMOS_PREDICT2_5.build_tiny(folder, num_layers=SQUARES_LAYERS)
     squares = [builtin.draw_square(0, number)[0] for number in range(SQUARES_CLIPS)]
@@ -46,11 +46,11 @@ TINY_MODELS: dict[str, Callable[[Path], None]] = {
     "squares": build_squares,
 }
 TINY_VERSION = 1
-"""Version in the name of the cached folder; raise it whenever `build_tiny` makes other models."""
+"""Version in the name of the cached folder; increment it whenever the models that `build_tiny` creates change."""
 
 
 def check_installed() -> None:
-    """ConfigError without the packages that only world models need."""
+    """Raise ConfigError if packages that only world models need are not installed."""
     try:
         import diffusers  # noqa: F401
         import peft  # noqa: F401
@@ -61,11 +61,13 @@ def check_installed() -> None:
 
 
 def resolve_world_model(model: WorldModelConfig, cache: Path) -> Path:
-    """The local folder of `model.path`: the folder itself, a `tiny:` model built under `cache`, a copy of one in S3, or a
-    hub download. An export of ours is joined with the model that it was trained from.
+    """Return the local folder of `model.path`, which may be a folder, a `tiny:` model (built in `cache`), or a model in S3 or
+    on the Hub. An export of dsreason is joined with its base model.
 
-    Safe to call from several ranks at once. CheckpointError says what was looked for and where, and which family or
-    component is not supported.
+    Several ranks may call this at the same time.
+
+    Raises:
+        CheckpointError: the model cannot be found, or its family or a component is not supported.
     """
     folder = find_folder(
         model.path,
@@ -105,9 +107,10 @@ COMPONENTS = (
 
 
 def check_components(folder: Path) -> list[str]:
-    """Look at a model's folder without reading a weight; returns the names of the transformer's linear layers.
+    """Check a model's folder without reading any weights; return the names of the transformer's linear layers.
 
-    CheckpointError if a component is missing, or the transformer's weights are not those of its configuration.
+    Raises:
+        CheckpointError: a component is missing, or the transformer's weights do not match its configuration.
     """
     for name in COMPONENTS:
         read_json(folder / name)
@@ -117,7 +120,7 @@ def check_components(folder: Path) -> list[str]:
 
 
 def build_empty_transformer(folder: Path) -> Any:
-    """The transformer of a model's folder without memory behind its parameters; its buffers are computed."""
+    """Build the transformer of a model's folder without allocating its parameters; only its buffers have values."""
     import diffusers
     from accelerate import init_empty_weights
     from diffusers.models.modeling_utils import no_init_weights
@@ -131,7 +134,7 @@ def build_empty_transformer(folder: Path) -> Any:
     try:
         with no_init_weights(), init_empty_weights(include_buffers=False):
             transformer = getattr(diffusers, family.transformer).from_config(config)
-    except Exception as error:  # a size that is negative, of the wrong type or too large
+    except Exception as error:  # for example, a size that is negative, too large or has the wrong type
         raise CheckpointError(f"{file}: no model can be built from it: {type(error).__name__}: {error}") from error
     family.accept_projected(transformer)
     return transformer
@@ -143,19 +146,22 @@ def load_transformer(
     deepspeed: dict[str, Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The transformer with all its weights on `device`, or in ZeRO-3 partitions where `deepspeed` (finished) says stage 3.
+    """Load the transformer with all weights on `device`, or partitioned if `deepspeed` (a complete configuration) sets ZeRO-3.
 
-    Under ZeRO-3 every rank copies its own part of each parameter out of the mapped files: no rank holds the model. All
-    ranks call it together, after `init_distributed`. All parameters get `dtype`, those included that diffusers would keep
-    in float32 (of Wan the time embedding, the modulation tables and some norms): in bfloat16 clips are not exactly the
-    pipeline's. CheckpointError lists tensors that are missing, unexpected or of another shape.
+    Under ZeRO-3, every rank copies only its own part of each parameter from the memory-mapped files, so no rank holds the
+    full model. All ranks must call this together, after `init_distributed`. All parameters get `dtype`, including those that
+    diffusers would keep in float32 (in Wan, the time embedding, the modulation tables and some norms), so bfloat16 clips
+    differ slightly from the pipeline's.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or have the wrong shape; the message lists them.
     """
     transformer = build_empty_transformer(folder)
     weights = find_weights(folder / "transformer", str, WEIGHTS)
     check_weights(transformer, weights)
     map_parameters(transformer, weights)
     if deepspeed is not None and deepspeed.get("zero_optimization", {}).get("stage") == 3:
-        from dsreason.models.partition import partition_model  # DeepSpeed picks its device when it is imported
+        from dsreason.models.partition import partition_model  # late: DeepSpeed picks its device when it is imported
 
         partition_model(transformer, dtype, deepspeed)
     else:
@@ -166,7 +172,11 @@ def load_transformer(
 
 
 def place_buffers(model: Any, device: torch.device | str) -> None:
-    """No file holds them: they are positions. DeepSpeed would turn them into bfloat16 but for this list."""
+    """Move the model's buffers to `device` and keep them in float32.
+
+    They hold positions and are in no weight file. Without the list that this function sets, DeepSpeed would convert them to
+    bfloat16.
+    """
     model._keep_in_fp32_modules_strict = {name for name, _ in model.named_buffers()}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -174,7 +184,7 @@ def place_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> LatentCodec:
-    """The codec of a model's folder, frozen. Those of Wan and linear ones compute in float32 whatever `dtype` is."""
+    """Load the frozen codec of a model's folder. Wan's codec and linear codecs compute in float32 regardless of `dtype`."""
     file = folder / "vae" / "config.json"
     kind = read_json(file).get("_class_name")
     if kind == "LinearCodec":
@@ -189,6 +199,6 @@ def load_vae(folder: Path, device: torch.device | str, dtype: torch.dtype) -> La
         vae = AutoencoderKLWan.from_pretrained(
             folder / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True
         )
-    except Exception as error:  # what diffusers raises for missing, damaged or pickled weights has no common class
+    except Exception as error:  # diffusers' errors for missing, damaged or pickled weights have no common base class
         raise CheckpointError(f"{folder / 'vae'}: the autoencoder cannot be loaded: {error}") from error
     return WanCodec.of(vae.to(device))

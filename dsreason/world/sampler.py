@@ -1,4 +1,4 @@
-"""Sampling from noise to latents: by steps whose log-probabilities are kept, or by the solver of the model's own pipeline."""
+"""Sampling of latents from noise, either with steps whose log-probabilities are recorded or with the pipeline's own solver."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from dsreason.world.steps import Step, compute_mean, log_prob
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""`(x [B, C, T, h, w], s [B]) → v`, guidance included."""
+"""Velocity with guidance: `(x [B, C, T, h, w], s [B]) → v`."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One step of a rollout, as training needs it."""
+    """A rollout step, recorded for training."""
 
     x: Tensor
-    """`[B, C, T, h, w]`, float32: before the step."""
+    """Latents before the step: `[B, C, T, h, w]`, float32."""
     x_next: Tensor
-    """After it."""
+    """Latents after the step, with the same shape and type."""
     log_prob: Tensor
-    """`[B]`: of `x_next`, under the model that sampled."""
+    """Log-probability of `x_next` under the model that sampled the clips: `[B]`."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Sampled:
     latents: Tensor
     """`[B, C, T, h, w]`, float32."""
     trajectory: Mapping[int, Kept]
-    """Values by the number of the step."""
+    """Step number → recorded step."""
 
 
 def apply_guidance(v: Tensor, v_negative: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance (arXiv 2207.12598); a scale of 1 is `v` itself."""
+    """Apply classifier-free guidance (arXiv 2207.12598); a scale of 1 returns `v` unchanged."""
     return v + (scale - 1) * (v - v_negative)
 
 
@@ -50,16 +50,16 @@ def sample(
     keep: Collection[int],
     free: Tensor | None = None,
 ) -> Sampled:
-    """Latents of B clips.
+    """Sample the latents of B clips.
 
     Args:
-        x0_noise: `[B, C, T, h, w]`, float32, the noise to begin with.
-        sigmas: `[len(steps) + 1]`, falling, the last one 0.
-        steps: what happens between them.
-        noise_of: number of a step → `[B, C, T, h, w]`; asked for steps that add noise only.
-        keep: numbers of the steps that are trained; each must add noise.
-        free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None: all are sampled. Given frames follow the ODE,
-            whatever the step, and have no log-probability.
+        x0_noise: initial noise: `[B, C, T, h, w]`, float32.
+        sigmas: decreasing noise levels, the last of which is 0: `[len(steps) + 1]`.
+        steps: steps between consecutive noise levels.
+        noise_of: maps a step number to noise `[B, C, T, h, w]`; called only for steps that add noise.
+        keep: numbers of the steps to record for training; each must add noise.
+        free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None if all are sampled. Given frames always follow
+            the ODE and have no log-probability.
     """
     levels = [float(s) for s in sigmas]
     if len(levels) != len(steps) + 1:
@@ -87,11 +87,11 @@ def solve(
     steps: int,
     times: Callable[[Any], Tensor] = lambda scheduler: scheduler.sigmas[:-1],
 ) -> Tensor:
-    """Return latents by the folder's own solver, equal to those of the pipeline.
+    """Sample latents with the model folder's own solver; they equal those of the pipeline.
 
     Args:
-        scheduler: from `load_scheduler`; its state is reset.
-        times: noise levels that the model gets: `solver_times` of its family.
+        scheduler: the solver from `load_scheduler`; its state is reset.
+        times: returns the noise levels to pass to the model: `solver_times` of its family.
     """
     scheduler.set_timesteps(steps)
     x = noise.float()

@@ -1,4 +1,4 @@
-"""The schema of a `dsreason world` run's configuration: what it has beside `JobConfig`."""
+"""The configuration schema of `dsreason world`, in addition to `JobConfig`."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ from dsreason.errors import ConfigError
 
 class WorldModelConfig(JobModelConfig):
     path: str = "tiny:cosmos_predict2_5"
-    """Folder in diffusers' format, hub name or `s3://…`, or an export of a run; `tiny:cosmos_predict2_5`, `tiny:wan` and
+    """Folder in diffusers' format, Hub name, `s3://…` URI, or export of a run. `tiny:cosmos_predict2_5`, `tiny:wan` and
     `tiny:squares` (with a codec for the built-in clips) are small random models."""
     revision: str | None = None
-    """Hub revision, such as `diffusers/base/post-trained`."""
+    """Hub revision, such as `diffusers/base/post-trained`. Unset: the default branch."""
     max_prompt_length: int = Field(512, ge=8)
-    """Prompts are padded, or cut, to this many tokens."""
+    """Number of tokens to which each prompt is padded or truncated."""
     freeze_text_projection: bool = False
-    """If all weights are trained, freeze Cosmos' first layer for text: 1 MB is then kept per prompt instead of 98 MB."""
+    """When training all weights, freeze Cosmos' first text layer, so that the cache needs 1 MB per prompt instead of 98 MB."""
 
 
 class WorldLoRAConfig(AdapterConfig):
     targets: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: those of attention and feed-forward, as the family names them."""
+    """Names of the linear layers that get an adapter; empty selects the family's attention and feed-forward layers."""
 
 
 class WorldDataConfig(Section):
     format: Literal["builtin", "prompts", "folder", "shards", "mock"] = "builtin"
     """`builtin`: generated moving squares (with `path` "mislabelled", half of the captions have a random colour, half a random
-    direction); `prompts`: a text file with a prompt a line, or JSONL; `folder`: `videos/` and `metas/`; `shards`: tar files in
-    webdataset's layout; `mock`: random clips and prompts, to try a machine."""
+    direction); `prompts`: a text file with one prompt per line, or JSONL; `folder`: a folder with `videos/` and `metas/`;
+    `shards`: tar files in webdataset's layout; `mock`: random clips and prompts, for testing a machine."""
     path: str = ""
-    """File or folder, also on `s3://…`."""
+    """File or folder, or its `s3://…` URI."""
     frames: int = Field(93, ge=1)
-    """Frames of a clip, sampled and generated; one more than a multiple of 4."""
+    """Number of frames of a clip, whether it is read or generated; one more than a multiple of 4."""
     height: int = Field(704, ge=16)
     """Height of a clip in pixels, a multiple of 16."""
     width: int = Field(1280, ge=16)
     """Width of a clip in pixels, a multiple of 16."""
     fps: float = Field(16.0, gt=0)
-    """Frames per second of clips that are generated, and at which clips are read."""
+    """Frame rate of clips in frames per second, whether they are read or generated."""
     negative_prompt: str = ""
-    """Prompt that guidance leads away from."""
+    """Prompt that guidance steers away from."""
     limit: int | None = Field(None, ge=1)
-    """At most this many rows, from the first on."""
+    """Maximum number of rows to use, counted from the first. Unset: no limit."""
     validation: Share | Count | str = 0
     """Share (0 to 1) or number of rows held out of training, or another file or folder of the same format."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: stop and name it, or leave it out, count it and list it; a clip in sft only."""
+    """Action for an unusable row: stop and name it, or skip, count and list it. Only `sft` can skip unusable clips."""
     workers: int = Field(2, ge=0)
-    """Processes per rank that read clips; 0 reads in the training process."""
+    """Number of processes per rank that read clips; 0 reads in the training process."""
     prefetch: int = Field(2, ge=1)
-    """Steps that are read ahead."""
+    """Number of steps to read ahead."""
     shuffle: bool = True
-    """New order every epoch, derived from `train.seed`."""
+    """Whether to reorder the rows every epoch, based on `train.seed`."""
 
     check_validation = field_validator("validation", mode="before")(refuse_flag)
 
@@ -96,74 +96,77 @@ class WorldDataConfig(Section):
 
 class WorldTrainConfig(JobTrainConfig):
     global_batch_size: int | None = Field(None, ge=1)
-    """sft: clips per step, over all ranks (unset: 32). The other algorithms take `world.prompts_per_step`."""
+    """Clips per step over all ranks (`sft` only); unset: 32. The other algorithms use `world.prompts_per_step`."""
     micro_batch_size: int = Field(1, ge=1)
-    """Clips per forward on one rank, in sampling and in training."""
+    """Clips per forward pass on each rank, in sampling and training."""
     context_parallel_size: int = Field(1, ge=1)
-    """Ranks that compute one clip together, each with a part of its tokens."""
+    """Number of ranks that process each clip together by sharding its tokens."""
     ema_decay: float | None = Field(None, ge=0, lt=1)
-    """Keep a moving average of the trained weights with this decay; validation and export use it. Unset: none."""
+    """Decay of a moving average of the trained weights, which validation and export use. Unset: no average."""
     ema_every: int = Field(1, ge=1)
-    """Steps between updates of that average."""
+    """Number of steps between updates of the moving average."""
 
 
 class WorldConfigSection(Section):
     algorithm: Literal["sft", "flow_grpo", "ddrl", "nft"] = "flow_grpo"
-    """`sft`: flow matching on real clips; `flow_grpo`: policy gradients on sampled steps (arXiv 2505.05470); `ddrl`: that with a
-    term on real clips (2512.04332); `nft`: DiffusionNFT on final samples (2509.16117)."""
+    """`sft`: flow matching on real clips; `flow_grpo`: policy gradients on sampled steps (arXiv 2505.05470); `ddrl`: `flow_grpo`
+    with an additional loss on real clips (2512.04332); `nft`: DiffusionNFT on final samples (2509.16117)."""
     prompts_per_step: int = Field(8, ge=1)
-    """Prompts of each rollout, over all ranks."""
+    """Prompts per rollout, over all ranks."""
     num_generations: int = Field(8, ge=2)
-    """Clips of each prompt: a group, within which advantages are measured."""
+    """Clips per prompt. They form a group, within which rewards are compared."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps on the clips of one rollout, each with its share of the prompts."""
+    """Optimizer steps per rollout; each trains on the clips of its share of the prompts."""
     sampling_steps: int = Field(10, ge=1)
-    """Steps of a rollout from noise to clip."""
+    """Sampler steps from noise to clip in a rollout."""
     schedule: Literal["family", "linear"] = "family"
-    """Noise levels of the steps: the scheduler of the model's folder, or equal steps shifted by `shift`."""
+    """Noise levels of the steps: from the scheduler in the model's folder, or equally spaced and shifted by `shift`."""
     shift: float = Field(3.0, gt=0)
-    """Shift of the linear schedule and of sft's noise levels: s → shift·s / (1 + (shift − 1)·s)."""
+    """Shift of the linear schedule and of the noise levels of `sft`: s → shift·s / (1 + (shift − 1)·s)."""
     guidance_scale: float = Field(1.0, ge=1)
-    """Guidance of sampling and, equally, of training; 1 is without guidance. v + (scale − 1)·(v − v_negative).
-    Cosmos' pipeline takes one less: its 7 is 8 here."""
+    """Guidance scale of sampling and training: v + (scale − 1)·(v − v_negative); 1 disables guidance. The scale of Cosmos'
+    pipeline is one less: its 7 is 8 here."""
     conditional_frames: tuple[int, int] = (0, 0)
-    """Fewest and most latent frames of the row's clip that are given: 0 text, 1 image, 2 video; drawn once a group."""
+    """Minimum and maximum number of given latent frames of the row's clip, drawn once per group: 0 for text, 1 for image, 2 for
+    video."""
     sde: Literal["flow", "cps", "dance", "ddim"] = "flow"
-    """Noise that a trained step adds: Flow-GRPO's, coefficients-preserving (2509.05952), DanceGRPO's, DDIM's."""
+    """Kind of noise that trained steps add: Flow-GRPO, coefficients-preserving sampling (2509.05952), DanceGRPO or DDIM."""
     noise_level: float = Field(0.7, ge=0)
-    """Eta of the noise: usually 0.7 (flow), 0.5 to 0.9 (cps), 0.3 (dance); at most 1 for cps and ddim."""
+    """Scale (eta) of the noise of `sde`: usually 0.7 (flow), 0.5 to 0.9 (cps) or 0.3 (dance); at most 1 for cps and ddim."""
     trained_steps: tuple[int, ...] | None = Field(None, min_length=1)
-    """Numbers of the steps that are noisy and trained, from 0; the others follow the ODE. Unset: all, or the window."""
+    """Numbers, from 0, of the steps that add noise and are trained; the others follow the ODE. Unset: the steps of `window`, or
+    all if it is 0."""
     window: int = Field(0, ge=0)
-    """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: `trained_steps`."""
+    """Number of consecutive steps to train, drawn for each rollout from the first half of the steps; 0: see `trained_steps`."""
     same_noise: bool = False
-    """All clips of a group begin with the same noise, and differ by the noise of the steps only."""
+    """Whether all clips of a group start from the same noise, so that they differ only by the noise that the steps add."""
     clip_range: float = Field(1e-4, gt=0)
-    """Clip of the ratio at 1 ± this: log-probabilities are means over latent elements, so ratios are close to 1."""
+    """Ratios are clipped to 1 ± `clip_range`. They are close to 1, since log-probabilities are means over latent elements."""
     advantage_clip: float = Field(5.0, gt=0)
-    """Advantages are clipped at ± this."""
+    """Bound at which advantages are clipped, positive and negative."""
     advantage_std: Literal["group", "batch"] = "group"
-    """Divisor of a group's centred rewards: its own standard deviation, or that of the whole rollout."""
+    """Divisor of a group's centred rewards: the standard deviation of the group or of the full rollout."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the distance to the model that training began with; 0 needs no reference."""
+    """Weight of the distance to the initial model; 0 disables the term and needs no reference."""
     kl: Literal["velocity", "mean"] = "velocity"
-    """Form of that distance: mean((v − v_ref)²), or that of a step's means over 2·std². The two weights are not comparable."""
+    """Form of the distance that `kl_coef` weights: mean((v − v_ref)²), or the mean squared difference of a step's means over
+    2·std². Weights of the two forms are not comparable."""
     data_coef: float | None = Field(None, ge=0)
-    """ddrl: weight of the velocity's error on real clips (unset: 0.01)."""
+    """Weight of the velocity error on real clips (`ddrl` only); unset: 0.01."""
     data_noise: Literal["fresh", "rollout"] = "rollout"
-    """ddrl: noise on the real clips: fresh, or that which the rollout began with."""
+    """Noise on the real clips (`ddrl` only): fresh noise, or the initial noise of the rollout."""
     data_steps: Literal["all", "first"] = "all"
-    """ddrl: at every trained step, or at the first of them only."""
+    """Trained steps that include the loss on real clips (`ddrl` only): all of them, or only the first."""
     exponential_advantages: bool = False
-    """ddrl: A → −exp(−A)."""
+    """Whether to replace advantages A with −exp(−A) (`ddrl` only)."""
     nft_beta: float = Field(1.0, gt=0)
-    """nft: how far the implicit positive and negative policies are from the old one."""
+    """Distance of the implicit positive and negative policies from the old policy (`nft` only)."""
     nft_times: int | None = Field(None, ge=1)
-    """nft: noise levels of the sampler's that each clip is trained at, drawn anew; unset: 99 % of them, rounded down (9 of
-    10)."""
+    """Number of the sampler's noise levels at which each clip is trained, drawn at random (`nft` only). Unset: 99 % of them,
+    rounded down (9 of 10)."""
     nft_decay: Literal["none", "slow", "late"] = "slow"
-    """nft: how the old policy follows, old = d·old + (1 − d)·new, in step i: d = 0; min(0.001 i, 0.5); 0 before step 75, then
-    min(0.0075 (i − 75), 0.999)."""
+    """Decay d of the old policy, old = d·old + (1 − d)·new, after step i (`nft` only). `none`: 0; `slow`: min(0.001 i, 0.5);
+    `late`: 0 up to step 75, then min(0.0075 (i − 75), 0.999)."""
 
     @model_validator(mode="after")
     def check_steps(self) -> Self:
@@ -191,18 +194,18 @@ Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class RewardServiceConfig(Section):
-    """One score of the reward service."""
+    """A score from the reward service."""
 
     name: str = Field(min_length=1)
-    """Reward function of the service, such as `dance_grpo`."""
+    """Name of the service's reward function, such as `dance_grpo`."""
     score_key: str = Field(min_length=1)
-    """Score of the function, such as `overall_reward`; several are added: `vq_reward+mq_reward`."""
+    """Key of the function's score, such as `overall_reward`. Keys joined by + are added: `vq_reward+mq_reward`."""
     weight: Weight = 1.0
-    """Factor of the score, after it was clipped."""
+    """Weight of the clipped score."""
     clip_min: float = -5.0
-    """The score is clipped at this before it is weighted."""
+    """Lower bound at which the score is clipped before it is weighted."""
     clip_max: float = 5.0
-    """The score is clipped at this before it is weighted."""
+    """Upper bound at which the score is clipped before it is weighted."""
 
     @model_validator(mode="after")
     def check_clips(self) -> Self:
@@ -212,44 +215,45 @@ class RewardServiceConfig(Section):
 
 class WorldRewardConfig(RewardFunctionsConfig):
     functions: dict[str, RewardWeight] = {}
-    """Reward name (built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`, `red_solid`;
-    yours: `package.module:attr` or `file.py:attr`) = weight."""
+    """Weights by reward name. Built in: `brightness`, `sharpness`, `motion`, `flicker`, `colour`, `solid`, `follow`, `red`,
+    `red_solid`. Your own: `package.module:attr` or `file.py:attr`."""
     options: dict[str, dict[str, Any]] = {}
     """Keyword arguments by reward name."""
     services: tuple[RewardServiceConfig, ...] = ()
-    """Scores of a reward service, see `enqueue_url`."""
+    """Scores to request from the reward service at `enqueue_url`."""
     scale: RewardWeight = 1.0
-    """Factor of the weighted sum of the services' scores, after it was clipped at ± 5."""
+    """Factor applied to the weighted sum of the services' scores after it is clipped at ± 5."""
     enqueue_url: str | None = None
-    """URL to send clips to; unset: REMOTE_REWARD_ENQUEUE_URL or WFM_REWARD_ENQUEUE_URL of the environment."""
+    """URL to send clips to. Unset: the environment's REMOTE_REWARD_ENQUEUE_URL or WFM_REWARD_ENQUEUE_URL."""
     fetch_url: str | None = None
-    """URL to fetch scores from; unset: REMOTE_REWARD_FETCH_URL or WFM_REWARD_FETCH_URL."""
+    """URL to fetch scores from. Unset: the environment's REMOTE_REWARD_FETCH_URL or WFM_REWARD_FETCH_URL."""
     media: Literal["video", "latent"] = "video"
-    """Form of the clips that are sent: uint8 pixels, or float16 latents that the service decodes."""
+    """Form in which clips are sent: uint8 pixels, or float16 latents that the service decodes."""
     time_limit: float = Field(600.0, gt=0)
-    """Seconds until the scores of one request must be there; then the run stops."""
+    """Seconds to wait for the scores of a request before the run stops."""
     workers: int = Field(1, ge=0)
-    """Processes per rank that call functions of yours; 0 calls them in the training process, as the built-in ones are."""
+    """Number of processes per rank that call your own functions; 0 calls them in the training process, like the built-in ones."""
 
 
 class WorldValidationConfig(JobValidationConfig):
     max_samples: int = Field(16, ge=0)
-    """Clips sampled, of the held-out prompts (or, without those, of the training prompts), with noise that never changes."""
+    """Maximum number of clips to sample, with the same noise each time, from held-out prompts or, without any, from training
+    prompts."""
     sampling_steps: int | None = Field(None, ge=1)
-    """Unset: `world.sampling_steps`."""
+    """Sampler steps from noise to clip. Unset: `world.sampling_steps`."""
     guidance_scale: float | None = Field(None, ge=1)
-    """Unset: `world.guidance_scale`."""
+    """Guidance scale of sampling. Unset: `world.guidance_scale`."""
     show: int = Field(4, ge=0)
-    """Clips shown in TensorBoard and kept for the page."""
+    """Number of clips to show in TensorBoard and on the HTML page."""
 
 
 class WorldCheckpointConfig(CheckpointConfig):
     best_metric: Literal["val/loss", "val/reward/mean"] = "val/reward/mean"
-    """Metric that says which checkpoint is the best; sft without rewards has the loss only."""
+    """Metric that determines the best checkpoint; `sft` without rewards has only the loss."""
 
 
 class WorldConfig(JobConfig):
-    """Everything of one `dsreason world` run."""
+    """Complete configuration of a `dsreason world` run."""
 
     deciding_sections = (*JobConfig.deciding_sections, "model", "lora", "data", "world", "reward")
 
@@ -264,7 +268,7 @@ class WorldConfig(JobConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Clips of one optimizer step, over all ranks."""
+        """Number of clips per optimizer step, over all ranks."""
         if self.world.algorithm == "sft":
             return self.train.global_batch_size or 32
         return self.world.prompts_per_step * self.world.num_generations // self.world.optimizer_steps_per_rollout

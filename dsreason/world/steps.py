@@ -1,7 +1,7 @@
-"""The steps of a sampler, with or without noise, and their log-probabilities.
+"""Deterministic and stochastic sampler steps and their log-probabilities.
 
-Latents at the noise level s are x = (1 − s)·data + s·noise, and the model predicts v = noise − data. All kinds of steps
-from s to s' < s are affine: x' = a·x + b·v + std·ε.
+Latents at noise level s are x = (1 − s)·data + s·noise, and the model predicts v = noise − data. Every kind of step from s
+to s' < s is affine: x' = a·x + b·v + std·ε.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dsreason.world.losses import free_mean
 Kind = Literal["ode", "flow", "cps", "dance", "ddim"]
 
 NEAR_ONE = 0.998
-"""A first step from above this noise level takes `flow`'s 1 − s of the second one. Flow-GRPO does so at s = 1; the published
-grids of Wan begin at 0.999999, where its noise would be a thousand times too large. Those of Cosmos begin at 0.995, and remain
-as they are."""
+"""Noise level above which `flow` computes 1 − s from the schedule's second noise level. Flow-GRPO does so only at s = 1, but
+Wan's published schedules start at 0.999999, where the noise would be a thousand times too large. Cosmos' schedules start at
+0.995 and are not affected."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """x' = a·x + b·v + std·ε."""
+    """Coefficients of the step x' = a·x + b·v + std·ε."""
 
     a: float
     b: float
@@ -32,13 +32,13 @@ class Step:
 
 
 def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float = 0.0) -> Step:
-    """The step from `s` to `s_next`.
+    """Return the step from noise level `s` to `s_next`.
 
     Args:
         kind: `ode` (Euler); `flow` (Flow-GRPO, arXiv 2505.05470); `dance` (DanceGRPO, 2505.07818); `cps` (2509.05952); `ddim`
-            (DDIM's noise in these coordinates). With `eta` = 0 all are `ode`.
-        eta: noise level.
-        s_cap: the second noise level of the schedule, which `flow` needs near s = 1.
+            (DDIM's noise in these coordinates). With `eta` = 0, all kinds equal `ode`.
+        eta: scale of the noise that the step adds.
+        s_cap: second noise level of the schedule, which `flow` needs near s = 1.
     """
     if not 0 <= s_next < s <= 1 or eta < 0:
         raise ValueError(f"step_of: {s_next=} must be from 0 to below {s=}, that at most 1, and {eta=} at least 0")
@@ -52,14 +52,17 @@ def step_of(kind: Kind, s: float, s_next: float, eta: float = 0.0, s_cap: float 
 
 
 def _make_diffusion_step(s: float, s_next: float, variance: float) -> Step:
-    """Euler-Maruyama of dx = (v + g²/(2s)·(x + (1 − s)·v)) ds + g dw, with g² = `variance`: the ODE's marginals in the limit."""
+    """Return the Euler-Maruyama step of dx = (v + g²/(2s)·(x + (1 − s)·v)) ds + g dw, with g² = `variance`.
+
+    In the limit of small steps, it has the same marginals as the ODE.
+    """
     dt = s_next - s
     drift = variance / (2 * s) * dt
     return Step(1 + drift, dt + drift * (1 - s), math.sqrt(variance * -dt))
 
 
 def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> float:
-    """The part of s' that is new noise; the rest stays as predicted."""
+    """Return the standard deviation of the fresh noise at s'; the remaining noise is the predicted one."""
     if eta > 1:
         raise ValueError(f"step_of: {eta=} of {kind} is at most 1")
     if kind == "cps":
@@ -68,26 +71,26 @@ def _compute_fresh_noise(kind: Kind, s: float, s_next: float, eta: float) -> flo
 
 
 def _make_resampled_step(s: float, s_next: float, std: float) -> Step:
-    """Predicted data x0 and noise x1, mixed anew at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
+    """Return the step that mixes predicted data x0 and noise x1 again at s': (1 − s')·x0 + k·x1 + std·ε with k² + std² = s'².
 
-    x0 = x − s·v and x1 = x + (1 − s)·v.
+    Here x0 = x − s·v and x1 = x + (1 − s)·v.
     """
     kept_std = math.sqrt(max(0.0, s_next**2 - std**2))
     return Step((1 - s_next) + kept_std, -(1 - s_next) * s + kept_std * (1 - s), std)
 
 
 def compute_mean(step: Step, x: Tensor, v: Tensor) -> Tensor:
-    """The expected next latents, of the shape of `x`."""
+    """Return the expected latents after the step, with the shape of `x`."""
     return step.a * x + step.b * v
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: float, free: Tensor | None = None) -> Tensor:
-    """Log-density of `x_next` under N(`compute_mean`, `std`²), the **mean** over elements: `[B]`.
+    """Return the log-density of `x_next` under N(`mean`, `std`²), **averaged** over elements: `[B]`.
 
     Args:
         x_next, mean: `[B, C, T, h, w]`, float32.
-        std: of the step, above 0.
-        free: `[B, 1, T, 1, 1]`, 1 for the frames that count; None: all. Given frames have no probability.
+        std: standard deviation of the step, above 0.
+        free: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones, which have no probability; None if all are sampled.
     """
     if std <= 0:
         raise ValueError("log_prob: the step adds no noise (std 0), so it has no density; do not train it")

@@ -1,4 +1,4 @@
-"""Types that the parts of world-model training exchange."""
+"""Types shared by the modules of world-model training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Size of a clip in pixels. Example: `ClipSize(93, 704, 1280, 16.0)`."""
+    """Number of frames, height and width in pixels, and frame rate of a clip. Example: `ClipSize(93, 704, 1280, 16.0)`."""
 
     frames: int
     height: int
@@ -20,15 +20,15 @@ class ClipSize:
 
 @dataclass(frozen=True)
 class WorldRow:
-    """One row of data."""
+    """A row of a data set."""
 
     id: str
-    """Position for messages: file and line, or shard and member."""
+    """Origin of the row, for messages: file and line, or shard and member."""
     prompt: str
     clip: str | None = None
-    """Video that `WorldDataset.read_clip` reads; None if the row is a prompt only."""
+    """Video that `WorldDataset.read_clip` reads; None if the row has only a prompt."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the row, for rewards."""
+    """Other fields of the row, for use by rewards."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Clips as files that people can look at."""
+"""Export of clips as video and GIF files for viewing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from PIL import Image
 from dsreason.files.atomic import open_draft
 
 Pixels = NDArray[np.uint8]
-"""`[3, T, H, W]`."""
+"""Pixels of a clip: `[3, T, H, W]`."""
 
 SMALLEST, LARGEST = 128, 320
-"""Longest side of a small copy, in pixels."""
+"""Bounds for the longer side of a preview, in pixels."""
 MOST_FRAMES = 48
-"""Most frames of a GIF, evenly spaced: GIF compresses badly."""
+"""Maximum number of frames of a GIF, which are evenly spaced; GIF compresses poorly."""
 
 
 def write_mp4(clip: Pixels, file: Path, fps: float) -> None:
-    """H.264, whole or not at all. Odd sizes lose their last row or column, as the format wants."""
+    """Write the clip as H.264, atomically. If a side is odd, drop its last row or column, as the format needs even sizes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     _, _, height, width = clip.shape
     with open_draft(file) as draft, av.open(str(draft), "w", format="mp4") as container:
@@ -37,7 +37,7 @@ def write_mp4(clip: Pixels, file: Path, fps: float) -> None:
 
 
 def encode_gif(clip: Pixels, fps: float) -> bytes:
-    """An animated GIF, which TensorBoard shows; of a long clip every second frame, or every third …, at the same speed."""
+    """Encode an animated GIF for TensorBoard. Long clips keep only every n-th frame, but play at the original speed."""
     stride = -(-clip.shape[1] // MOST_FRAMES)
     first, *other_frames = [Image.fromarray(frame) for frame in list_frames(clip)[::stride]]
     file = io.BytesIO()
@@ -46,10 +46,10 @@ def encode_gif(clip: Pixels, fps: float) -> bytes:
 
 
 def shrink(clip: Pixels, largest: int = LARGEST) -> Pixels:
-    """A copy for pages: not larger than `largest`, and not so small that nothing can be seen."""
+    """Resize a clip for display, so that its longer side has between `SMALLEST` and `largest` pixels."""
     _, _, height, width = clip.shape
     longest = max(height, width)
-    if longest < SMALLEST:  # whole pixels stay whole pixels
+    if longest < SMALLEST:  # an integer factor keeps pixels sharp
         factor = -(-SMALLEST // longest)
         return clip.repeat(factor, axis=2).repeat(factor, axis=3)
     if longest <= largest:
@@ -60,5 +60,5 @@ def shrink(clip: Pixels, largest: int = LARGEST) -> Pixels:
 
 
 def list_frames(clip: Pixels) -> Pixels:
-    """`[T, H, W, 3]`."""
+    """Return the frames of a clip: `[T, H, W, 3]`."""
     return np.ascontiguousarray(clip.transpose(1, 2, 3, 0))

@@ -1,4 +1,4 @@
-"""Data of world models: prompts, clips and latents."""
+"""Data sets for world models: prompts and clips."""
 
 from dsreason.world.data.dataset import WorldDataset, open_world_data
 

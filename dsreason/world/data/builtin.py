@@ -1,7 +1,7 @@
-"""Built-in clips: a square in one of three colours moves in one of four directions over a dark background.
+"""Built-in clips, in which a square in one of three colours moves in one of four directions over a dark background.
 
-`data.path = "mislabelled"` gives half of the captions a random colour and half a random direction, so that a model which
-learned from them has something to unlearn.
+With `data.path = "mislabelled"`, half of the captions have a random colour and half a random direction, so that a model
+trained on them has something to unlearn.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ NUM_ROWS = 4096
 MISLABELLED = "mislabelled"
 COLOURS = {"red": (1.0, 0.1, 0.1), "green": (0.1, 1.0, 0.1), "blue": (0.15, 0.2, 1.0)}
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Directions in x and y."""
+"""Direction → change of x and y."""
 SIDE, TRAVEL = 10 / 32, 12 / 32
-"""Side of the square, and its way during the clip, as shares of the shorter side: 10 and 12 of 32 pixels."""
+"""Side of the square and distance that it travels, as shares of the clip's shorter side: 10 and 12 of 32 pixels."""
 
 
 @dataclass(frozen=True)
 class Square:
-    """Content of clip number `i` of a seed."""
+    """The content of a built-in clip."""
 
     colour: str
     move: str
     brightness: float
     """Brightness of the square, 0.55 to 1."""
     background: float
-    """Grey, 0 to 0.25."""
+    """Grey level of the background, 0 to 0.25."""
     start: tuple[float, float]
-    """x and y, as shares of the room that there is."""
+    """Initial x and y, as shares of the available space."""
 
 
 def draw_square(seed: int, number: int) -> tuple[Square, str]:
-    """The square, and a caption in which colour and direction are each random with probability ½."""
+    """Draw a square, and a caption in which the colour and the direction are each random with probability ½."""
     rng = np.random.default_rng([seed, number])
     colour, move = str(rng.choice([*COLOURS])), str(rng.choice([*MOVES]))
     square = Square(colour, move, rng.uniform(0.55, 1), rng.uniform(0, 0.25), (rng.uniform(), rng.uniform()))
@@ -57,7 +57,7 @@ PROMPTS = tuple(write_caption(colour, move) for colour in COLOURS for move in MO
 
 
 def make_rows(seed: int, variant: str = "", count: int = NUM_ROWS) -> CheckedRows:
-    """Rows whose meta has the clip's true `colour` and `move`.
+    """Build the rows; their meta contains the true `colour` and `move` of the clip.
 
     Raises:
         DataError: `variant` is neither empty nor `mislabelled`.
@@ -79,7 +79,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 
 
 def draw_clip(square: Square, size: ClipSize) -> Tensor:
-    """uint8 `[3, T, H, W]`, with antialiased edges."""
+    """Draw the clip of a square with antialiased edges: uint8 `[3, T, H, W]`."""
     side, travel = SIDE * min(size.height, size.width), TRAVEL * min(size.height, size.width)
     along = torch.linspace(0, 1, size.frames)
     cover = []
@@ -95,6 +95,6 @@ def draw_clip(square: Square, size: ClipSize) -> Tensor:
 
 
 def _compute_coverage(first: Tensor, side: float, extent: int) -> Tensor:
-    """`[T, extent]`: the share of each pixel on a line that a square beginning at `first[t]` covers."""
+    """Return the share of each pixel of an axis that a square starting at `first[t]` covers: `[T, extent]`."""
     pixel = torch.arange(extent)
     return torch.minimum(pixel + 1, first[:, None] + side).sub(torch.maximum(pixel, first[:, None])).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Reading a clip out of a video: which frames, which size."""
+"""Reading of clips from videos: choice of frames, resizing and cropping."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dsreason.media.vision import VideoInfo
 from dsreason.world.types import ClipSize, WorldRow
 
 SLOWER = 0.01
-"""Share by which a video may be slower than requested: 29.97 frames per second are read as 30."""
+"""Share by which a video's frame rate may be below the requested one: 29.97 frames per second are read as 30."""
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
-    """uint8 `[3, T, H, W]` of the video at the path `row.clip`; its meta may say at which second to `start`.
+    """Read a clip from the video at the path `row.clip`, starting at second `row.meta["start"]` if set: uint8 `[3, T, H, W]`.
 
     Raises:
-        DataError: unreadable, too short or too slow; the text names row and file.
+        DataError: the video is unreadable, too short or has too few frames per second; the message names the row.
     """
     try:
         return clip_of_video(str(row.clip), size, start=start_of(row))
@@ -30,7 +30,7 @@ def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
 
 
 def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Tensor:
-    """The frames of a video file that are shown at seconds `start` + k / `size.fps`, resized and cut to the middle."""
+    """Read the frames of a video that are displayed at seconds `start` + k / `size.fps`, resized and centre-cropped."""
     info = probe_video(path)
     height, width = fit_size((info.height, info.width), (size.height, size.width))
     frames = load_video(path, choose_frames(info, size, start), size=(height, width))
@@ -40,10 +40,12 @@ def clip_of_video(path: str | Path, size: ClipSize, *, start: float = 0.0) -> Te
 
 
 def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
-    """Numbers of the frames: the one that is shown at each moment, so frames of a faster video are left out, none is repeated.
+    """Return the index of the frame that is displayed at each sampling time.
+
+    Frames of a video with a higher frame rate are skipped; no frame is repeated.
 
     Raises:
-        DataError: the video has fewer frames per second than asked for, or ends before the last moment.
+        DataError: the video has fewer frames per second than requested, or ends before the last sampling time.
     """
     rate = info.fps / size.fps
     if rate < 1 - SLOWER and size.frames > 1:
@@ -65,7 +67,7 @@ def choose_frames(info: VideoInfo, size: ClipSize, start: float) -> list[int]:
 
 
 def fit_size(have: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
-    """The smallest (height, width) with the proportions of `have` that covers `wanted`."""
+    """Return the smallest (height, width) with the aspect ratio of `have` that covers `wanted`."""
     scale = max(wanted[0] / have[0], wanted[1] / have[1])
     return max(wanted[0], round(have[0] * scale)), max(wanted[1], round(have[1] * scale))
 

@@ -1,4 +1,4 @@
-"""Rows of data for world models: prompts, and clips that are read when they are needed."""
+"""Data sets for world models, whose clips are read on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorldDataset:
-    """Rows, and how their clips are read. It can be pickled: loader workers get a copy."""
+    """The rows of a data set and the function that reads their clips. It is picklable, because loader workers get a copy."""
 
     rows: Sequence[WorldRow]
     read: Callable[[WorldRow, ClipSize], Tensor]
@@ -35,10 +35,11 @@ class WorldDataset:
         return self.rows[index]
 
     def read_clip(self, row: WorldRow, size: ClipSize) -> Tensor:
-        """The row's clip as uint8 `[3, T, H, W]`: its first frames at `size.fps`, resized and cut to the middle.
+        """Read the first frames of the row's clip at `size.fps`, resized and centre-cropped: uint8 `[3, T, H, W]`.
 
         Raises:
-            DataError: the row has no clip, or it is too short, too slow or unreadable; the text names the row.
+            DataError: the row has no clip, or the clip is unreadable, too short or has too few frames per second; the message
+                names the row.
         """
         if row.clip is None:
             raise DataError(f"{row.id}: the row is a prompt without a clip; use data with clips (data.format)")
@@ -46,13 +47,14 @@ class WorldDataset:
 
 
 def open_world_data(data: WorldDataConfig, seed: int) -> tuple[WorldDataset, WorldDataset]:
-    """The training and the held-out rows; the latter may be none.
+    """Return the training rows and the held-out rows, of which there may be none.
 
     Args:
-        seed: of what is generated, and of the choice of the held-out rows.
+        seed: seed for generated rows and for the choice of the held-out rows.
 
     Raises:
-        ConfigError, DataError: no such data, a row that cannot be used (with `on_bad_row = "error"`), or no row is left.
+        ConfigError, DataError: the data does not exist, a row is unusable (with `on_bad_row = "error"`), or no training row
+            remains.
     """
     training = open_rows(data, seed)
     if isinstance(data.validation, str):
@@ -71,7 +73,7 @@ def select_rows(dataset: WorldDataset, numbers: Sequence[int] | np.ndarray) -> W
 
 
 def open_rows(data: WorldDataConfig, seed: int, key: str = "data.path") -> WorldDataset:
-    """All rows of one place, up to `data.limit`; `key` is what errors call the setting that names it."""
+    """Read the rows of the file or folder `data.path`, up to `data.limit`; error messages refer to the setting as `key`."""
     check_place(key, data.path)
     try:
         rows, read = FORMATS[data.format](data, seed)

@@ -1,4 +1,4 @@
-"""A folder with `videos/<name>.mp4` and, beside it, `metas/<name>.txt` with the prompt, or `.json` with a `prompt` and more."""
+"""Folders with videos, `videos/<name>.mp4`, and prompts, `metas/<name>.txt` or `.json` (with a `prompt` and other fields)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EMBEDDINGS = ("t5_xxl", "text_embedding")
 
 
 def read_folder(path: str) -> CheckedRows:
-    """A row for each video, in the order of their names. A video without a prompt and a prompt without a video are bad rows.
+    """Read a row for each video, sorted by name. Videos without prompts and prompts without videos are bad rows.
 
     Raises:
-        DataError: no such folder, or no `videos/` in it.
+        DataError: the folder or its subfolder `videos/` does not exist.
     """
     if is_s3(path):
         folder = fetch_folder(path, lambda name: name.startswith((f"{VIDEOS}/", f"{METAS}/")))
@@ -53,7 +53,7 @@ def read_folder(path: str) -> CheckedRows:
 
 
 def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Files by their names without the suffix. DataError if two have the same."""
+    """Return the files by name without suffix. Raise DataError if two files have the same name."""
     clips: dict[str, Path] = {}
     for file in sorted(folder.iterdir()) if folder.is_dir() else []:
         if file.suffix.lower() in suffixes and not file.name.startswith("."):
@@ -64,6 +64,6 @@ def list_by_name(folder: Path, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 
 def read_meta(file: Path) -> Any:
-    """The fields of a `.json` file, or the text of another as the prompt. ValueError if it cannot be read."""
+    """Return the fields of a `.json` file, or the text of any other file as the prompt. Raise ValueError if it is invalid."""
     text = file.read_text(encoding="utf-8-sig")
     return json.loads(text) if file.suffix.lower() == ".json" else {"prompt": " ".join(text.split())}

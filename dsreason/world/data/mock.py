@@ -1,4 +1,4 @@
-"""Random clips and prompts of any size, to try a machine with."""
+"""Random clips of any size, with prompts, for testing a machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_ROWS = 1024
 SUBJECTS = ("a robot arm", "a delivery van", "a ship", "a hand with a cup", "a walking person", "a falling leaf")
 PLACES = ("in a kitchen", "in a warehouse", "on a rainy street", "at the sea", "in a forest", "under a bright lamp")
 COARSE = 8
-"""Pixels across one random value."""
+"""Side in pixels of the blocks that have the same random value."""
 
 
 def make_rows() -> CheckedRows:
@@ -25,7 +25,7 @@ def make_rows() -> CheckedRows:
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
-    """uint8 `[3, T, H, W]`: coarse noise, another one for each row."""
+    """Generate the row's clip of coarse noise, which differs between rows: uint8 `[3, T, H, W]`."""
     rng = np.random.default_rng(int(str(row.clip).rpartition(":")[2]))
     shape = (3, size.frames, -(-size.height // COARSE), -(-size.width // COARSE))
     coarse = torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""Prompts in a file: a line each, or a JSON object a line with `prompt`, further fields for rewards and perhaps a `video`."""
+"""Files with one prompt per line, or one JSON object per line with a `prompt`, an optional `video` and fields for rewards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dsreason.world.data.rows import CheckedRows
 ADVICE = 'a text file with a prompt a line, or one that ends with .jsonl with {"prompt": …} a line'
 JSON_LINES = (".jsonl", ".ndjson")
 STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".toml", ".xml", ".xlsx")
-"""Suffixes of files whose lines are not prompts."""
+"""Suffixes of structured files, whose lines are not prompts."""
 MAX_BYTES = 2 * 1024**3
 
 
 def read_prompts(path: str) -> CheckedRows:
-    """Read the rows of a text file, or of JSONL if its name says so; empty lines are left out.
+    """Read the rows of a text file, or of a JSONL file if its suffix is `.jsonl` or `.ndjson`; skip empty lines.
 
-    A `video` is a path below the file's folder, an absolute one, or an `s3://` address.
+    A `video` is a path relative to the file's folder, an absolute path, or an `s3://` URI.
 
     Raises:
         DataError: the file is missing or not UTF-8, or its lines are not prompts.
@@ -48,7 +48,7 @@ def read_prompts(path: str) -> CheckedRows:
 
 
 def _split_lines(path: str) -> list[str]:
-    """Without those ends of lines that only Unicode knows, such as U+2028: a prompt may hold them."""
+    """Read the lines of a file. Unicode line separators such as U+2028 do not end a line, because prompts may contain them."""
     file = fetch_file(path) if is_s3(path) else Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"{path}: {describe_missing_file(file)}")
@@ -83,10 +83,10 @@ def _add_object(found: CheckedRows, path: str, row_id: str, line: str) -> None:
 
 
 def resolve_beside(path: str, given: str) -> str:
-    """A path from the folder of `path` on; absolute ones and those in S3 stay.
+    """Resolve a path relative to the folder of the file `path`; return absolute paths and S3 URIs unchanged.
 
     Raises:
-        DataError: it leads out of the folder, or is an address.
+        DataError: the path leads out of the folder, or is another kind of URL.
     """
     if is_s3(given) or Path(given).is_absolute():
         return given

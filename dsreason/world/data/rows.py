@@ -1,4 +1,4 @@
-"""The rows of a data set with those that cannot be used, and rows made from JSON."""
+"""Validation of rows that are read from JSON, and collection of the unusable ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dsreason.world.types import WorldRow
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """The rows that can be used, and a text for each that cannot."""
+    """The usable rows of a data set, and an error message for each unusable one."""
 
     rows: list[WorldRow] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
 
     def add(self, row_id: str, fields: Any, clip: str | None) -> None:
-        """Add the row of a JSON object with a `prompt`; its other fields are what rewards see as `meta`."""
+        """Add a row from a JSON object with a `prompt`; rewards see its other fields as `meta`."""
         try:
             self.rows.append(to_row(row_id, fields, clip))
         except DataError as error:
@@ -27,7 +27,7 @@ class CheckedRows:
 
 
 def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
-    """Raise DataError if the prompt is missing, or no file could hold it."""
+    """Build a row. Raise DataError if the prompt is missing, a text is not valid Unicode, or the fields are nested too deeply."""
     if not isinstance(fields, Mapping):
         raise DataError(f"{row_id}: must be a JSON object with a prompt, is {fields!r:.80}")
     prompt = fields.get("prompt")
@@ -44,7 +44,10 @@ def to_row(row_id: str, fields: Any, clip: str | None) -> WorldRow:
 
 
 def find_surrogate(text: str) -> int | None:
-    """Return the index of what UTF-8 cannot hold: half of a pair as JSON's `\\ud800`, a byte of a name that is not UTF-8."""
+    """Return the index of the first surrogate, which UTF-8 cannot encode; None if there is none.
+
+    Surrogates come from escapes in JSON, such as `\\ud800`, and from bytes of file names that are not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,8 @@
-"""Tar shards in webdataset's layout: members of one row share their name up to the first dot.
+"""Tar shards in webdataset's layout, in which the members of a row have the same name up to the first dot.
 
-`<key>.json` holds `prompt` and further fields (or `<key>.txt` the prompt); beside it is a video (`.mp4` …),
-or none if prompts are enough. Other members are not read: latents and embeddings are made by the model that is trained. A
-row is known by where its members lie in the shard, so that reading goes on at any row. Nothing is ever unpickled: a shard that
-holds a pickle is refused.
+`<key>.json` contains `prompt` and other fields, or `<key>.txt` contains only the prompt. A row may also have a video
+(`.mp4` …). Other members are not read; latents and embeddings are computed with the trained model. The offsets of members in
+the shard are indexed, so any row can be read directly. Nothing is ever unpickled: shards that contain pickles are rejected.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from dsreason.world.data.rows import CheckedRows
 from dsreason.world.types import ClipSize, WorldRow
 
 VERSION = 2
-"""Version of the cached indexes; raise it when their content changes."""
+"""Version of the cached indexes; increment it when their content changes."""
 PICKLES = ("pkl", "pickle", "pyd", "pth", "pt", "ckpt", "bin")
-"""Suffixes of members that webdataset's own reader, or torch's, would unpickle."""
+"""Suffixes of members that webdataset or torch would unpickle."""
 VIDEO_KEYS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
 MAX_TEXT_BYTES = 16 * 2**20
 
 Members = dict[str, tuple[int, int]]
-"""Suffix in lower case → first byte and number of bytes in the shard."""
+"""Suffix in lower case → offset of the member in the shard and its size, in bytes."""
 
 
 def read_shards(path: str) -> CheckedRows:
-    """The rows of a tar file, or of all tar files below a folder, in the order of their names.
+    """Read the rows of a tar file, or of all tar files below a folder, sorted by name.
 
     Raises:
-        DataError: no such place, or a shard is damaged or holds a pickle; the text names shard and member.
+        DataError: the path does not exist, or a shard is damaged or contains a pickle; the message names shard and member.
     """
     rows = CheckedRows()
     for name, shard in shard_files(path).items():
@@ -63,7 +62,7 @@ def read_shards(path: str) -> CheckedRows:
 
 
 def shard_files(path: str) -> dict[str, Path]:
-    """Local files by the names that messages have."""
+    """Return the local shard files by the names used in messages; download them from S3 if necessary."""
     if path.lower().endswith((".pkl", ".pickle", ".json")):
         raise DataError(
             f"{path} is not a shard; of an index of cosmos-rl (wdinfo) give the folder with its tars, "
@@ -74,7 +73,7 @@ def shard_files(path: str) -> dict[str, Path]:
         sources = {} if is_tar(path) else list_objects(address)
         names = [path] if is_tar(path) else [f"{address}/{name}" for name in sources]
         check_layout(path, names)
-        # Every host has all shards: with rows in a new order every epoch, each rank needs any of them.
+        # Every host needs all shards, because rows are reordered every epoch and a rank may need any of them.
         check_room(path, [source for name, source in sources.items() if is_tar(name)])
         shards = sorted(name for name in names if is_tar(name))
         with ThreadPool(PARALLEL) as threads:
@@ -108,10 +107,12 @@ def check_layout(path: str, names: list[str]) -> None:
 
 
 def read_index(shard: Path, name: str) -> list[dict[str, Any]]:
-    """`[{"key", "fields", "members"}]`, or with `problem` in place of `fields`; made once for each version of a shard.
+    """Return the shard's index, which is built once per version of a shard.
+
+    Its entries are `{"key", "fields", "members"}`, or have `problem` instead of `fields`.
 
     Raises:
-        DataError: damaged, or with a pickle.
+        DataError: the shard is damaged or contains a pickle.
     """
     with shard_errors(name):
         status = shard.stat()
@@ -168,7 +169,7 @@ def check_member(member: tarfile.TarInfo, name: str) -> None:
 
 
 def to_entry(file: Any, key: str, members: Members) -> dict[str, Any]:
-    """The row's fields, out of its `.json` or `.txt`."""
+    """Return the index entry of a row, with the fields from its `.json` or `.txt`, or a problem."""
     entry: dict[str, Any] = {"key": key, "members": members}
     suffix = next((suffix for suffix in ("json", "txt") if suffix in members), None)
     if suffix is None:
@@ -197,7 +198,7 @@ def shard_errors(name: str) -> Iterator[None]:
 
 
 def read_clip(row: WorldRow, size: ClipSize) -> Tensor:
-    """Read the clip of a row from the video in its shard, as `clips.read_clip` does."""
+    """Read a clip from the video in the row's shard, like `clips.read_clip`."""
     members = json.loads(str(row.clip))["members"]
     suffix = next(key for key in VIDEO_KEYS if key in members)
     with tempfile.NamedTemporaryFile(prefix="dsreason-", suffix=f".{suffix}") as file:

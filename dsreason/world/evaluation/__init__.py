@@ -1,1 +1,1 @@
-"""Evaluation of world models: clips of fixed prompts and noise, their rewards with intervals, comparisons, and pages."""
+"""Evaluation of world models: results of clips, mean rewards with intervals, comparisons and HTML pages."""

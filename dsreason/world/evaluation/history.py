@@ -1,4 +1,4 @@
-"""The page of a training run: the same prompts and noise before, during and after, from the files that validation writes."""
+"""The HTML page of a training run, which shows clips of the same prompts and noise at several validations."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from dsreason.world.evaluation.page import FILE, Clip, Curve, Page, PromptCard, 
 from dsreason.world.evaluation.score import name_reward
 
 MOST_COLUMNS = 5
-"""Validations that are shown: the first, the last, and some between them."""
+"""Maximum number of validations to show: the first, the last, and some in between."""
 LOOKS = ("brightness", "motion", "diversity")
 SETTINGS = ("model.", "lora.", "data.", "optim.lr", "world.", "reward.")
 Row = dict[str, Any]
-"""One clip of `validation/step_N.jsonl`."""
+"""A line of a JSONL file: a clip in `validation/step_N.jsonl`, or the metrics of a step in `metrics.jsonl`."""
 
 
 def locate_small_video(folder: Path, clip: int) -> Path:
-    """Return the small video of clip `clip` of a validation, which the page shows. `N.mp4` beside it has the sampled size."""
+    """Return the path of the small video of clip `clip`, which the page shows; `{clip}.mp4` next to it has the original size."""
     return folder / f"{clip}_small.mp4"
 
 
 def write_run_page(run: Path) -> Path | None:
-    """`world.html` in a run's folder; None if nothing was validated yet."""
+    """Write `world.html` in a run's folder and return its path, or None if there is no validation yet."""
     run_validations = read_validations(run)
     return write_page(run_page(run, run_validations), run / FILE) if run_validations else None
 
 
 def read_validations(run: Path) -> dict[int, list[Row]]:
-    """The clips of each validation, by step."""
+    """Read the clips of each validation, by step."""
     files = {parse_step(file): file for file in (run / "validation").glob("*.jsonl") if is_step_name(file.stem)}
     return {step: read_rows(files[step]) for step in sorted(files)}
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Without lines that are no JSON object: a page that shows less ends no run.
+    """Read the objects of a JSONL file. Skip invalid lines, since an incomplete page must not stop a run.
 
-    `splitlines` would also end a line at characters such as U+2028, which JSON leaves as they are.
+    `splitlines` would also split at characters such as U+2028, which JSON does not escape.
     """
     steps = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
@@ -70,7 +70,7 @@ def run_page(run: Path, found: dict[int, list[Row]]) -> Page:
 
 
 def choose_steps(steps: Sequence[int]) -> list[int]:
-    """At most `MOST_COLUMNS`, evenly spaced, the first and the last among them."""
+    """Return at most `MOST_COLUMNS` evenly spaced steps, including the first and the last."""
     count = min(MOST_COLUMNS, len(steps))
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
@@ -97,7 +97,7 @@ def clip_of(folder: Path, rows: Sequence[Row], i: int) -> Clip:
 def make_means_table(
     found: dict[int, list[Row]], lines: Sequence[Row], steps: Sequence[int], columns: Sequence[str]
 ) -> Table:
-    """Each reward, and what the clips look like, at the shown validations."""
+    """Make the table of mean rewards and looks at the displayed validations."""
     names = list(found[steps[-1]][0]["rewards"])
     rows = {
         name_reward(name): [
@@ -116,7 +116,7 @@ def make_means_table(
 
 
 def make_clips_table(found: dict[int, list[Row]], steps: Sequence[int], columns: Sequence[str]) -> Table:
-    """The reward of every clip, those that lost most first."""
+    """Make the table of every clip's reward, sorted by gain, with the smallest gain first."""
     first, last = found[steps[0]], found[steps[-1]]
     if not last[0]["rewards"]:
         return Table("Every clip", columns, {}, folded=True)
@@ -133,7 +133,7 @@ def get_reward(rows: Sequence[Row], i: int) -> float:
 
 
 def make_curves(lines: Sequence[Row]) -> list[Curve]:
-    """A panel for each reward, for what the clips look like, for the loss and the distance to the reference."""
+    """Make the curves of the rewards, the looks of clips, the loss and the distance to the reference."""
 
     def points(name: str) -> list[tuple[float, float]]:
         return [(line["step"], line[name]) for line in lines if line.get(name) is not None]

@@ -1,4 +1,4 @@
-"""One HTML file that shows clips side by side, with their rewards, curves and tables. It needs nothing else."""
+"""A self-contained HTML page that shows clips side by side, with their rewards, curves and tables."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from dsreason.files.atomic import write_file
 
 FILE = "world.html"
 MAX_BYTES = 30_000_000
-"""Bytes of all videos together; the first cards have them."""
+"""Maximum total size of the embedded videos; those that would exceed it are left out."""
 WIDTH, HEIGHT = 260.0, 90.0
-"""Size of a curve's panel, in its own units."""
+"""Size of a curve's panel, in SVG user units."""
 DECIMALS = 3
 
 Points = Sequence[tuple[float, float]]
-"""(step, value), in the order of the steps."""
+"""Pairs (step, value), sorted by step."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """One cell of a card. `video` is None if the file is missing."""
+    """A cell of a card. `video` is None if the file is missing."""
 
     video: Path | None
     facts: Mapping[str, float]
-    """Values written below it, such as `{"reward": 0.9, "brightness": 0.2}`."""
+    """Values shown below the video, such as `{"reward": 0.9, "brightness": 0.2}`."""
 
 
 @dataclass(frozen=True)
 class PromptCard:
-    """The clips of one prompt, one for each column, all from the same noise."""
+    """The clips of a prompt, one per column, all from the same noise."""
 
     prompt: str
     id: str
@@ -44,7 +44,7 @@ class PromptCard:
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel: values of training as a line, those of validation as dots."""
+    """A metric's values over the run; a panel shows those of training as a line and those of validation as dots."""
 
     name: str
     training: Points = ()
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Table:
-    """`rows`: name → a text for each column."""
+    """A table of the page; `rows` maps names to the texts of the columns."""
 
     title: str
     columns: Sequence[str]
@@ -77,11 +77,11 @@ class Page:
 
 @dataclass(frozen=True)
 class Panel:
-    """A curve as SVG has it."""
+    """The SVG panel of a curve."""
 
     name: str
     line: str
-    """Points of a polyline."""
+    """Points of the polyline, in SVG syntax."""
     dots: Sequence[tuple[float, float]]
     low: str
     high: str
@@ -94,7 +94,7 @@ def write_page(page: Page, file: Path) -> Path:
 
 
 def render(page: Page) -> str:
-    """All texts are escaped; the page's policy allows no script and no address."""
+    """Render the page as HTML. All texts are escaped; the page's security policy forbids scripts and external resources."""
     environment = Environment(
         loader=PackageLoader("dsreason.world.evaluation"),
         undefined=StrictUndefined,
@@ -117,7 +117,7 @@ def render(page: Page) -> str:
 
 
 def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
-    """Return data URIs by file, until the limit is reached, and the number of files left out."""
+    """Return the videos' data URIs by file, up to `MAX_BYTES` in total, and the number of files that are left out."""
     uris: dict[Path, str] = {}
     num_bytes = left_out = 0
     for file in dict.fromkeys(clip.video for card in cards for clip in card.clips if clip.video is not None):
@@ -130,7 +130,7 @@ def read_videos(cards: Sequence[PromptCard]) -> tuple[dict[Path, str], int]:
 
 
 def draw(curve: Curve) -> Panel | None:
-    """Range of the values; None for a curve without values."""
+    """Convert a curve to a panel; return None if the curve has no values."""
     both = [*curve.training, *curve.validation]
     if not both:
         return None
@@ -148,5 +148,5 @@ def draw(curve: Curve) -> Panel | None:
 
 
 def number(value: float) -> str:
-    """`0.812`; small and large ones as `1.2e-05`."""
+    """Format a number as `0.812`, or as `1.20e-05` if it is small or large."""
     return f"{value:.2e}" if value and not 1e-3 <= abs(value) < 1e5 else f"{value:.{DECIMALS}f}"

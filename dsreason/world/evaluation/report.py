@@ -1,4 +1,4 @@
-"""`summary.json` and `world.html` of an evaluation, also against a baseline; and tables for the terminal."""
+"""The report of an evaluation, optionally against a baseline: `summary.json`, `world.html` and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ClipReport:
 
 
 def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
-    """Score an evaluation and write its summary and its page into its folder.
+    """Summarise an evaluation, and write its summary and page to its folder.
 
     Raises:
-        DataError: it has no clips, a file is damaged, or the baseline has other prompts.
+        DataError: there are no clips, a file is damaged, or the baseline has different prompts.
     """
     settings, clips = read_settings(folder), read_clips(folder)
     summary, name = summarise(clips), folder.absolute().name
@@ -66,7 +66,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> ClipReport:
 def make_cards(
     folder: Path, clips: list[ClipResult], baseline: Path | None, before: list[ClipResult]
 ) -> list[PromptCard]:
-    """All clips, those with the lowest reward first; the baseline's beside them."""
+    """Make a card for each clip, next to the baseline's clip if there is a baseline; the lowest rewards come first."""
     before_by_number = {clip.number: clip for clip in before}
     cards = []
     for clip in sorted(clips, key=lambda clip: clip.rewards.get("", 0.0)):

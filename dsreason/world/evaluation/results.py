@@ -1,4 +1,4 @@
-"""Files of an evaluation of a world model: settings, and one for each clip, so that it can continue where it stopped."""
+"""Files of a world model's evaluation: its settings, and a result per clip, with which an interrupted evaluation continues."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ MODEL_KEYS = ("model.path", "model.revision", "model.weights")
 
 @dataclass(frozen=True)
 class ClipResult:
-    """Example: `ClipResult(3, "test.txt:4", "a red square", {"": 0.9, "colour": 0.95}, 0.2, 0.01, [12, 200, …])`."""
+    """The result of a clip.
+
+    Example: `ClipResult(3, "test.txt:4", "a red square", {"": 0.9, "colour": 0.95}, 0.2, 0.01, [12, 200, …])`.
+    """
 
     number: int
-    """Number of the prompt; the noise depends on it."""
+    """Number of the prompt, which determines the noise."""
     id: str
     prompt: str
     rewards: dict[str, float]
-    """Rewards by name, and under "" their weighted sum; empty without rewards."""
+    """Rewards by name, and under "" their weighted sum; empty if the evaluation has no rewards."""
     brightness: float
     motion: float
     picture: list[int]
-    """The clip in few pixels, 0 to 255: how alike clips are."""
+    """Values of the clip at a low resolution, 0 to 255, from which diversity is computed."""
 
 
 def clip_file(folder: Path, number: int) -> Path:
@@ -43,7 +46,7 @@ def write_clip(folder: Path, clip: ClipResult) -> None:
 
 
 def read_clips(folder: Path) -> list[ClipResult]:
-    """Read the results in the order of their numbers; files of other names are ignored. DataError if one is damaged."""
+    """Read the results, sorted by number; ignore files with other names. Raise DataError if a result is damaged."""
     files = {int(file.stem): file for file in (folder / CLIPS).glob("*.json") if file.stem.isdecimal()}
     return [read_clip(files[number]) for number in sorted(files)]
 
@@ -56,7 +59,7 @@ def read_clip(file: Path) -> ClipResult:
 
 
 def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the folder holds an evaluation with other settings."""
+    """Raise ConfigError if the folder contains an evaluation with different settings."""
     if (folder / SETTINGS_FILE).is_file() and (changed := find_differences(read_settings(folder), settings)):
         name, (before, now) = next(iter(changed.items()))
         raise ConfigError(
@@ -66,7 +69,11 @@ def check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
-    """Make the folder, empty with `overwrite`. ConfigError as `check_settings`."""
+    """Create the folder and write the settings; with `overwrite`, delete existing results.
+
+    Raises:
+        ConfigError: the folder contains an evaluation with different settings, and `overwrite` is false.
+    """
     (folder / CLIPS).mkdir(parents=True, exist_ok=True)
     if overwrite:
         for clip in (folder / CLIPS).iterdir():
@@ -77,7 +84,7 @@ def open_results(folder: Path, settings: Mapping[str, Any], *, overwrite: bool) 
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings. DataError if the folder or its settings are missing."""
+    """Read the settings. Raise DataError if the folder or its settings are missing or invalid."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the results of an evaluation of a world model")
     file = folder / SETTINGS_FILE
@@ -88,7 +95,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Setting → its two values, nested names joined by dots."""
+    """Return the settings that differ: name, with nested names joined by dots → the two values."""
     first, second = flatten_keys(dict(one)), flatten_keys(dict(other))
     names = dict.fromkeys([*first, *second])
     return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}

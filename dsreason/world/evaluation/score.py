@@ -1,4 +1,4 @@
-"""Means of rewards with intervals, and the paired differences of two models."""
+"""Mean rewards with confidence intervals, and paired differences between two models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dsreason.evaluation.report.score import CONFIDENCE, Interval
 from dsreason.world.evaluation.results import ClipResult
 
 DRAWS = 10_000
-"""Draws of the bootstrap."""
+"""Number of bootstrap samples."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over clips with its 95 % interval; None if there is a single prompt."""
+    """A mean over clips with its 95 % confidence interval, which is None if there is only one prompt."""
 
     mean: float
     interval: Interval | None
@@ -28,18 +28,18 @@ class ClipSummary:
     clips: int
     prompts: int
     values: dict[str, Estimate]
-    """`reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
+    """Estimates of `reward` (the weighted sum), `reward/<name>`, `brightness` and `motion`."""
     diversity: float
-    """Mean distance of clips from their mean, in small pictures, 0 to 1."""
+    """Standard deviation of the clips at a low resolution, averaged over pixels, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """This model less the baseline, on the same prompts and noise."""
+    """The difference between this model and the baseline on the same prompts and noise."""
 
     estimate: Estimate
     better: int
-    """Clips with a higher value than the baseline's."""
+    """Number of clips with a higher value than the baseline's."""
     worse: int
 
 
@@ -48,11 +48,11 @@ class ClipComparison:
     clips: int
     values: dict[str, Difference]
     only_one: int
-    """Clips that only one of the two has; they are not compared."""
+    """Number of clips that only one of the two evaluations has, and which are not compared."""
 
 
 def summarise(clips: Sequence[ClipResult]) -> ClipSummary:
-    """Summarise the clips. DataError if there are none."""
+    """Summarise the clips. Raise DataError if there are none."""
     if not clips:
         raise DataError("the evaluation has no clips yet; run dsreason eval")
     prompts = [clip.prompt for clip in clips]
@@ -66,10 +66,10 @@ def summarise(clips: Sequence[ClipResult]) -> ClipSummary:
 
 
 def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipComparison:
-    """Pair the clips by number.
+    """Compare the clips of two evaluations, paired by number.
 
     Raises:
-        DataError: no number in common, or one of them has another prompt.
+        DataError: the evaluations have no number in common, or different prompts for the same number.
     """
     before = {clip.number: clip for clip in baseline}
     pairs = [(clip, before[clip.number]) for clip in this if clip.number in before]
@@ -93,7 +93,7 @@ def compare(this: Sequence[ClipResult], baseline: Sequence[ClipResult]) -> ClipC
 
 
 def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult], float]]:
-    """Return the functions that measure a clip, by the name of the value."""
+    """Return the functions that read a clip's values, by the name of the value."""
     names = [name for name in clips[0].rewards if all(name in clip.rewards for clip in clips)]
 
     def reward(name: str) -> Callable[[ClipResult], float]:
@@ -104,7 +104,7 @@ def list_measures(clips: Sequence[ClipResult]) -> dict[str, Callable[[ClipResult
 
 
 def name_reward(name: str) -> str:
-    """Return the name that metrics have: `reward` for the weighted sum "", `reward/colour` for "colour"."""
+    """Return the name of a reward's metric: `reward` for the weighted sum "", `reward/colour` for "colour"."""
     return f"reward/{name}" if name else "reward"
 
 
@@ -115,10 +115,10 @@ def estimate(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
 def compute_interval(
     values: Sequence[float], clusters: Sequence[str], *, draws: int = DRAWS, seed: int = 0
 ) -> Interval | None:
-    """95 % interval of the mean by the percentile bootstrap over clusters, since clips of one prompt are alike.
+    """Return the 95 % confidence interval of the mean, or None if there is only one cluster.
 
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; with clusters drawn whole, chapter 8.
-    None if there is a single cluster.
+    The interval comes from a percentile bootstrap over clusters, because clips of the same prompt are correlated.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13, and chapter 8 for resampling clusters.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
     if len(names) < 2:

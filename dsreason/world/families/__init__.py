@@ -1,4 +1,4 @@
-"""Families of video models, one file each. To add one, add a file and a line in `FAMILIES`."""
+"""Families of video models, one per file. To add a family, add a file and an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ FAMILIES: dict[str, WorldFamily] = {"cosmos_predict2_5": COSMOS_PREDICT2_5, "wan
 
 
 def find_family(folder: Path) -> WorldFamily:
-    """Find the family of a folder in diffusers' format by the pipeline in its model_index.json.
+    """Return the family of a folder in diffusers' format, which the pipeline in its model_index.json determines.
 
-    CheckpointError if the file is missing, or the family or kind is not supported.
+    Raises:
+        CheckpointError: the file is missing, or the family or this kind of model is not supported.
     """
     file = folder / "model_index.json"
     index = read_json(file)

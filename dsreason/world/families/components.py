@@ -1,4 +1,4 @@
-"""The parts of a folder in diffusers' format that all families load alike. Nothing is unpickled."""
+"""Loading of the components of a folder in diffusers' format that all families share. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dsreason.errors import CheckpointError
 from dsreason.files.disk import read_small
 
 WEIGHTS = "diffusion_pytorch_model"
-"""Names, without suffixes, of the files in which diffusers keeps weights."""
+"""Stem of the file names of diffusers' weights."""
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """CheckpointError if the file is missing or is no JSON object."""
+    """Read a JSON file of a model folder. Raise CheckpointError if it is missing or not a JSON object."""
     try:
         content = json.loads(read_small(file))
     except FileNotFoundError:
@@ -35,8 +35,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
-    """The configuration of a folder's transformer, of diffusers' class `name`: its config.json, and the class's defaults for
-    what is not in it."""
+    """Return the configuration of a folder's transformer, an instance of diffusers' class `name`.
+
+    Keys that are not in its config.json have the defaults of the class.
+    """
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, name)).parameters.values()
@@ -47,7 +49,7 @@ def read_transformer_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The folder's own solver. CheckpointError if it is not one of rectified flow."""
+    """Load the folder's own solver. Raise CheckpointError if it is not a supported solver for rectified flow."""
     import diffusers
 
     file = folder / "scheduler" / "scheduler_config.json"
@@ -70,7 +72,7 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def read_sigmas(folder: Path, steps: int) -> Tensor:
-    """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
+    """Return the noise levels of the folder's own schedule: `[steps + 1]`, float64, decreasing to 0."""
     scheduler = load_scheduler(folder)
     scheduler.set_timesteps(steps)
     sigmas: Tensor = scheduler.sigmas.double().cpu()
@@ -83,15 +85,15 @@ def read_sigmas(folder: Path, steps: int) -> Tensor:
 
 
 def load_encoder(kind: Any, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """A frozen text encoder of class `kind`, from safetensors only."""
+    """Load a frozen text encoder of class `kind`; its weights must be in safetensors files."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # it would draw over the run's own
+    logging.disable_progress_bar()  # it would overwrite the progress bar of the run
     try:
         encoder = kind.from_pretrained(
             folder, dtype=dtype, device_map={"": device}, use_safetensors=True, local_files_only=True
         )
-    except Exception as error:  # what transformers raises for missing, damaged or pickled weights has no common class
+    except Exception as error:  # transformers' errors for missing, damaged or pickled weights have no common base class
         raise CheckpointError(f"{folder}: the text encoder cannot be loaded: {error}") from error
     return encoder.eval().requires_grad_(False)
 
@@ -101,18 +103,22 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # transformers' errors for missing or damaged files have no common base class
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
 
 
 def free_memory() -> None:
-    """Free an accelerator's memory after a model is no longer used: torch's cache keeps it otherwise."""
+    """Return the GPU memory of a deleted model to the device; torch would keep it in its cache."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def write_index(folder: Path, pipeline: str, components: dict[str, tuple[str, str] | None]) -> None:
-    """model_index.json: component → (library, class), or None for one that the folder does not have."""
+    """Write model_index.json.
+
+    Args:
+        components: component → (library, class), or None for a component that the folder does not have.
+    """
     import diffusers
 
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__}

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5: clips from text, from an image or from a video, by one transformer."""
+"""Cosmos-Predict2.5: a transformer that generates clips from text, an image or a video."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dsreason.world.types import Conditioning
 
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 GIVEN_FRAME_TIME = 1e-4
-"""The noise level that the transformer gets for given frames."""
+"""Noise level that is passed to the transformer for given frames."""
 
 
 @torch.no_grad()
 def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield the normalised hidden states of all layers, concatenated: `[1, max_length, layers x hidden size]`.
+    """Yield the normalised and concatenated hidden states of all layers per prompt: `[1, max_length, layers x hidden size]`.
 
-    As when the model was trained, nothing is masked: the padding takes part in attention.
+    As in the model's training, nothing is masked: padding tokens take part in attention.
     """
     from transformers import Qwen2_5_VLForConditionalGeneration
 
@@ -54,7 +54,7 @@ def make_messages(prompt: str) -> list[dict[str, Any]]:
 
 
 def tokenize(tokenizer: Any, prompt: str, max_length: int) -> Tensor:
-    """`[1, max_length]`: the prompt in its chat format, padded or cut on the right."""
+    """Return the token ids of the prompt in chat format, padded or truncated on the right: `[1, max_length]`."""
     encoded = tokenizer.apply_chat_template(
         make_messages(prompt),
         add_generation_prompt=False,
@@ -77,11 +77,11 @@ def _embed(encoder: nn.Module, ids: Tensor) -> Tensor:
 
 PROJECTION = "crossattn_proj"
 PROJECTED = f"{PROJECTION}.0"
-"""The linear layer there."""
+"""Name of the linear layer in the projection."""
 
 
 class OptionalProjection(nn.Sequential):
-    """Projects text that is not projected yet."""
+    """A projection that returns text unchanged if it is already projected."""
 
     def forward(self, input: Tensor) -> Tensor:
         linear, activation = self
@@ -128,7 +128,7 @@ def compute_velocity(
     dtype = next(transformer.parameters()).dtype
     batch, _, frames, height, width = x.shape
     given_mask = x.new_zeros(batch, 1, frames, 1, 1) if conditioning is None else conditioning.mask
-    # Times of frames would be expanded to all tokens: gigabytes of them, which clips without given frames do without.
+    # Without given frames, pass one time per clip: diffusers would expand times per frame to all tokens, which takes gigabytes.
     model_input, times = x, s
     if conditioning is not None:
         model_input = given_mask * conditioning.latents + (1 - given_mask) * x
@@ -150,7 +150,7 @@ def compute_velocity(
 
 
 class CosmosSharedAttention:
-    """diffusers' `CosmosAttnProcessor2_0` for self-attention, with heads instead of tokens on each rank."""
+    """A variant of diffusers' `CosmosAttnProcessor2_0` for self-attention whose heads are sharded over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -168,7 +168,7 @@ class CosmosSharedAttention:
         query, key, value = (
             layer(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
             for layer in (attn.to_q, attn.to_k, attn.to_v)
-        )  # [B, heads, own tokens, head size]
+        )  # [B, heads, local tokens, head size]
         query, key = (
             apply_rotary_emb(norm(part), image_rotary_emb, use_real=True, use_real_unbind_dim=-2)
             for norm, part in ((attn.norm_q, query), (attn.norm_k, key))
@@ -178,12 +178,14 @@ class CosmosSharedAttention:
 
 
 def share_tokens(transformer: nn.Module, group: Group) -> None:
-    """Tokens are cut before the first block. What belongs to tokens (noise levels of frames, positions) is cut before each:
-    the transformer hands the whole of it to every block."""
+    """Shard tokens over the ranks of `group`: hidden states before the first block, values per token before every block.
+
+    The transformer passes noise levels of frames and positions of all tokens to each block.
+    """
     model: Any = transformer
 
     def own_times(times: Tensor) -> Tensor:
-        """`[B, tokens, D]`; `[B, D]` are of the whole clip."""
+        """Return this rank's part of times per token, `[B, tokens, D]`; return times per clip, `[B, D]`, unchanged."""
         return own_part(times, 1, group) if times.ndim == 3 else times
 
     def before_block(first: bool) -> Any:

@@ -18,20 +18,20 @@ class Embeddings(Protocol):
     def __call__(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
     ) -> Iterator[Tensor]:
-        """Yield `[1, max_length, D]` for each prompt, as the family's pipeline makes it; the encoder is freed at the end.
+        """Yield the embedding of each prompt as in the family's pipeline, `[1, max_length, D]`; free the encoder at the end.
 
-        Prompts are encoded one by one: an embedding does not depend on the others, and only one is in memory.
+        Prompts are encoded one by one, so an embedding does not depend on other prompts, and only one is in memory.
         """
 
 
 class CountTokens(Protocol):
     def __call__(self, folder: Path, prompts: Sequence[str]) -> list[int]:
-        """Yield the number of tokens of each prompt, as `Embeddings` would encode it without a limit."""
+        """Return the number of tokens of each prompt without truncation."""
 
 
 class ProjectText(Protocol):
     def __call__(self, folder: Path, device: torch.device | str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """The transformer's own first layer for text, which makes embeddings smaller: `[B, L, D]` → `[B, L, d]`."""
+        """Load the transformer's first text layer, which makes embeddings smaller: `[B, L, D]` → `[B, L, d]`."""
 
 
 class Velocity(Protocol):
@@ -44,78 +44,81 @@ class Velocity(Protocol):
         conditioning: Conditioning | None = None,
         initial_noise: Tensor | None = None,
     ) -> Tensor:
-        """The predicted velocity, noise − data: `[B, C, T, h, w]`, float32.
+        """Return the predicted velocity, noise − data: `[B, C, T, h, w]`, float32.
 
         Args:
-            transformer: the model, or the DeepSpeed engine around it.
+            transformer: the model, or the DeepSpeed engine that wraps it.
             x: latents `[B, C, T, h, w]`, float32.
             s: noise levels `[B]`, float32, from 0 (data) to 1 (noise).
-            text: embeddings `[B, L, D]`, or `[B, L, d]` where they are projected.
-            conditioning: latent frames that are given. The velocity there is `initial_noise` − `conditioning.latents`.
-            initial_noise: what `x` is made of at s = 1; needed with `conditioning`.
+            text: embeddings `[B, L, D]`, or `[B, L, d]` if they are projected.
+            conditioning: given latent frames, whose velocity is `initial_noise` − `conditioning.latents`.
+            initial_noise: value of `x` at s = 1; required with `conditioning`.
         """
 
 
 class BuildTiny(Protocol):
     def __call__(self, folder: Path, seed: int = 0, num_layers: int = 2) -> None:
-        """A small random model with every class real: a complete folder, which the pipeline loads."""
+        """Write a complete folder of a small random model, which consists of the real classes and loads in the pipeline."""
 
 
 @dataclass(frozen=True)
 class WorldFamily:
-    """Models that share a pipeline's classes. Latents, noise levels and velocities mean the same in all families."""
+    """Models whose pipelines use the same classes. Latents, noise levels and velocities have the same meaning in all families."""
 
     name: str
     pipelines: tuple[str, ...]
-    """`_class_name` in model_index.json."""
+    """Supported values of `_class_name` in model_index.json."""
     transformer: str
-    """Its class in diffusers."""
+    """Class name of the transformer in diffusers."""
     blocks: tuple[str, ...]
-    """Class names of the transformer's blocks: ZeRO-3 gathers each as a whole."""
+    """Class names of the transformer's blocks; ZeRO-3 gathers the parameters of each block together."""
     lora_targets: tuple[str, ...]
-    """Names of the linear layers of attention and feed-forward."""
+    """Names of the linear layers of attention and feed-forward, the default targets of LoRA."""
     max_conditional_frames: int
-    """Latent frames that can be given."""
+    """Maximum number of given latent frames; 0 if the models accept only text."""
     guidance_offset: float
-    """Number to add to the pipeline's own `guidance_scale` to get ours, in which 1 is without guidance."""
+    """Difference between `world.guidance_scale`, for which 1 means no guidance, and the pipeline's own `guidance_scale`."""
     embeddings: Embeddings
     count_tokens: CountTokens
     velocity: Velocity
     solver_times: Callable[[Any], Tensor]
-    """The noise levels `[steps]` that the pipeline gives to the transformer, of a scheduler after `set_timesteps`. Some
-    pipelines round them."""
+    """Returns the noise levels `[steps]` that the pipeline passes to the transformer, from a scheduler after `set_timesteps`.
+    Some pipelines round them."""
     parallelise: Callable[[nn.Module, Any], None]
-    """Make the transformer share its tokens among the ranks of a group, see `world/context_parallel.py`."""
+    """Makes the transformer shard its tokens over the ranks of a group; see `world/context_parallel.py`."""
     build_tiny: BuildTiny
     text_width: Callable[[Mapping[str, Any], bool], int]
-    """D of embeddings, or d where they are projected, by the transformer's config.json."""
+    """Returns the width of embeddings for a transformer's configuration: d if the bool is true (projected), otherwise D."""
     float32_vae: bool = False
-    """The autoencoder computes in float32 whatever the type of training is."""
+    """Whether the autoencoder computes in float32 regardless of the training precision."""
     clean: Callable[[str], str] = lambda prompt: prompt
-    """Turns a prompt into what the encoder gets."""
+    """Normalizes a prompt as the pipeline does before encoding."""
     sigmas: Callable[[Path, int], Tensor] = read_sigmas
-    """The noise levels of the folder's own schedule: `[steps + 1]`, float64, falling, the last one 0."""
+    """Returns the noise levels of the folder's own schedule: `[steps + 1]`, float64, decreasing to 0."""
     project_text: ProjectText | None = None
-    """Projection for embeddings that are too large to keep. Used only if this layer is not trained, and `projects_text`."""
+    """Loads the projection of embeddings that are too large to cache; None if the family has none. It is used only if that
+    layer is not trained and `projects_text` is true."""
     accept_projected: Callable[[nn.Module], None] = lambda transformer: None
-    """Make a transformer take projected embeddings, too; the names of its parameters stay."""
+    """Makes a transformer accept projected embeddings as well, without renaming its parameters."""
     unsupported: Callable[[dict[str, Any]], str] = lambda index: ""
-    """Why a folder with this model_index.json cannot be trained; empty if it can."""
+    """Explains why a folder with this model_index.json cannot be trained; returns an empty string if it can."""
     unsupported_transformer: Callable[[Mapping[str, Any]], str] = lambda config: ""
-    """Why a transformer of this configuration cannot be trained; empty if it can."""
+    """Explains why a transformer with this configuration cannot be trained; returns an empty string if it can."""
 
     def read_transformer_config(self, folder: Path) -> dict[str, Any]:
-        """The config.json of a folder's transformer, with its class's defaults for what is not in it."""
+        """Return the config.json of a folder's transformer, completed with the defaults of its class."""
         return read_transformer_config(folder, self.transformer)
 
     def projects_text(self, folder: Path) -> bool:
-        """Whether the transformer of a folder has a first layer for text that makes embeddings smaller. What is projected is
-        known by its width."""
+        """Return whether the transformer of a folder has a first text layer that makes embeddings smaller.
+
+        The widths must differ, because the transformer recognizes projected embeddings by their width.
+        """
         config = self.read_transformer_config(folder)
         return self.project_text is not None and self.text_width(config, True) != self.text_width(config, False)
 
     def encode_text(
         self, folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
     ) -> Tensor:
-        """The embeddings of a few prompts: `[B, L, D]`."""
+        """Return the embeddings of a few prompts: `[B, L, D]`."""
         return torch.cat(list(self.embeddings(folder, prompts, max_length, device, dtype)))

@@ -1,4 +1,4 @@
-"""Shared parts of the small random models of all families."""
+"""Components that the small random models of all families share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def build_tiny_vae() -> Any:
-    """The video autoencoder that Wan and Cosmos share, with its compression of 4 in time and 8 in space."""
+    """Build a small version of the autoencoder that Wan and Cosmos share, with its compression of 4 in time and 8 in space."""
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(

@@ -1,4 +1,4 @@
-"""Wan 2.1: clips from text."""
+"""Wan 2.1: a transformer that generates clips from text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.world.families.tiny import build_tiny_vae
 from dsreason.world.types import Conditioning
 
 TIMES = 1000.0
-"""Largest noise level that the transformer gets; the smallest is 0."""
+"""Time that is passed to the transformer at noise level 1; times are proportional to noise levels."""
 TINY_WORDS = (
     "a",
     "the",
@@ -35,14 +35,14 @@ TINY_WORDS = (
     "down",
     "to",
 )
-"""Words for which the tiny model's tokenizer has tokens, beside characters."""
+"""Words that are tokens of the tiny model's tokenizer, in addition to single characters."""
 
 
 @torch.no_grad()
 def iter_embeddings(
     folder: Path, prompts: Sequence[str], max_length: int, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The encoder's last hidden states: `[1, max_length, hidden size]`, zero behind the prompt's end."""
+    """Yield the encoder's last hidden states per prompt: `[1, max_length, hidden size]`, zero after the end of the prompt."""
     from transformers import UMT5EncoderModel
 
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -63,7 +63,7 @@ def count_tokens(folder: Path, prompts: Sequence[str]) -> list[int]:
 
 
 def clean(prompt: str) -> str:
-    """HTML entities and white space as in the model's training. Broken Unicode is left as it is."""
+    """Decode HTML entities and normalize white space, as in the model's training. Broken Unicode is not repaired."""
     return re.sub(r"\s+", " ", html.unescape(html.unescape(prompt))).strip()
 
 
@@ -84,7 +84,7 @@ def compute_velocity(
 
 
 class WanSharedAttention:
-    """diffusers' `WanAttnProcessor` for self-attention, with heads instead of tokens on each rank."""
+    """A variant of diffusers' `WanAttnProcessor` for self-attention whose heads are sharded over the ranks."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -101,21 +101,24 @@ class WanSharedAttention:
         query = attn.norm_q(attn.to_q(hidden_states))
         key, value = attn.norm_k(attn.to_k(hidden_states)), attn.to_v(hidden_states)
         query, key, value = (part.unflatten(2, (attn.heads, -1)) for part in (query, key, value))
-        query, key = (rotate(part, *rotary_emb) for part in (query, key))  # [B, own tokens, heads, head size]
+        query, key = (rotate(part, *rotary_emb) for part in (query, key))  # [B, local tokens, heads, head size]
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         attended = attend_over_group(query, key, value, self.group).type_as(hidden_states)
         return attn.to_out[1](attn.to_out[0](attended))  # type: ignore[no-any-return]
 
 
 def rotate(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotary positions of neighbouring pairs, as in `WanAttnProcessor`."""
+    """Apply rotary position embeddings to pairs of adjacent features, as in `WanAttnProcessor`."""
     first, second = tensor.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cosines[..., 0::2], sines[..., 1::2]
     return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).type_as(tensor)
 
 
 def share_tokens(transformer: nn.Module, group: Group) -> None:
-    """Tokens are cut before the first block; positions, which the transformer hands to every block, before each."""
+    """Shard tokens over the ranks of `group`: hidden states before the first block, positions before every block.
+
+    The transformer passes the positions of all tokens to each block.
+    """
     model: Any = transformer
 
     def before_block(first: bool) -> Any:

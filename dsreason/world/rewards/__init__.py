@@ -1,1 +1,1 @@
-"""Rewards of world models: what a clip is worth."""
+"""Rewards of world models, which score clips."""

@@ -1,9 +1,9 @@
-"""Reward functions of clips: `fn(clips, samples)`, built in or the user's own.
+"""Reward functions for clips, `fn(clips, samples)`, which are built in or user-defined.
 
-    def quiet(clips, samples):  # clips: float32 [B, 3, T, H, W] in 0..1; samples[i].prompt, samples[i].meta["fps"], …
+    def quiet(clips, samples):  # clips: float32 [B, 3, T, H, W] in [0, 1]; samples[i].prompt, samples[i].meta["fps"], …
         return 1 - clips.mean(dim=(1, 2, 3, 4))  # B finite numbers: tensor, array or list
 
-Own ones are called as those of text are: in worker processes, within a time limit, and with a check of what they return.
+User-defined functions are called like those for text: in worker processes, with a time limit, and with a check of the result.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ ADVICE = (
 
 
 def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the reward called `name` as a function of (uint8 `[B, 3, T, H, W]`, rows).
+    """Return the reward `name` as a function of (uint8 `[B, 3, T, H, W]`, rows).
 
     Raises:
-        ConfigError: it does not exist, its file does not import, or it cannot be called as fn(clips, samples) with its options.
+        ConfigError: the function does not exist, its file cannot be imported, or it cannot be called as fn(clips, samples)
+            with its options.
     """
     named_function = find_function(name, BUILT_IN, ADVICE)
     function = bind_options(named_function, dict(options or {}), name, {"clips": None, "samples": []})
@@ -58,10 +59,14 @@ def find_clip_reward(name: str, options: Mapping[str, Any] | None = None) -> Cal
 
 
 def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], dict[str, float]]:
-    """Return what a function of (clips, samples) returned, as plain numbers. ValueError if it is not one finite number a clip."""
+    """Convert the result of a function of (clips, samples) to plain numbers.
+
+    Raises:
+        ValueError: the result is not one finite number per clip.
+    """
     try:
         scores = to_numbers(result)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one from tensors
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError comes from tensors
         raise ValueError(f"returned {describe_value(result)}; it must return a finite number for each clip") from None
     count = len(arguments[1])
     if scores.shape != (count,):
@@ -76,7 +81,7 @@ def check_scores(result: Any, arguments: tuple[Any, ...]) -> tuple[list[float], 
 
 
 def to_numbers(result: Any) -> NDArray[np.float64]:
-    """Convert to numbers. numpy by itself would read numbers out of texts, and take the real part of complex ones."""
+    """Convert a result to numbers, and reject strings, which numpy would parse, and complex numbers, which it would truncate."""
     if isinstance(result, Tensor):
         result = result.detach().cpu().to(torch.promote_types(result.dtype, torch.float64)).numpy()
     values = np.asarray(result)
@@ -89,6 +94,6 @@ KIND = FunctionKind(find_clip_reward, check_scores)
 
 
 def check_functions(names: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise ConfigError if a reward cannot be found or called. Own code is imported."""
+    """Raise ConfigError if a reward cannot be found or called. This imports user code."""
     for name in names:
         find_clip_reward(name, options.get(name))

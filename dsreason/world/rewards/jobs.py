@@ -1,4 +1,4 @@
-"""The work of a reward server: requests that wait and are scored one after the other, and scores until they are asked for."""
+"""The job queue of a reward server, which scores requests one by one and stores the scores until they are fetched."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from dsreason.world.types import WorldRow
 log = logging.getLogger(__name__)
 
 KEPT = 4096
-"""Jobs of which the scores, a few numbers, are kept."""
+"""Maximum number of jobs whose scores are kept."""
 KEPT_BYTES = 256 * 2**20
-"""Largest size of all those scores together, as JSON."""
+"""Maximum total size of the stored scores, as JSON."""
 LONGEST_FAILURE = 64_000
-"""Characters of a function's error."""
+"""Maximum number of characters to store of a function's error message."""
 
 
 class Decoder(Protocol):
@@ -42,23 +42,23 @@ class Decoder(Protocol):
 
 @dataclass
 class Job:
-    """An enqueued request, and what came of it: `answers[function]` are status and JSON of the answer to a pull."""
+    """An enqueued request and its results: `answers[function]` is the HTTP status and JSON body of the response to a pull."""
 
     uuid: str
     request: ScoringRequest | None
-    """None once it was scored."""
+    """The request; None after it is scored."""
     names: Sequence[str]
-    """The functions that it asks for."""
+    """Names of the requested functions."""
     num_bytes: int
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
 
 
 class Jobs:
-    """Requests in the order in which they came. A full queue takes no more, so nothing that was taken is dropped.
+    """A queue of requests in order of arrival. It rejects requests when it is full, so no accepted request is dropped.
 
     Args:
-        most_waiting: requests that wait or are being scored, at most.
-        most_bytes: of their bodies together, and of what has come of those being received.
+        most_waiting: maximum number of requests that are waiting or being scored.
+        most_bytes: maximum total size of their bodies, including the received parts of incomplete ones.
     """
 
     def __init__(self, most_waiting: int, most_bytes: int) -> None:
@@ -69,12 +69,12 @@ class Jobs:
         self._count, self._bytes, self._kept_bytes = 0, 0, 0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether one more of this size would be taken now."""
+        """Return whether the queue would accept another request of this size now."""
         with self._changed:
             return self._count < self.most_waiting and self._bytes + num_bytes <= self.most_bytes
 
     def reserve(self, num_bytes: int) -> bool:
-        """Reserve room for this much of a body; return whether there was enough."""
+        """Reserve memory for a part of a body; return whether enough was available."""
         with self._changed:
             free = self._bytes + num_bytes <= self.most_bytes
             if free:
@@ -86,7 +86,7 @@ class Jobs:
             self._bytes -= num_bytes
 
     def add(self, request: ScoringRequest, names: Sequence[str], num_bytes: int) -> str | None:
-        """The job's name; None if too many wait. Its bytes are held."""
+        """Add a job, whose bytes must be reserved already; return its uuid, or None if the queue is full."""
         job = Job(str(uuid.uuid4()), request, names, num_bytes)
         with self._changed:
             if self._count >= self.most_waiting:
@@ -99,7 +99,7 @@ class Jobs:
         return job.uuid
 
     def keep(self, job: Job, name: str, answer: tuple[int, dict[str, Any]], replace: bool = True) -> None:
-        """The answer to a pull; it is dropped if there is one already and `replace` is false."""
+        """Store the response to a pull, unless there already is one and `replace` is false."""
         status, content = answer
         data = json.dumps(content).encode()
         with self._changed:
@@ -110,14 +110,14 @@ class Jobs:
             self._drop_old()
 
     def finish(self, job: Job) -> None:
-        """Its room is free again."""
+        """Mark a job as scored, and release its slot and bytes in the queue."""
         with self._changed:
             job.request = None
             self._count, self._bytes = self._count - 1, self._bytes - job.num_bytes
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Drop the scores of the oldest jobs if there are too many. Those of the last one stay, however long."""
+        """Drop the scores of the oldest jobs if the limits are exceeded, but never those of the newest scored job."""
         scored = [name for name, job in self._known.items() if job.request is None]
         for name in scored[:-1]:
             if len(self._known) <= KEPT and self._kept_bytes <= KEPT_BYTES:
@@ -129,19 +129,19 @@ class Jobs:
             return self._known.get(name)
 
     def take(self) -> Job:
-        """The oldest that waits; waits for one."""
+        """Wait for a job, remove the oldest one from the queue, and return it."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting))
             return self._waiting.popleft()
 
 
 def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
-    """Score one job after the other, for ever; run it in a daemon thread."""
+    """Score jobs one by one, forever. Run this in a daemon thread."""
     while True:
         job = jobs.take()
         try:
             score_job(jobs, job, functions, decoder)
-        except BaseException as error:  # noqa: BLE001  such as memory that does not suffice; the server goes on
+        except BaseException as error:  # noqa: BLE001  such as running out of memory; the server continues
             log.error("job %s failed", job.uuid, exc_info=error)
             for name in job.names:
                 jobs.keep(job, name, build_failure(name, error), replace=False)
@@ -149,7 +149,7 @@ def score_jobs(jobs: Jobs, functions: Mapping[str, ClipReward], decoder: Decoder
 
 
 def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder: Decoder | None) -> None:
-    """Scores from a worker elsewhere have precedence."""
+    """Score a job with the functions it requests. Scores that an external worker has pushed take precedence."""
     assert job.request is not None
     began = time.monotonic()
     clips = to_pixels(job.request, decoder)
@@ -162,7 +162,7 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
         try:
             with torch.no_grad():
                 scores = name_scores(name, functions[name](clips, samples), samples)
-        except BaseException as error:  # noqa: BLE001  somebody else's code, which may exit; the answer says so
+        except BaseException as error:  # noqa: BLE001  user code, which may even exit; the response reports it
             log.error('job %s, reward "%s" failed', job.uuid, name, exc_info=error)
             jobs.keep(job, name, build_failure(name, error), replace=False)
         else:
@@ -173,13 +173,16 @@ def score_job(jobs: Jobs, job: Job, functions: Mapping[str, ClipReward], decoder
 
 
 def build_failure(name: str, error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The answer to a pull. An error's own text may fail as well, which `traceback` bears."""
+    """Build the response to a pull of a failed function.
+
+    Converting the error to a string may fail as well, which `traceback` handles.
+    """
     text = "".join(traceback.format_exception_only(error)).strip()
     return 500, {"message": f'reward "{name}" failed: {text[:LONGEST_FAILURE]}'}
 
 
 def select_functions(request: ScoringRequest, functions: Mapping[str, ClipReward]) -> list[str]:
-    """Return the names of the functions that a request asks for. ValueError if it names none, or one that is not served."""
+    """Return the names of the requested functions. Raise ValueError if there are none, or one is not served."""
     names = [name for name, weight in request.reward_fn.items() if weight > 0]
     unknown = [name for name in names if name not in functions]
     if unknown or not names:
@@ -191,10 +194,10 @@ def select_functions(request: ScoringRequest, functions: Mapping[str, ClipReward
 
 
 def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
-    """float32 `[B, 3, T, H, W]` in 0..1."""
+    """Return the clips as float32 `[B, 3, T, H, W]` in [0, 1]; decode latents if necessary."""
     array = request.array
     if request.media_type == "latent":
-        assert decoder is not None  # otherwise the request was not taken
+        assert decoder is not None  # otherwise the request was rejected
         latents = decode_bfloat16(array) if array.dtype == np.uint8 else array.astype(np.float32)
         return decoder.decode(torch.from_numpy(np.ascontiguousarray(latents))).float().cpu()
     pixels = torch.from_numpy(array.astype(np.float32)).div_(255)
@@ -202,7 +205,7 @@ def to_pixels(request: ScoringRequest, decoder: Decoder | None) -> Tensor:
 
 
 def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
-    """Return what functions get to know of the clips: `meta` has `fps`, and what else the request says of each clip or of all."""
+    """Return the rows to pass to functions; `meta` has `fps` and the request's other fields, per clip or for all clips."""
     rows = []
     for number, (prompt, info) in enumerate(zip(request.prompts, request.video_infos, strict=True)):
         shared = {
@@ -215,7 +218,7 @@ def to_rows(job: str, request: ScoringRequest) -> list[WorldRow]:
 
 
 def name_scores(name: str, result: Any, samples: Sequence[WorldRow]) -> dict[str, list[float]]:
-    """A function's result as the protocol's scores: `{name: [B]}`, or its own keys where it returns a dict of them."""
+    """Convert a function's result to the protocol's scores: `{name: [B]}`, or the keys of the dict that it returns."""
     scores_by_name = result if isinstance(result, Mapping) and result else {name: result}
     return {str(key): check_scores(values, ((), samples))[0] for key, values in scores_by_name.items()}
 
@@ -228,12 +231,13 @@ def describe_input(request: ScoringRequest) -> dict[str, Any]:
 
 
 def find_functions(name: str) -> dict[str, ClipReward]:
-    """Find the reward functions in a file or module, by name; with `:attr` behind it that one only.
+    """Return the reward functions of a file or module by name, or only `attr` if `name` ends with `:attr`.
 
-    Those are served that can be called as fn(clips, samples), are written there and whose name begins with no underscore.
+    A reward function can be called as fn(clips, samples), is defined in the file or built in, and its name does not start with
+    an underscore.
 
     Raises:
-        ConfigError: the file has no reward function, or does not import.
+        ConfigError: the file has no reward function, or cannot be imported.
     """
     advice = "Name a .py file or an installed module with functions fn(clips, samples)"
     code = find_code(name, f"reward-serve {name}", [], advice)

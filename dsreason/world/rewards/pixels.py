@@ -1,6 +1,6 @@
-"""Built-in rewards, which need no weights: what can be measured on the pixels of a clip.
+"""Built-in rewards, which are computed from the pixels of a clip and need no model.
 
-Each is `fn(clips, samples) -> [B]` on clips `[B, 3, T, H, W]`, float32 in 0..1.
+Each is a function `fn(clips, samples) -> [B]` of clips `[B, 3, T, H, W]`, float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dsreason.errors import DataError
 from dsreason.world.types import WorldRow
 
 COLOURS = ("red", "green", "blue")
-"""Names in the order of the channels."""
+"""Colour names in the order of the channels."""
 GREY = 0.15
 """Difference between the largest and the smallest channel below which a pixel counts as grey."""
 SOLID_SHARE = 45 / 1024
-"""Saturated mass of a frame, as a share of its pixels, from which on `solid` is 1: half of the built-in task's square."""
+"""Minimum sum of saturation, per pixel of a frame, for which `solid` is 1: half of the built-in task's square."""
 
 
 def brightness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Mean over all pixels and channels."""
+    """Return the mean over all pixels and channels."""
     return clips.flatten(1).mean(1)
 
 
 def sharpness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Mean absolute Laplacian of the grey frames: 0 for a blank one, 4 for a chessboard of single pixels."""
+    """Return the mean absolute Laplacian of the grey frames: 0 for a blank frame, 4 for a checkerboard of single pixels."""
     grey = clips.mean(1)  # [B, T, H, W]
     middle = grey[..., 1:-1, 1:-1]
     around = grey[..., :-2, 1:-1] + grey[..., 2:, 1:-1] + grey[..., 1:-1, :-2] + grey[..., 1:-1, 2:]
@@ -36,53 +36,59 @@ def sharpness(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
 
 
 def motion(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Mean absolute difference between a frame and the next; 0 for a still, or a single frame."""
+    """Return the mean absolute difference between consecutive frames; 0 for a still clip or a single frame."""
     return _average(clips.mean(1).diff(dim=1).abs())
 
 
 def flicker(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Mean absolute second difference of the frames' brightness: 0 if it is steady or fades evenly. Weigh it negatively."""
+    """Return the mean absolute second difference of the frames' brightness: 0 if it is constant or changes linearly.
+
+    Use a negative weight to penalize flicker.
+    """
     return _average(clips.mean(dim=(1, 3, 4)).diff(n=2, dim=1).abs())
 
 
 def colour(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """Share, 0 to 1, of the clip's colour that lies in the channel which the prompt names first (red, green or blue).
+    """Return the share, 0 to 1, of the clip's colour that is in the first channel named by the prompt (red, green or blue).
 
     Raises:
-        DataError: a prompt names none of them.
+        DataError: a prompt names none of the three colours.
     """
     channels = torch.tensor([_find_channel(sample) for sample in samples])
     return _compute_channel_shares(clips).gather(1, channels[:, None])[:, 0]
 
 
 def red(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """`colour`, whatever the prompt says."""
+    """Return the share of red in the clip's colour, regardless of the prompt; see `colour`."""
     return _compute_channel_shares(clips)[:, 0]
 
 
 def solid(clips: Tensor, samples: Sequence[WorldRow], share: float = SOLID_SHARE) -> Tensor:
-    """Saturated mass of a frame over `share` of its pixels, at most 1: a coloured and bright object is visible."""
+    """Return the clip's mean saturation (above `GREY`) divided by `share`, at most 1.
+
+    The reward is high if a bright, coloured object is visible.
+    """
     saturation = clips.amax(1) - clips.amin(1)  # [B, T, H, W]
     return ((saturation - GREY).clamp(min=0).flatten(1).mean(1) / share).clamp(max=1)
 
 
 def follow(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """`colour` times `solid`: clips that are nearly black could have just the right colour."""
+    """Return `colour` times `solid`, since nearly black clips can also have the right colour."""
     return colour(clips, samples) * solid(clips, samples)
 
 
 def red_solid(clips: Tensor, samples: Sequence[WorldRow]) -> Tensor:
-    """`red` times `solid`."""
+    """Return `red` times `solid`."""
     return red(clips, samples) * solid(clips, samples)
 
 
 def _average(values: Tensor) -> Tensor:
-    """Average over all but the first axis; 0 if there are no values."""
+    """Average over all axes but the first; return 0 if there are no values."""
     return values.flatten(1).sum(1) / max(1, values[0].numel())
 
 
 def _compute_channel_shares(clips: Tensor) -> Tensor:
-    """`[B, 3]`: how much each channel exceeds both others, over all pixels, in shares of the three."""
+    """Return how much each channel exceeds the other two, summed over all pixels and normalised to a sum of 1: `[B, 3]`."""
     highest = clips.topk(2, dim=1).values
     excess = (clips - highest[:, 1:]).clamp(min=0).flatten(2).sum(2)  # only the largest channel exceeds the second
     return excess / excess.sum(1, keepdim=True).clamp(min=1e-6)

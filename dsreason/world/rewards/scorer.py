@@ -1,4 +1,4 @@
-"""Scoring clips by weighted functions and by a reward service, while the caller goes on sampling."""
+"""Scoring of clips with weighted functions and a reward service, in the background while the caller samples more clips."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ class ClipScores:
     """
 
     total: Tensor
-    """`[B]`, float32: the functions' weighted sum plus the services' one."""
+    """Weighted sum of the functions plus that of the services: `[B]`, float32."""
     by_name: dict[str, Tensor]
-    """`[B]` each, float32, unweighted and not clipped: functions by short name, services as `<name>/<score key>`."""
+    """Scores without weights and clipping, each `[B]`, float32: functions by short name, services as `<name>/<score key>`."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Scores that are being made."""
+    """Scores that are being computed."""
 
     config: WorldRewardConfig
     labels: Sequence[str]
-    """Scores by function, in the order of `config.functions`."""
+    """Short names of the functions, in the order of `config.functions`."""
     num_clips: int
     here: Values
-    """Scores of the functions that were called at once."""
+    """Scores of the functions that were called synchronously in this process."""
     futures: Sequence[Future[Values]]
     """Pending results of the built-in functions, the worker processes and the service."""
 
     def result(self) -> ClipScores:
-        """Waits for the scores. RewardError: a function or the service failed, or took too long."""
+        """Wait for the scores. Raise RewardError if a function or the service failed or took too long."""
         values = dict(self.here)
         for future in self.futures:
             values |= future.result()
@@ -68,15 +68,15 @@ class Pending:
 
 
 class ClipScorer:
-    """Scores clips; a context manager, since it holds worker processes.
+    """A scorer of clips, which is a context manager because it owns worker processes.
 
         with open_scorer(WorldRewardConfig(functions={"colour": 1.0, "rewards.py:judge": 0.5})) as scorer:
             pending = scorer.start(clips, latents, rows, fps=16.0)
             …                           # sample the next clips meanwhile
             scores = pending.result()
 
-    Built-in functions are called in a thread; the user's own in worker processes (`reward.workers`; 0: at `start`, in this
-    process, and without a time limit). Entering raises ConfigError when a function cannot be found.
+    Built-in functions are called in a thread, user-defined ones in worker processes. With `reward.workers = 0`, `start` calls
+    user-defined functions itself, without a time limit. `__enter__` raises ConfigError if a function cannot be found.
     """
 
     def __init__(self, config: WorldRewardConfig, *, start_limit: float = 120.0) -> None:
@@ -92,9 +92,9 @@ class ClipScorer:
         )
         self._service = RewardService(config) if config.services else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-        """Calls of a pool follow each other."""
+        """A single thread, so that calls of the pool do not overlap."""
         self._built_in = ThreadPoolExecutor(1, thread_name_prefix="built-in rewards")
-        """A large clip takes seconds: the next one is sampled meanwhile."""
+        """A thread for built-in functions, since a large clip takes seconds, during which the next one can be sampled."""
 
     def __enter__(self) -> Self:
         self._here = {
@@ -113,15 +113,15 @@ class ClipScorer:
         self._pool.close()
 
     def start(self, clips: Tensor, latents: Tensor, rows: Sequence[WorldRow], fps: float) -> Pending:
-        """Begin to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not change before the result arrives.
+        """Start to score `clips[i]`, which was sampled for `rows[i]`. The tensors must not change before the result arrives.
 
         Args:
             clips: uint8 `[B, 3, T, H, W]` on the CPU.
-            latents: float32 `[B, C, T, h, w]`, normalised, of the same clips; read where a service gets latents.
-            fps: frames per second of the clips; functions find it as `samples[i].meta["fps"]`.
+            latents: normalised latents of the same clips, float32 `[B, C, T, h, w]`; used only if the service gets latents.
+            fps: frames per second of the clips, which functions see as `samples[i].meta["fps"]`.
 
         Raises:
-            RewardError: a function of the user's that is called here failed.
+            RewardError: a user-defined function that is called in this process failed.
         """
         if clips.dtype != torch.uint8 or clips.ndim != 5 or len(clips) != len(rows):
             raise ValueError(
@@ -135,7 +135,7 @@ class ClipScorer:
         if built_in:
             futures.append(self._built_in.submit(self._call_here, built_in, pixels, samples))
         if self._service is not None:
-            # A copy of the latents: the caller may go on with theirs.
+            # This copies the latents, so the caller may modify its tensor.
             sent = pixels if self.config.media == "video" else latents.detach().to("cpu", torch.float16).numpy()
             prompts = [row.prompt for row in rows]
             futures.append(run_in_background(partial(self._service.score, sent, prompts, fps, name_clips(rows))))
@@ -152,10 +152,10 @@ class ClipScorer:
 
 
 def open_scorer(config: WorldRewardConfig) -> ClipScorer:
-    """A scorer of everything that the configuration names. Files of the user's are imported, no request is made.
+    """Create the scorer for the configured rewards. This imports user code, but sends no request.
 
     Raises:
-        ConfigError: no reward is named, one cannot be found or called, or a service is without its addresses.
+        ConfigError: no reward is configured, a function cannot be found or called, or the service's URLs are missing.
     """
     if not config.functions and not config.services:
         raise ConfigError("no reward is named; set reward.functions, such as { follow = 1.0 }, or reward.services")
@@ -164,13 +164,13 @@ def open_scorer(config: WorldRewardConfig) -> ClipScorer:
 
 
 def run_in_background(call: Callable[[], Values]) -> Future[Values]:
-    """Its result, from a thread that a process which ends does not wait for: a service may take minutes."""
+    """Run `call` in a daemon thread, so that the process can exit without waiting for a slow service; return its future."""
     future: Future[Values] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001  raised when the result is requested
             future.set_exception(error)
 
     threading.Thread(target=run, name="reward service", daemon=True).start()
@@ -180,7 +180,10 @@ def run_in_background(call: Callable[[], Values]) -> Future[Values]:
 def call_here(
     name: str, function: Callable[..., Any], clips: NDArray[np.uint8], samples: Sequence[WorldRow]
 ) -> list[float]:
-    """The scores by a function in this process; by a built-in one clip by clip, since a large clip takes gigabytes as float32."""
+    """Call a function in this process and return its scores.
+
+    Built-in functions are called clip by clip, because a large clip takes gigabytes as float32.
+    """
     size = 1 if name in BUILT_IN else len(samples)
     scores: list[float] = []
     for first in range(0, len(samples), size):
@@ -200,6 +203,6 @@ def call_here(
 
 
 def name_clips(rows: Sequence[WorldRow]) -> str:
-    """Return which clips, for messages: `clips of "train.txt:1" to "train.txt:4"`."""
+    """Describe the clips for messages, such as `clips of "train.txt:1" to "train.txt:4"`."""
     first, last = rows[0].id, rows[-1].id
     return f'clip of "{first}"' if len(rows) == 1 else f'clips of "{first}" to "{last}"'

@@ -1,13 +1,13 @@
-"""A small reward service, compatible with cosmos-rl's: the functions of a file, over HTTP. `wire.py` describes the bytes.
+"""A small HTTP reward server, compatible with cosmos-rl's, for the functions of a file. `wire.py` describes the wire format.
 
     POST /api/reward/ping          a form with info_data
-    POST /api/reward/enqueue       → {"uuid": …}; 400 says what is wrong with the body, 503 that the queue is full
-    POST /api/reward/pull          → the scores; 400 not yet, 404 no such job or function, 500 the function failed
-    POST /api/reward/push          scores of a function that a job asked for, from a worker elsewhere
+    POST /api/reward/enqueue       → {"uuid": …}; 400 if the body is invalid, 503 if the queue is full
+    POST /api/reward/pull          → the scores; 400 not ready, 404 no such job or function, 500 the function failed
+    POST /api/reward/push          scores of a function requested by a job, from an external worker
     POST /api/reward/latent_attr   501: the decoder is chosen when the server starts
 
-Every answer to a request that HTTP allows is JSON; errors are {"message": …}. If the server has a token, requests without it get
-401. A body that comes too slowly gets 408, and a connection too many 503. uvicorn closes other connections with a plain 400.
+Every response to a valid HTTP request is JSON; errors are {"message": …}. If the server has a token, requests without it get
+401. Bodies that arrive too slowly get 408, and excess connections get 503. uvicorn closes invalid connections with a plain 400.
 """
 
 from __future__ import annotations
@@ -41,48 +41,48 @@ log = logging.getLogger(__name__)
 
 PREFIX = "/api/reward/"
 HEADER_BYTES = 256 * 2**10
-"""Largest headers of a request."""
+"""Maximum size of a request's headers."""
 PULL_BYTES, PUSH_BYTES = 64 * 2**10, 256 * 2**10
-"""Largest forms."""
+"""Maximum sizes of the forms for pull and push."""
 MOST_FIELDS = 32
-"""Most fields of a form; the protocol has three."""
+"""Maximum number of fields in a form; the protocol needs three."""
 MOST_SAID = 1000
-"""Characters of a message."""
+"""Maximum number of characters in an error message."""
 SOCKET_LIMIT = 60.0
-"""Seconds for the headers of a request, and for a body in addition to those that it takes at LOWEST_RATE."""
+"""Time limit in seconds for a request's headers, and for its body in addition to the time it takes at LOWEST_RATE."""
 LOWEST_RATE = 1e6
-"""Bytes per second of a long body."""
+"""Minimum rate of a long body, in bytes per second."""
 MOST_CONNECTIONS = 256
-"""Open connections at a time, and at most half of the files that this process may have open."""
+"""Maximum number of open connections; the limit is lower if it exceeds half of the files that the process may open."""
 NO_PLACE = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 2\r\nContent-Type: application/json\r\n"
     b'Content-Length: 45\r\n\r\n{"message": "there are too many connections"}'
 )
 RETRY_AFTER = {"Retry-After": "2"}
-"""Seconds that a client should wait if the queue is full."""
+"""Header with the seconds that a client should wait if the queue is full."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Example: `Limits(most_waiting=60, body_bytes=4 * 2**30, queue_bytes=16 * 2**30)`."""
+    """Limits of the server's queue. Example: `Limits(most_waiting=60, body_bytes=4 * 2**30, queue_bytes=16 * 2**30)`."""
 
     most_waiting: int = 60
-    """Requests that wait or are being scored."""
+    """Maximum number of requests that are waiting or being scored."""
     body_bytes: int = 4 * 2**30
-    """Size of one request."""
+    """Maximum size of a request's body."""
     queue_bytes: int = 16 * 2**30
-    """Size of all those together, and of what has arrived of those that are being received."""
+    """Maximum total size of these requests' bodies, including the received parts of incomplete ones."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """State that the routes share."""
+    """The state that the routes share."""
 
     jobs: Jobs
     functions: Mapping[str, ClipReward]
     token: str | None
     decodes: bool
-    """Requests may hold latents."""
+    """Whether the server can decode latents."""
     limits: Limits
 
 
@@ -92,7 +92,7 @@ def find_service(request: Request) -> Service:
 
 
 def check_token(request: Request) -> None:
-    """Compare the token in a time that does not depend on how much of it is right."""
+    """Check the token in constant time. Raise HTTPException if it is missing or wrong."""
     authorization, token = request.headers.get("Authorization"), find_service(request).token
     if token is not None and not hmac.compare_digest((authorization or "").encode(), f"Bearer {token}".encode()):
         problem = "a token is required" if authorization is None else "the token is wrong"
@@ -112,7 +112,11 @@ def build_app(service: Service) -> FastAPI:
 
 
 class RewardHTTPServer:
-    """Serves `functions`, which run in one thread, one job after the other. OSError if it cannot listen at the address."""
+    """An HTTP server for `functions`, which score jobs one by one in a thread.
+
+    Raises:
+        OSError: the server cannot listen at the address.
+    """
 
     def __init__(
         self,
@@ -161,12 +165,12 @@ class RewardHTTPServer:
         self._server.run(sockets=[self.socket])
 
     def stop(self) -> None:
-        """Jobs that are being scored are not waited for."""
+        """Stop the server without waiting for jobs that are being scored."""
         self._server.should_exit = True
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is refused if there are too many, and closed if no request comes for SOCKET_LIMIT seconds."""
+    """A connection that is refused if too many are open, and closed if no request arrives for SOCKET_LIMIT seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -273,7 +277,7 @@ def check_asked(job: Job, name: str) -> None:
 
 
 def read_size(request: Request, most_bytes: int) -> int:
-    """Return the size that the request announces, 0 if it does not. HTTPException if it is too large."""
+    """Return the request's Content-Length, or 0 if it has none. Raise HTTPException if it is too large."""
     num_bytes = int(request.headers.get("Content-Length", 0))
     if num_bytes > most_bytes:
         raise HTTPException(413, f"the body has {num_bytes} bytes, at most {most_bytes} are taken")
@@ -281,7 +285,7 @@ def read_size(request: Request, most_bytes: int) -> int:
 
 
 async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. HTTPException if it is too large, TimeoutError if it is slower than it may be."""
+    """Yield the body as it arrives. Raise HTTPException if it is too large, TimeoutError if it arrives too slowly."""
     read_size(request, most_bytes)
     num_bytes, now, stream = 0, asyncio.get_running_loop().time, request.stream()
     begin = now()
@@ -297,14 +301,14 @@ async def iter_body(request: Request, most_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def read_form(request: Request, most_bytes: int) -> dict[str, str]:
-    """Return the fields of a form; of one that is given twice, the last. ValueError if there are too many."""
+    """Return the fields of a form, with the last value of repeated ones. Raise ValueError if there are too many fields."""
     content = b"".join([piece async for piece in iter_body(request, most_bytes)])
     fields = parse_qs(content.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=MOST_FIELDS)
     return {name: values[-1] for name, values in fields.items()}
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer with a message. It may quote other people's code, so it is shortened and shows no secret of this machine."""
+    """Respond with an error message. It may quote user code, so it is truncated and this machine's secrets are masked."""
     headers = dict(error.headers or {}) if isinstance(error, AnyHTTPException) else {}
     match error:
         case ClientDisconnect():
@@ -321,6 +325,6 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
             headers["Connection"] = "close"
         case _:
             status, message = 400, str(error)
-    message = hide_secrets(message[: 64 * MOST_SAID])  # to search megabytes takes seconds
+    message = hide_secrets(message[: 64 * MOST_SAID])  # searching megabytes for secrets takes seconds
     content = {"message": message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}…"}
     return JSONResponse(content, status, headers)

@@ -1,8 +1,8 @@
-"""The client of cosmos-rl's reward service: it enqueues clips and polls for their scores.
+"""A client of cosmos-rl's reward service, which enqueues clips and polls for their scores.
 
-The bytes are described in `wire.py`, and a server of that kind is `server.py`. Addresses and token come from
-REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same with WFM_REWARD_; the addresses also from
-the configuration. REMOTE_REWARD_URL, the server of rewards for texts, is not read.
+`wire.py` describes the wire format, and `server.py` is a compatible server. The URLs and the token come from the environment
+variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and REMOTE_REWARD_TOKEN, or the same names with the prefix
+WFM_REWARD_; the configuration can override the URLs. REMOTE_REWARD_URL, the server for text rewards, is not used.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from dsreason.world.schema import WorldRewardConfig
 log = logging.getLogger(__name__)
 
 MOST_TOTAL = 5.0
-"""The sum of the services' weighted scores is clipped at ± this."""
+"""Bound at which the sum of the services' weighted scores is clipped, positive and negative."""
 FAILED_PULLS = 6
-"""Failures in a row after which scores are given up: with the pauses between them, half a minute."""
+"""Number of consecutive failures after which the client gives up; with the pauses, this takes half a minute."""
 LONGEST_POLL = 5.0
 REQUEST_LIMIT = 60.0
-"""Seconds for the answer to one pull."""
+"""Time limit in seconds for the response to a pull."""
 LONGEST_NAME = 1000
-"""Most characters of the name of a job or a replica."""
+"""Maximum length of the id of a job or a replica, in characters."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request as the service knows it; `subject` names its clips."""
+    """An enqueued request; `subject` names its clips in messages."""
 
     uuid: str
     shown: str
-    """The same for messages."""
+    """Description of the job for messages, with the quoted uuid."""
     replica: str | None
     subject: str
     deadline: float
 
 
 class RewardService:
-    """A reward service, as the configuration or the environment names it.
+    """The client of a reward service, whose URLs come from the configuration or the environment.
 
     Args:
-        pause: seconds before the first retry; doubled for every further one.
-        poll: seconds between the first two polls for scores; half as long again each time.
+        pause: seconds before the first retry, doubled for each later retry.
+        poll: seconds between the first two polls for scores, multiplied by 1.5 after each poll.
 
     Raises:
-        ConfigError: an address is missing or invalid, or the token cannot be sent.
+        ConfigError: a URL is missing or invalid, or the token cannot be sent.
     """
 
     def __init__(self, config: WorldRewardConfig, *, pause: float = 1.0, poll: float = 0.2) -> None:
@@ -69,20 +69,20 @@ class RewardService:
         self._stop = threading.Event()
 
     def close(self) -> None:
-        """Requests under way end after the answer that they wait for."""
+        """Cancel pending requests as soon as the response for which they are waiting arrives."""
         self._stop.set()
 
     def score(
         self, array: NDArray[np.generic], prompts: Sequence[str], fps: float, subject: str
     ) -> dict[str, list[float]]:
-        """Scores by `<name>/<score key>`, waited for until `reward.time_limit`.
+        """Enqueue clips and wait up to `reward.time_limit` for their scores; return them by `<name>/<score key>`.
 
         Args:
-            array: uint8 `[B, 3, T, H, W]`, or float16 latents where `reward.media` is `latent`.
-            subject: which clips, for messages.
+            array: uint8 `[B, 3, T, H, W]`, or float16 latents if `reward.media` is `latent`.
+            subject: description of the clips for messages.
 
         Raises:
-            RewardError: the service refuses, fails, or has no scores in time.
+            RewardError: the service refuses the request, fails, or returns no scores in time.
         """
         keys = score_keys(self.config)
         infos = [{"video_fps": fps}] * len(prompts)
@@ -190,7 +190,7 @@ def is_header(value: object) -> bool:
 
 
 def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
-    """Return what is read of each function's scores: `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
+    """Return the score keys to read for each function, such as `{"dance_grpo": ["vq_reward", "mq_reward"]}`."""
     keys_by_url: dict[str, list[str]] = {}
     for service in config.services:
         keys = keys_by_url.setdefault(service.name, [])
@@ -199,7 +199,7 @@ def score_keys(config: WorldRewardConfig) -> dict[str, list[str]]:
 
 
 def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
-    """Return the greatest weight by function; 1 if that is 0, since the service would leave the function out."""
+    """Return the largest weight of each function, or 1 if it is 0, because the service would ignore the function."""
     weights: dict[str, float] = {}
     for service in config.services:
         weights[service.name] = max(weights.get(service.name, 0.0), service.weight)
@@ -207,7 +207,7 @@ def choose_sent_weights(config: WorldRewardConfig) -> dict[str, float]:
 
 
 def compute_total(config: WorldRewardConfig, values: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
-    """`[B]`: clip(sum of clip(score, clip_min, clip_max)·weight, ± 5)·scale, as cosmos-rl's client has it."""
+    """Return clip(sum of clip(score, clip_min, clip_max)·weight, ± 5)·scale, like cosmos-rl's client: `[B]`."""
     total: NDArray[np.float64] | float = 0.0
     for service in config.services:
         score = sum(np.asarray(values[f"{service.name}/{key}"]) for key in service.score_key.split("+"))

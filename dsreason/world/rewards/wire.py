@@ -1,13 +1,13 @@
-"""The bytes of cosmos-rl's reward service, for its client and for a server.
+"""Wire format of cosmos-rl's reward service, for the client and the server.
 
-    POST …/enqueue   one line of JSON, a line break, an array in numpy's `.npy` format
+    POST …/enqueue   a line of JSON, a line break, and an array in numpy's `.npy` format
                      {"prompts": [str], "reward_fn": {name: weight}, "video_infos": [{"video_fps": 16.0}], "media_type": "video"}
-    200              {"uuid": "…", "replica_id": "…"}        the latter only if there are several replicas
+    200              {"uuid": "…", "replica_id": "…"}        replica_id only if there are several replicas
     POST …/pull      a form with `uuid` and `type`, the function's name; the header X-Lepton-Replica-Target names the replica
-    200              {"scores": {key: [float]}, …};  400: not yet, ask again
+    200              {"scores": {key: [float]}, …};  400 if the scores are not ready: retry
 
 Arrays by `media_type`: `video` uint8 `[B, C, T, H, W]`, `image` uint8 `[B, H, W, C]`, `latent` `[B, C, T, h, w]`, normalised.
-Without a `media_type` they are latents. Latents of type uint8 are the bytes of bfloat16 numbers.
+`media_type` defaults to `latent`. Latents of type uint8 contain the bytes of bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ REPLICA = "X-Lepton-Replica-Target"
 NUM_AXES = {"video": 5, "image": 4, "latent": 5}
 CHANNEL_AXIS = {"video": 1, "image": 3}
 MAX_HEAD_BYTES = 2 * 2**20
-"""Largest size of the JSON, which takes twenty times as much once it is read."""
+"""Maximum size of the JSON, which needs twenty times as much memory when it is parsed."""
 KNOWN = ("prompts", "reward_fn", "video_infos", "media_type")
 
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """Content of an enqueued body.
+    """The content of an enqueue request.
 
     Example: `ScoringRequest(["a red ship"], {"dance_grpo": 1.0}, [{"video_fps": 16.0}], "video", array)`.
     """
 
     prompts: Sequence[str]
     reward_fn: Mapping[str, float]
-    """Names and weights. The server does not apply weights, but leaves functions out whose weight is not positive."""
+    """Weights by function name. The server does not apply weights, but ignores functions whose weight is not positive."""
     video_infos: Sequence[Mapping[str, Any]]
     media_type: Media
     array: Array
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys, such as `geneval_tags`."""
+    """Additional keys, such as `geneval_tags`."""
 
 
 def enqueue_body(request: ScoringRequest) -> bytes:
@@ -68,7 +68,7 @@ def pull_body(uuid: str, name: str) -> bytes:
 
 
 def read_body(body: bytes | bytearray) -> ScoringRequest:
-    """The request in a body. ValueError says what is wrong with it. The array shares the body's memory."""
+    """Parse the body of an enqueue request; the array shares the body's memory. Raise ValueError if the body is invalid."""
     end = body.find(b"\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         raise ValueError(
@@ -103,7 +103,7 @@ def read_body(body: bytes | bytearray) -> ScoringRequest:
 
 
 def parse_strict_json(text: str | bytes) -> Any:
-    """Parse a JSON text. ValueError if it is not valid, such as with NaN or with a number that is too large to be finite."""
+    """Parse JSON. Raise ValueError if it is invalid, or contains NaN or a number that overflows to infinity."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)
@@ -126,7 +126,7 @@ def _check_array(media_type: Media, array: Array) -> None:
 
 
 def decode_bfloat16(array: Array) -> Array:
-    """uint8 `[…, 2·w]`, the bytes of bfloat16 numbers, as float32 `[…, w]`."""
+    """Convert the bytes of bfloat16 numbers to float32: uint8 `[…, 2·w]` → `[…, w]`."""
     if array.shape[-1] % 2:
         raise ValueError(f"latents of type uint8 must have an even last axis, it is {array.shape[-1]}")
     bits = np.ascontiguousarray(array).view("<u2").astype(np.uint32) << 16

@@ -1,1 +1,1 @@
-"""Training of world models: on real clips, and by rewards of sampled ones; the loop is in `loop.py`."""
+"""Training of world models on real clips or with rewards for sampled clips; `loop.py` contains the training loop."""

@@ -1,4 +1,4 @@
-"""Building a world-model run: data, components, engine, rewards, and what shows the run to a person."""
+"""Construction of a world-model run: data, components, engine, rewards, metrics and progress display."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunWeights:
-    """The transformer in its engine, the other weights of the run, and the step that all of them are of."""
+    """The engine with the transformer, the other weights of the run, and their trainer state."""
 
     engine: DeepSpeedEngine
     lora: dict[str, Any] | None
     """The adapter's metadata; None if all weights are trained."""
     state: TrainerState
     reference: ReferencePolicy | None
-    """None without a KL term."""
+    """The reference for the KL term; None if there is no such term."""
     averages: Mapping[str, WeightAverage]
-    """"ema" and, for nft, "old"."""
+    """Averages by name: "ema" if `train.ema_decay` is set, and "old" for nft."""
 
 
 @dataclass(kw_only=True)
 class WorldTrainer:
-    """The parts of training of a world model."""
+    """The components of a training run."""
 
     job: TrainingJob[WorldConfig]
     run: TrainingRun[WorldConfig]
@@ -77,11 +77,11 @@ class WorldTrainer:
     validation: WorldDataset
     order: StepOrder
     clips: Iterator[list[Clip]]
-    """sft: this rank's clips of each step."""
+    """This rank's real clips of each step; used by sft only."""
     reference: ReferencePolicy | None
-    """None without a KL term."""
+    """The reference for the KL term; None if there is no such term."""
     averages: Mapping[str, WeightAverage]
-    """"ema" and, for nft, "old"."""
+    """Averages by name: "ema" if `train.ema_decay` is set, and "old" for nft."""
     lora: dict[str, Any] | None
     """The adapter's metadata; None if all weights are trained."""
     epsilon_check: EpsilonCheck
@@ -93,7 +93,7 @@ class WorldTrainer:
 
 
 def check_start(config: WorldConfig, step: int) -> None:
-    """Raise ConfigError if a run would go on inside of a rollout."""
+    """Raise ConfigError if the run would continue in the middle of a rollout."""
     steps = config.world.optimizer_steps_per_rollout
     if config.world.algorithm != "sft" and step % steps:
         raise ConfigError(
@@ -104,7 +104,7 @@ def check_start(config: WorldConfig, step: int) -> None:
 
 @contextmanager
 def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None) -> Iterator[WorldTrainer]:
-    """Join the job, check and build everything; on the way out close what was opened. Every rank calls it."""
+    """Join the job, check the configuration and build the trainer; close it at the end. Every rank must call this."""
     with ExitStack() as stack:
         job = open_job(config, output_dir, resume, command="world", check=check, find_model=find_model, stack=stack)
         config, world, folder = job.config, job.world, job.model_path
@@ -148,7 +148,7 @@ def build_world(config: WorldConfig, output_dir: Path | None, resume: str | None
 def start_world_run(
     job: TrainingJob[WorldConfig], weights: RunWeights, stack: ExitStack, *, metrics: Metrics, total_steps: int
 ) -> TrainingRun[WorldConfig]:
-    """Start the run around the engine, whose exports have the averaged weights if there are any. Every rank calls it."""
+    """Start the run; its exports contain the averaged weights if there are any. Every rank must call this."""
     config, lora = job.config, weights.lora
 
     def export(output: Path, dtype: Literal["bf16", "fp32"], state: TrainerState) -> None:
@@ -181,18 +181,22 @@ def start_world_run(
 
 
 def digest_rows(rows: WorldDataset) -> dict[str, Any]:
-    """Digest prompts and the names of clips, see `compute_rows_digest`."""
+    """Compute a digest of the prompts and file names of clips; see `compute_rows_digest`."""
     return compute_rows_digest(len(rows), lambda number: [rows[number].prompt, PurePath(rows[number].clip or "").name])
 
 
 def compute_share(config: WorldConfig, world: World) -> ClipShare:
-    """Return which share of the clips this rank computes."""
+    """Return this rank's share of the clips."""
     size = config.train.context_parallel_size
     return ClipShare(world.rank // size, world.size // size, leads=world.rank % size == 0)
 
 
 def open_rewards(config: WorldConfig, share: ClipShare, stack: ExitStack) -> ClipScorer | None:
-    """Open the rewards, until `stack` closes, on one rank of each group that computes a clip together. Collective."""
+    """Open the scorer on the leading rank of each context-parallel group, until `stack` closes. Collective.
+
+    Returns:
+        The scorer; None on other ranks or if no rewards are configured.
+    """
     with share_errors():
         if share.leads and (config.reward.functions or config.reward.services):
             return stack.enter_context(open_scorer(config.reward))
@@ -200,7 +204,7 @@ def open_rewards(config: WorldConfig, share: ClipShare, stack: ExitStack) -> Cli
 
 
 def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, dict[str, Any] | None]:
-    """Build the transformer in its partitions, with its optimizer. Return it and the adapter's metadata, if it has one."""
+    """Build the DeepSpeed engine with the transformer and its optimizer; return it and the adapter's metadata, or None."""
     config, folder = job.config, job.model_path
     family, metadata = find_family(folder), None
     log.info("loading %s", folder)
@@ -219,7 +223,7 @@ def build_transformer(job: TrainingJob[WorldConfig]) -> tuple[DeepSpeedEngine, d
 
 
 def build_context_group(config: WorldConfig, world: World) -> Any:
-    """Build the process group of the ranks that share this rank's clips; None if each rank has its own clips. Collective."""
+    """Create the process groups of ranks that share clips; return that of this rank, or None if ranks share none. Collective."""
     size = config.train.context_parallel_size
     if size == 1:
         return None
@@ -233,9 +237,9 @@ def load_weights(job: TrainingJob[WorldConfig]) -> RunWeights:
     engine, lora = build_transformer(job)
     with_kl = config.world.kl_coef > 0 and config.world.algorithm != "sft"
     needed = {"ema": config.train.ema_decay is not None, "old": config.world.algorithm == "nft"}
-    # The policy's place while others are in the engine, one at a time: for 14B it is 28 GB a host.
+    # A buffer for the policy while other weights are in the engine, one set at a time: 28 GB per host for a 14B model.
     room = allocate_share_buffer(engine) if with_kl or any(needed.values()) else None
-    # Before a checkpoint is loaded: it is the model that training began with.
+    # The reference is the initial model, so it must be built before a checkpoint is loaded.
     reference = ReferencePolicy(engine, room) if with_kl else None
     state = start_state(engine, checkpoint, config, job.model_path, job.world, with_frozen=lora is None)
     check_start(config, state.step)

@@ -1,4 +1,4 @@
-"""The clips of a step: which of them a rank computes, what each depends on, and how they are batched."""
+"""The clips of a step: their assignment to ranks and micro-batches, their noise and their given frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsreason.world.types import Conditioning, WorldRow
 
 @dataclass(frozen=True, order=True)
 class ClipIndex:
-    """One clip of a step: `ClipIndex(prompt=3, clip=0)` is the first of the fourth prompt, counted over all ranks."""
+    """The index of a clip in a step: `ClipIndex(prompt=3, clip=0)` is the first clip of the fourth prompt over all ranks."""
 
     prompt: int
     clip: int
@@ -26,36 +26,36 @@ class ClipIndex:
 
 @dataclass(frozen=True)
 class ClipShare:
-    """A rank's share of the clips. The ranks of one context-parallel group have the same."""
+    """A rank's share of the clips, number `index` of `count`; all ranks of a context-parallel group have the same share."""
 
     index: int
     count: int
     leads: bool = True
-    """True for the rank that speaks for its group: it requests rewards, and counts in sums."""
+    """Whether the rank represents its group: only this rank requests rewards and contributes to sums over ranks."""
 
 
 @dataclass(frozen=True)
 class ClipMicroBatch:
-    """Clips that go through one forward, in sampling and in training alike. All tensors are on the CPU."""
+    """Clips that share a forward pass, in sampling and training. All tensors are on the CPU unless `to` moves them."""
 
     places: tuple[ClipIndex, ...]
     counted: bool
-    """False for a stand-in, which only keeps the ranks in step."""
+    """Whether the clips count in the loss; false for a stand-in, which only keeps the ranks in sync."""
     rows: tuple[WorldRow, ...]
     start: Tensor
-    """`[B, C, T, h, w]`: the noise that sampling begins with."""
+    """Initial noise of sampling: `[B, C, T, h, w]`."""
     text: Tensor
-    """`[B, L, D]`."""
+    """Embeddings of the prompts: `[B, L, D]`."""
     conditioning: Conditioning | None = None
     clean: Tensor | None = None
-    """`[B, C, T, h, w]`: latents of the rows' own clips, if training needs them."""
+    """Latents of the rows' real clips, `[B, C, T, h, w]`; None if training does not need them."""
 
     def __len__(self) -> int:
         return len(self.places)
 
     @property
     def free(self) -> Tensor | None:
-        """`[B, 1, T, 1, 1]`: 1 for sampled frames; None if no frame is given."""
+        """Mask of the sampled frames: `[B, 1, T, 1, 1]`, 1 for sampled frames, 0 for given ones; None if no frame is given."""
         return None if self.conditioning is None else 1 - self.conditioning.mask
 
     def to(self, device: torch.device) -> ClipMicroBatch:
@@ -76,30 +76,30 @@ class ClipMicroBatch:
 
 @dataclass(frozen=True)
 class SampledClips:
-    """A sampled micro-batch with what its training needs. All tensors are on the CPU."""
+    """A sampled micro-batch with the values that training needs. All tensors are on the CPU."""
 
     batch: ClipMicroBatch
     latents: Tensor
-    """`[B, C, T, h, w]`, float32."""
+    """Latents of the sampled clips: `[B, C, T, h, w]`, float32."""
     trajectory: Mapping[int, Kept]
-    """The trained steps by number; empty for nft."""
+    """Recorded steps by step number; empty for nft."""
     advantages: Tensor
-    """`[B]`, float32; zero until the rewards have arrived."""
+    """Advantages of the clips: `[B]`, float32; zero until the rewards arrive."""
     fixed: Mapping[str, Mapping[int, Tensor]]
-    """Velocities of other policies, `[B, C, T, h, w]`: "reference" and "old", by number of the trained step or time. In
-    bfloat16 where that loses nothing, see `halve`."""
+    """Velocities of the policies "reference" and "old", `[B, C, T, h, w]`, by number of the trained step or time. They are
+    bfloat16 if that is lossless; see `halve`."""
 
 
 def halve(tensor: Tensor) -> Tensor:
-    """Convert to bfloat16 if that keeps every value, as for a velocity that comes straight out of a transformer in bfloat16."""
+    """Convert a tensor to bfloat16 if that is lossless, such as for a velocity that a bfloat16 transformer returned."""
     half = tensor.bfloat16()
     return half if torch.equal(half.to(tensor), tensor) else tensor
 
 
 def share_out(places: Sequence[ClipIndex], share: ClipShare, size: int) -> list[tuple[tuple[ClipIndex, ...], bool]]:
-    """Group this rank's clips by at most `size`, with whether they count; every rank has the same number of groups.
+    """Split this rank's clips into groups of at most `size`; return each group and whether it counts.
 
-    Example: 5 clips over 2 ranks in groups of 2 → [2, 1] and [2, stand-in] clips.
+    Every rank has the same number of groups. Example: 5 clips on 2 ranks in groups of 2 → 2 + 1 clips and 2 clips + a stand-in.
     """
     own_clips = [places[place.prompt] for place in own_places(len(places), share)]
     num_groups = ceil(ceil(len(places) / share.count) / size)
@@ -108,19 +108,19 @@ def share_out(places: Sequence[ClipIndex], share: ClipShare, size: int) -> list[
 
 
 def own_places(count: int, share: ClipShare) -> list[ClipIndex]:
-    """This rank's share of `count` prompts of one clip each."""
+    """Return this rank's share of `count` clips, one per prompt."""
     begin, end = (i * count // share.count for i in (share.index, share.index + 1))
     return [ClipIndex(number, 0) for number in range(begin, end)]
 
 
 def start_noise(places: Sequence[ClipIndex], shape: Sequence[int], config: WorldConfig, step: int) -> Tensor:
-    """`[B, C, T, h, w]`: what sampling begins with; with `world.same_noise` one for the whole group."""
+    """Draw the initial noise of sampling, `[B, C, T, h, w]`; with `world.same_noise`, it is equal for all clips of a group."""
     clips = [ClipIndex(place.prompt, 0) for place in places] if config.world.same_noise else places
     return clip_noise(clips, shape, config.train.seed, step, "start")
 
 
 def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, step: int, purpose: str) -> Tensor:
-    """`[B, C, T, h, w]`, each clip's own: the same on any number of ranks."""
+    """Draw noise for each clip, `[B, C, T, h, w]`, which does not depend on the number of ranks."""
     drawn = [
         draw_noise(tuple(shape), seed=seed, step=step, prompt=place.prompt, clip=place.clip, purpose=purpose)
         for place in places
@@ -129,7 +129,7 @@ def clip_noise(places: Sequence[ClipIndex], shape: Sequence[int], seed: int, ste
 
 
 def draw_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
-    """Latent frames of the row's clip that are given, drawn once for a group."""
+    """Draw the number of given latent frames of a row's clip, which is the same for all clips of a group."""
     low, high = config.world.conditional_frames
     return int(make_generator(config.train.seed, step, prompt, "given frames").integers(low, high + 1))
 
@@ -137,10 +137,10 @@ def draw_given_frames(config: WorldConfig, step: int, prompt: int) -> int:
 def build_conditioning(
     places: Sequence[ClipIndex], clean_of: Callable[[ClipIndex], Tensor], config: WorldConfig, step: int
 ) -> Conditioning | None:
-    """Return what is given of the clips at these places; None if no clip of the run has given frames.
+    """Build the given frames of the clips at `places`; return None if no clip of the run has given frames.
 
     Args:
-        clean_of: latents `[C, T, h, w]` of the clip of a place's row.
+        clean_of: returns the latents `[C, T, h, w]` of the real clip of a place's row.
     """
     if config.world.conditional_frames[1] == 0:
         return None

@@ -1,4 +1,4 @@
-"""`dsreason eval` of world models: clips of held-out prompts from fixed noise, as validation samples them, and their rewards."""
+"""Evaluation of world models with `dsreason eval`, which samples clips from held-out prompts and fixed noise, like validation."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from dsreason.world.training.velocity import ClipMaker
 from dsreason.world.video import shrink, write_mp4
 
 SECTIONS = ("model", "data", "world", "reward", "validation")
-"""Settings that decide what is sampled and how it is scored."""
+"""Sections of the configuration that determine the clips and their scores."""
 IGNORED = {
     "model": ("freeze_text_projection", "gradient_checkpointing"),
     "data": ("workers", "prefetch", "shuffle"),
     "reward": ("workers", "time_limit", "enqueue_url", "fetch_url"),
 }
 PARTS = ("transformer", "scheduler", "vae", "text_encoder", "tokenizer")
-"""Files of a model's folder that decide what its clips are."""
+"""Subfolders of a model's folder that determine its clips."""
 
 
 def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
-    """The model's local folder, and the folder of the adapter where `model.path` is the export of one."""
+    """Return the model's local folder, and the adapter's folder if `model.path` is an adapter export, otherwise None."""
     cache, model_path = get_cache_dir() / "models", Path(config.model.path).expanduser()
     if (model_path / lora.FILE).is_file():
         if not (model_path / FILE).is_file():
@@ -65,7 +65,7 @@ def find_evaluated(config: WorldConfig) -> tuple[Path, Path | None]:
 
 
 def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
-    """Raise user-fixable errors before ranks start."""
+    """Check the configuration and raise errors that the user can fix, before ranks start."""
     check_installed()
     folder, adapter = find_evaluated(config)
     check_components(folder)
@@ -78,7 +78,7 @@ def check(config: WorldConfig, results: Path, *, overwrite: bool) -> None:
 
 
 def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> None:
-    """Evaluate this rank's share of the missing clips, each written as soon as it is scored. Every rank calls it."""
+    """Evaluate the missing clips and write each batch as soon as it is scored. Every rank must call this."""
     config = adapt_to_evaluation(config)
     with ExitStack() as stack:
         world = init_world()
@@ -117,21 +117,25 @@ def evaluate(config: WorldConfig, results: Path, *, overwrite: bool = False) -> 
 
 
 def adapt_to_evaluation(config: WorldConfig) -> WorldConfig:
-    """Return the configuration with all clips kept, separate clips for each rank, and the weights as they are in the folder."""
+    """Return the configuration that keeps all clips, and uses neither context parallelism nor a new adapter."""
     validation = config.validation.model_copy(update={"show": config.validation.max_samples})
     train = config.train.model_copy(update={"context_parallel_size": 1})
     return config.model_copy(update={"validation": validation, "train": train, "lora": WorldLoRAConfig()})
 
 
 def identify_weights(folder: Path, adapter: Path | None) -> str:
-    """Tells models apart that are or were in the same place."""
+    """Return a fingerprint of the weights, which distinguishes models that had the same path at different times."""
     fingerprints = [compute_fingerprint(*(folder / part for part in PARTS))]
     fingerprints += [] if adapter is None else [compute_fingerprint(adapter / lora.FILE)]
     return "-".join(part_fingerprint[:16] for part_fingerprint in fingerprints)
 
 
 def collect_settings(config: WorldConfig, weights: str) -> dict[str, Any]:
-    """Return the settings that must be equal if an evaluation continues or two are compared; `weights` as `identify_weights`."""
+    """Return the settings that must be equal to continue an evaluation or to compare two.
+
+    Args:
+        weights: result of `identify_weights`.
+    """
     sections = {name: dict(dump_config(config)[name]) for name in SECTIONS}
     for section, names in IGNORED.items():
         for name in names:
@@ -142,7 +146,7 @@ def collect_settings(config: WorldConfig, weights: str) -> dict[str, Any]:
 
 
 def fingerprint_code(rewards: Iterable[str]) -> dict[str, str]:
-    """Return, by the name of each reward that is not built in, a fingerprint of its file."""
+    """Return a fingerprint of the source file of each user-defined reward, by reward name."""
     files = {name: find_code_file(name) for name in rewards if name not in BUILT_IN}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in files.items() if file}
 
@@ -159,7 +163,7 @@ def cut(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def save(clips: Sequence[ValidationClip], results: Path, fps: float) -> None:
-    """The videos first: a clip counts as done by its JSON."""
+    """Write the videos and the result of each clip. The JSON is written last, because it marks a clip as complete."""
     for clip in clips:
         assert clip.pixels is not None
         write_mp4(clip.pixels, results / CLIPS / f"{clip.number}.mp4", fps)

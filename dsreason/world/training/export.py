@@ -1,4 +1,4 @@
-"""Exports that diffusers loads: the transformer, or the adapter."""
+"""Exports of the transformer or the adapter in diffusers' format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX = "model_index.json"
 
 
 def export_file(lora: dict[str, Any] | None) -> str:
-    """Return what every export has."""
+    """Return the name of the file that every export of this kind contains."""
     return INDEX if lora is None else FILE
 
 
@@ -43,11 +43,11 @@ def write_export(
     run: Path,
     step: int,
 ) -> None:
-    """Write the weights, of the average if there is one (all ranks together; rank 0 writes).
+    """Write the weights, or their moving average if there is one. Collective; rank 0 writes.
 
-    With all weights trained, `output` gets `transformer/` and the small files of the pipeline around it: the autoencoder,
-    text encoder and tokenizer are those of `source`, the folder that the model was loaded from. Of an adapter there is one
-    file, whose metadata has its rank and alpha.
+    If all weights are trained, `output` contains `transformer/` and the pipeline's small files. The autoencoder, the text
+    encoder and the tokenizer remain in `source`, the folder from which the model was loaded. An adapter is exported as a
+    single weight file, whose metadata contains its rank and alpha.
     """
     tensors = iter_trained_tensors(engine, average, dtype, without_frozen=lora is not None)
     run_on_rank_zero(lambda: check_target_empty(output))
@@ -57,12 +57,12 @@ def write_export(
                 texts = write_texts(run, step, source, dtype)
                 write_folder(tensors, source, output, lora, dtype, parse_size(max_shard_size), texts)
         finally:
-            for _ in tensors:  # take part in gathering; on rank 0, in what remains of it if writing failed
+            for _ in tensors:  # gathering is collective, so every rank must consume all tensors, even if writing failed
                 pass
 
 
 def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str]:
-    """The model card, and which model the export belongs to."""
+    """Return the contents of the model card and of `base_model.json`, by file name."""
     card = build_model_card(run, step, dtype=dtype, library="diffusers", task="text-to-video", kind="world model")
     return {CARD: card, BASE: describe_base(read_run_record(run).get("config", {}).get("model", {}), source)}
 
@@ -70,7 +70,7 @@ def write_texts(run: Path, step: int, source: Path, dtype: str) -> dict[str, str
 def iter_trained_tensors(
     engine: DeepSpeedEngine, average: WeightAverage | None, dtype: str, *, without_frozen: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, whole; collective. `without_frozen`: only those that are trained."""
+    """Yield the full tensor of every parameter, or only of trained ones with `without_frozen`. Collective."""
     if average is not None:
         yield from average.full()
     trained = set() if average is None else set(average.shares)
@@ -87,7 +87,7 @@ def write_folder(
     max_bytes: int,
     texts: Mapping[str, str],
 ) -> None:
-    """The folder appears under its name only when it is complete. SaveError if it cannot be written."""
+    """Write the export folder atomically. Raise SaveError if it cannot be written."""
     with write_folder_atomically(output) as partial:
         if lora is None:
             copy_pipeline(source, partial)
@@ -99,7 +99,7 @@ def write_folder(
 
 
 def copy_pipeline(source: Path, output: Path) -> None:
-    """The index, the scheduler and the transformer's configuration."""
+    """Copy the index and the configurations of the scheduler and the transformer."""
     shutil.copyfile(source / INDEX, output / INDEX)
     for name in ("transformer/config.json", "scheduler/scheduler_config.json"):
         (output / name).parent.mkdir()
@@ -107,7 +107,7 @@ def copy_pipeline(source: Path, output: Path) -> None:
 
 
 def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:
-    """Write the weights of a saved checkpoint as `write_export` does; one process, no model and no ranks needed."""
+    """Export a saved checkpoint like `write_export`, but in a single process and without building the model."""
     saved = read_checkpoint(checkpoint)
     check_content(checkpoint)
     check_target_empty(output)
@@ -120,7 +120,10 @@ def export_world_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_s
 
 
 def iter_saved_tensors(checkpoint: Path, saved: SavedRun, *, with_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a checkpoint, averaged where it was: one after the other, since all of them are 56 GB for 14B."""
+    """Yield every parameter of a checkpoint, or its moving average if there is one.
+
+    Parameters are read one by one, because those of a 14B model take 56 GB.
+    """
     averaged = (checkpoint / get_average_file("ema", 0)).is_file()
     trained = {to_hf_name(name) for name, parameter in saved.parameters.items() if parameter.trained}
     for name, tensor in iter_checkpoint_tensors(checkpoint, saved, with_frozen=with_frozen):

@@ -1,4 +1,4 @@
-"""Shared treatment of all algorithms' losses: backward passes whose shares add up, and sums over ranks."""
+"""Helpers for the gradients and metrics of all algorithms."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dsreason.world.training.clips import ClipMicroBatch, ClipShare
 log = logging.getLogger(__name__)
 
 LITTLE = 10
-"""Gradients over Adam's epsilon of which a run is warned: with 10, steps are a tenth too short."""
+"""Ratio of gradients to Adam's epsilon below which a warning is logged; at 10, steps are a tenth too short."""
 
 
 @dataclass
 class EpsilonCheck:
-    """A comparison of gradients with Adam's epsilon, which warns once per process if they are small.
+    """A check that compares gradients with Adam's epsilon, and warns once per process if they are too small.
 
-    A log-probability is a mean over all N elements of a clip, and its gradient shrinks as 1/sqrt(N): for millions of them it
-    may be as small as Adam's epsilon, with which Adam steps short.
+    A log-probability is a mean over all N elements of a clip, so its gradient decreases as 1/sqrt(N). With millions of
+    elements, it may be as small as Adam's epsilon, which shortens Adam's steps.
     """
 
     optim: OptimConfig
     has_warned: bool = False
 
     def measure(self, engine: DeepSpeedEngine, norm: float, step: int) -> float:
-        """Return the root mean square of the gradient of this norm, clipped, over `optim.eps`."""
+        """Return the ratio of the clipped gradient's root mean square to `optim.eps`; `norm` is the gradient's norm."""
         if not math.isfinite(norm):
             return math.nan
         optim = self.optim
@@ -57,13 +57,13 @@ def count_clips(batches: Sequence[ClipMicroBatch], share: ClipShare) -> int:
 
 
 def add_values(sums: dict[str, float], values: Mapping[str, float]) -> None:
-    """Add each value to the sum of its name."""
+    """Add each value to the entry of `sums` with the same name."""
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
 
 
 def sum_over_ranks(sums: Mapping[str, float], share: ClipShare) -> dict[str, float]:
-    """Sum over all ranks; a context-parallel group, whose ranks all have the same sums, counts once. Collective."""
+    """Sum values over all ranks, counting each context-parallel group once, since its ranks have equal values. Collective."""
     parts = gather_objects(dict(sums) if share.leads else {})
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

@@ -1,4 +1,4 @@
-"""Inputs of a clip beside its noise: the embedding of its prompt, and the latents of its row's own clip."""
+"""Inputs of a clip in addition to its noise: the embedding of its prompt, and the latents of its row's real clip."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 Clip = Tensor | DataError
 
 MOST_LOSSES = 64
-"""Held-out clips whose loss a validation measures."""
+"""Maximum number of held-out clips whose loss a validation measures."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Reads, from the cache, what micro-batches are made of."""
+    """The builder of micro-batches, which reads embeddings and latents from the cache."""
 
     config: WorldConfig
     texts: TextCache
@@ -56,7 +56,7 @@ class Inputs:
     """Shape of a clip's latents."""
 
     def negative(self, count: int) -> Tensor:
-        """`[count, L, D]`: what guidance leads away from."""
+        """Return the embedding of the negative prompt, repeated `count` times: `[count, L, D]`."""
         return self._negative.expand(count, -1, -1)
 
     @cached_property
@@ -64,8 +64,11 @@ class Inputs:
         return self.texts.read([self.config.data.negative_prompt])
 
     def clean(self, dataset: WorldDataset, rows: Iterable[int]) -> dict[int, Tensor]:
-        """Latents `[C, T, h, w]` of the clips of these rows, each read once, by worker processes. DataError names a row whose
-        clip cannot be used."""
+        """Return the latents `[C, T, h, w]` of the clips of `rows`; worker processes read each clip once.
+
+        Raises:
+            DataError: a row's clip is unusable.
+        """
         numbers = list(dict.fromkeys(rows))
         workers = min(self.config.data.workers, len(numbers))
         tasks = ([number] for number in numbers)
@@ -87,9 +90,12 @@ class Inputs:
         *,
         with_clean: bool,
     ) -> list[ClipMicroBatch]:
-        """The clips at the places of each group of a rollout, and whether they count; prompt p is that of row `indices[p]`.
+        """Build the micro-batches of a rollout. Embeddings and latents that several clips share are read once.
 
-        What clips of a prompt have in common is read once. `with_clean`: whether training needs the rows' own clips.
+        Args:
+            groups: places of the clips of each micro-batch, and whether they count in the loss.
+            indices: row of each prompt.
+            with_clean: whether training needs the rows' real clips.
         """
         with_clips = with_clean or self.config.world.conditional_frames[1] > 0
         own_indices = (indices[place.prompt] for places, counted in groups if counted for place in places)
@@ -109,7 +115,7 @@ class Inputs:
                 counted=counted,
                 rows=rows,
                 start=start_noise(places, self.shape, self.config, step),
-                # Without a copy for each clip: of Cosmos one has 98 MB where it is not projected.
+                # Clips of one prompt share the embedding, which has 98 MB in Cosmos if it is not projected.
                 text=texts[0].expand(len(rows), -1, -1) if len(prompts) == 1 else torch.cat(texts),
                 conditioning=build_conditioning(places, clean_of, self.config, step),
                 clean=torch.stack([clean_of(place) for place in places]) if with_clean else None,
@@ -126,10 +132,10 @@ class Inputs:
         indices: Sequence[int],
         step: int,
     ) -> ClipMicroBatch:
-        """The rows' own clips, with their own noise, for flow matching.
+        """Build a micro-batch of real clips with separate noise for each, for flow matching.
 
         Args:
-            clean: latents `[C, T, h, w]` of this rank's clips; of a stand-in there may be none.
+            clean: latents `[C, T, h, w]` of this rank's clips; those of a stand-in may be missing.
         """
         rows = tuple(dataset[indices[place.prompt]] for place in places)
         latents = {place: clean.get(place, torch.zeros(self.shape)) for place in places}
@@ -145,7 +151,7 @@ class Inputs:
 
 
 def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> list[Clip]:
-    """uint8 `[3, T, H, W]` of each row, or what is wrong with it."""
+    """Read the clip of each row, uint8 `[3, T, H, W]`; return the error in its place if the clip is unusable."""
     clips: list[Clip] = []
     for row in rows:
         try:
@@ -158,7 +164,7 @@ def read_clips(dataset: WorldDataset, size: ClipSize, rows: Sequence[int]) -> li
 def read_ahead(
     config: WorldConfig, dataset: WorldDataset, order: StepOrder, share: ClipShare, first_step: int
 ) -> Iterator[list[Clip]]:
-    """This rank's clips of each step from `first_step` on, read by worker processes ahead of training."""
+    """Iterate over this rank's clips of each step, starting at `first_step`; worker processes read them ahead of training."""
     data, places = config.data, own_places(order.batch_size, share)
     tasks = ([order.indices(step)[place.prompt] for place in places] for step in range(first_step, order.num_steps))
     ahead = ceil(data.prefetch / data.workers) if data.workers else None
@@ -166,7 +172,7 @@ def read_ahead(
 
 
 def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec: LatentCodec, world: World) -> Inputs:
-    """Encode the prompts, all that the run will need, each rank its share, and free the encoder. Collective."""
+    """Encode all prompts of the run, each rank its share, and free the encoder; return the inputs. Collective."""
     dtype = DTYPES[config.train.precision]
     length, project = config.model.max_prompt_length, is_projection_kept(config)
     texts = TextCache.open(find_family(folder), folder, length, dtype, get_cache_dir(), project=project)
@@ -182,7 +188,7 @@ def open_inputs(config: WorldConfig, folder: Path, prompts: Sequence[str], codec
 
 
 def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset], order: StepOrder) -> list[str]:
-    """The prompts of all steps and of validation, each once, and the negative one."""
+    """Return the negative prompt and the distinct prompts of all steps and of validation."""
     training, validation = datasets
     rows = (index for step in range(order.num_steps) for index in order.indices(step))
     prompts = dict.fromkeys(training[index].prompt for index in dict.fromkeys(rows))
@@ -192,7 +198,7 @@ def list_prompts(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset
 
 
 def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, WorldDataset]) -> list[WorldRow]:
-    """List the rows whose prompts are sampled at every validation: held-out ones, or training rows if there are none."""
+    """Return the rows whose prompts each validation samples: held-out rows, or training rows if there are none."""
     training, validation = datasets
     source = validation if len(validation) else training
     limit = config.validation.max_samples
@@ -200,7 +206,7 @@ def list_validation_rows(config: WorldConfig, datasets: tuple[WorldDataset, Worl
 
 
 def list_loss_rows(config: WorldConfig, validation: WorldDataset) -> list[int]:
-    """The held-out rows whose clips the loss is measured on, evenly spaced; none if training has no such loss."""
+    """Return the held-out rows whose clips the loss is measured on, evenly spaced; empty if training has no such loss."""
     if config.world.algorithm not in ("sft", "ddrl"):
         return []
     return pick_evenly(len(validation), MOST_LOSSES)

@@ -1,4 +1,4 @@
-"""Training of world models: clips, sampled or real → losses → optimizer step."""
+"""The training loop of world models: sampled or real clips → losses → optimizer step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dsreason.world.training.rollout import sample_rollout
 from dsreason.world.training.velocity import ClipMaker
 
 Part = list[Any]
-"""Training data of one optimizer step: micro-batches of real clips, or samples."""
+"""Training data of an optimizer step: micro-batches of real clips, or samples."""
 
 
 def run(config: WorldConfig, output_dir: Path | None = None, resume: str | None = None) -> None:
-    """Train on every rank of a started job; returns when the last checkpoint and the export are on disk."""
+    """Train until the last checkpoint and the export are on disk. Every rank of the job must call this."""
     with build_world(config, output_dir, resume) as trainer:
         train(trainer)
 
@@ -49,15 +49,15 @@ def train(trainer: WorldTrainer) -> None:
                 now = time.perf_counter()
                 times = {"time/rollout": rollout_seconds, "time/train": now - train_started}
                 finish_step(trainer, part, metrics | times | rollout_metrics)
-            rollout_seconds, train_started = 0.0, now  # a rollout's further steps cost no sampling
+            rollout_seconds, train_started = 0.0, now  # the first step accounts for the rollout's sampling
         run.finish_steps(first, trainer.validate)
     run.finish()
 
 
 def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
-    """Return what the next optimizer steps train on, and the metrics of the rollout that it comes from.
+    """Return the training data of the next optimizer steps, and the metrics of their rollout.
 
-    That is one step of real clips, or all steps of one rollout.
+    sft returns the real clips of one step; the other algorithms return the samples of all steps of a rollout.
     """
     run, maker, watchdog = trainer.run, trainer.clip_maker, trainer.job.watchdog
     config, step = maker.config.world, run.state.step
@@ -86,7 +86,7 @@ def prepare_parts(trainer: WorldTrainer) -> tuple[list[Part], dict[str, float]]:
 
 
 def train_on_part(trainer: WorldTrainer, part: Part, rollout_step: int) -> dict[str, float]:
-    """Run one optimizer step, however its clips are cut into micro-batches and over ranks. Return its metrics."""
+    """Run an optimizer step and return its metrics. The result does not depend on the split into micro-batches and ranks."""
     run, maker = trainer.run, trainer.clip_maker
     engine, step = run.engine, run.state.step + 1
     with run.memory.track_phase("train"):
@@ -105,9 +105,9 @@ def train_on_part(trainer: WorldTrainer, part: Part, rollout_step: int) -> dict[
 def accumulate_gradients(
     maker: ClipMaker, engine: DeepSpeedEngine, part: Part, *, rollout_step: int, world: World
 ) -> dict[str, float]:
-    """Run forward and backward of all clips of a step. Return the step's metrics."""
+    """Run the forward and backward passes for all clips of a step; return the step's metrics."""
     algorithm = maker.config.world.algorithm
-    if algorithm == "sft":  # its steps are rollouts of one step
+    if algorithm == "sft":  # each of its steps counts as a rollout
         return sft.accumulate_gradients(maker, engine, part, step=rollout_step, world=world)
     if algorithm == "nft":
         return nft.accumulate_gradients(maker, engine, part, rollout_step=rollout_step, world=world)
@@ -115,7 +115,7 @@ def accumulate_gradients(
 
 
 def update_averages(averages: Mapping[str, WeightAverage], config: WorldConfig, step: int) -> None:
-    """Update the averages after an optimizer step."""
+    """Update the moving averages of the weights after an optimizer step."""
     train = config.train
     if "old" in averages:
         averages["old"].update(compute_nft_decay(config.world.nft_decay, step))
@@ -124,14 +124,14 @@ def update_averages(averages: Mapping[str, WeightAverage], config: WorldConfig, 
 
 
 def list_tensors(item: ClipMicroBatch | SampledClips) -> dict[str, Tensor]:
-    """Return what is saved of a step whose loss is not finite."""
+    """Return the tensors to save if the loss of the step is not finite."""
     if isinstance(item, ClipMicroBatch):
         return {"noise": item.start} | ({} if item.clean is None else {"clean": item.clean})
     return {"noise": item.batch.start, "latents": item.latents, "advantages": item.advantages}
 
 
 def describe_clips(item: ClipMicroBatch | SampledClips) -> list[Any]:
-    """Return row, prompt and place of each clip, to save beside its tensors."""
+    """Return the row id, prompt and index of each clip, to save with its tensors."""
     batch = get_batch(item)
     return [
         {"id": row.id, "prompt": row.prompt, "number": [place.prompt, place.clip]}
@@ -144,10 +144,10 @@ def get_batch(item: ClipMicroBatch | SampledClips) -> ClipMicroBatch:
 
 
 def finish_step(trainer: WorldTrainer, part: Part, metrics: dict[str, float]) -> None:
-    """Count the step and show it."""
+    """Count the step, and log and display its metrics."""
     run, maker = trainer.run, trainer.clip_maker
     config, step = maker.config, run.engine.global_steps
-    extra = {} if trainer.lora is None else {"lora": trainer.lora}  # an export of the checkpoint needs it
+    extra = {} if trainer.lora is None else {"lora": trainer.lora}  # needed to export the checkpoint
     epoch = step * config.samples_per_step / compute_clips_per_epoch(config.world, trainer.order)
     run.count_step(epoch=epoch, extra=extra)
     clips = count_clips([get_batch(item) for item in part], maker.share)
@@ -165,5 +165,5 @@ def finish_step(trainer: WorldTrainer, part: Part, metrics: dict[str, float]) ->
 
 
 def compute_clips_per_epoch(config: WorldConfigSection, order: StepOrder) -> float:
-    """Return how many clips an epoch has: each row has a group of them, or its own."""
+    """Return the number of clips per epoch: one real clip per row for sft, otherwise a group of sampled clips per row."""
     return order.rows_per_epoch * (1 if config.algorithm == "sft" else config.num_generations)

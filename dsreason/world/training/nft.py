@@ -1,4 +1,4 @@
-"""The gradients of DiffusionNFT (2509.16117): final clips, noised anew, and the velocities of the old policy there."""
+"""Gradients of DiffusionNFT (2509.16117), which adds fresh noise to final clips and uses the old policy's velocities there."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dsreason.world.training.gradients import add_values, count_clips, sum_over_
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MOST = 0.99
-"""Share of the sampler's noise levels that is trained if `nft_times` is unset."""
+"""Share of the sampler's noise levels at which clips are trained if `nft_times` is unset."""
 
 
 def count_times(config: WorldConfigSection) -> int:
-    """Return how many noise levels each clip is trained at."""
+    """Return the number of noise levels at which each clip is trained."""
     steps = config.sampling_steps
     return min(steps, config.nft_times or max(1, int(steps * MOST)))
 
 
 def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Tensor:
-    """`[B, times]`: noise levels of the sampler's, in an order drawn for each clip. Level 0 is not among them."""
+    """Draw noise levels of the sampler, except 0, in random order for each clip: `[B, times]`."""
     levels, count = maker.sigmas[:-1].float(), count_times(maker.config.world)
     orders = [
         make_generator(maker.config.train.seed, step, place.prompt, place.clip, "times").permutation(len(levels))[
@@ -43,7 +43,11 @@ def draw_levels(maker: ClipMaker, places: Sequence[ClipIndex], step: int) -> Ten
 
 
 def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_s `[B, C, T, h, w]`, s `[B]` and the noise of a clip's time `number`, on the transformer's device."""
+    """Add noise to the clips at their time `number`.
+
+    Returns:
+        x_s `[B, C, T, h, w]`, s `[B]` and the noise, on the transformer's device.
+    """
     places = sample.batch.places
     times = draw_levels(maker, places, step)[:, number]
     noise = clip_noise(places, maker.inputs.shape, maker.config.train.seed, step, f"time {number}")
@@ -54,7 +58,7 @@ def add_noise(maker: ClipMaker, sample: SampledClips, number: int, step: int) ->
 
 @torch.no_grad()
 def add_velocities(maker: ClipMaker, sample: SampledClips, step: int, name: str) -> SampledClips:
-    """Return the sample with the velocities, at its times, of the weights that the transformer holds. Collective."""
+    """Return the sample with the velocities of the transformer's current weights at the sample's times. Collective."""
     velocities = {}
     for number in range(count_times(maker.config.world)):
         x, s, noise = add_noise(maker, sample, number, step)
@@ -64,14 +68,14 @@ def add_velocities(maker: ClipMaker, sample: SampledClips, step: int, name: str)
 
 
 def add_old_velocities(maker: ClipMaker, sample: SampledClips, step: int) -> SampledClips:
-    """Return the sample with the velocities of the policy that sampled; the caller has put it in place."""
+    """Return the sample with the old policy's velocities; the transformer must hold the old policy's weights."""
     return add_velocities(maker, sample, step, "old")
 
 
 def add_reference(
     maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]], step: int
 ) -> list[list[SampledClips]]:
-    """Return the samples with the reference's velocities, if there is a KL. Collective."""
+    """Return the samples, with the reference's velocities if there is a KL term. Collective."""
     if reference is None:
         return [list(part) for part in parts]
     with reference.in_place():
@@ -79,7 +83,7 @@ def add_reference(
 
 
 def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each clip at its time `number`, `[B]`, and its metrics, `[B]`."""
+    """Return each clip's loss at its time `number`, `[B]`, and its metrics, `[B]` each."""
     config, device = maker.config.world, maker.device
     x, s, noise = add_noise(maker, sample, number, step)
     batch = replace(sample.batch.to(device), start=noise)
@@ -113,7 +117,7 @@ def compute_loss(maker: ClipMaker, sample: SampledClips, number: int, step: int)
 def accumulate_gradients(
     maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[SampledClips], *, rollout_step: int, world: World
 ) -> dict[str, float]:
-    """Run forward and backward of every clip at each of its times; the gradient is that of the whole optimizer step.
+    """Run the forward and backward passes for every clip and time, to accumulate the optimizer step's gradient.
 
     Returns:
         The metrics of the step.
@@ -121,7 +125,7 @@ def accumulate_gradients(
     count, num_clips = count_times(maker.config.world), count_clips([sample.batch for sample in samples], maker.share)
     sums: dict[str, float] = {}
     items = [(sample, number) for sample in samples for number in range(count)]
-    for i, (sample, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
+    for i, (sample, number) in enumerate(items):  # forward passes are collective, so all ranks run the same number
         with record_phase("forward"):
             loss, metrics = compute_loss(maker, sample, number, rollout_step)
         share = float(sample.batch.counted) / (num_clips * count)

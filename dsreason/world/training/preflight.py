@@ -1,4 +1,4 @@
-"""Checks of world-model training before a model is loaded, and the order of its rows."""
+"""Checks that run before a world model is loaded for training, and the order of the rows."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from dsreason.world.types import ClipSize
 log = logging.getLogger(__name__)
 
 DATA_SEED = 0
-"""Seed of the held-out rows, which do not depend on `train.seed`."""
+"""Seed for the choice of held-out rows, which do not depend on `train.seed`."""
 NUM_CLIPS = 8
-"""Rows whose clips are looked at."""
+"""Number of rows whose clips are read as a check."""
 
 
 def check(config: WorldConfig) -> None:
-    """Raise user-fixable errors: nothing is trained, and no weight is read.
+    """Check a run without reading any weights, and raise errors that the user can fix.
 
     Raises:
-        DsReasonError: a package that is missing, an unusable model folder, settings that exclude each other, no data, too
-            few rows for one step, a reward that cannot be found, clips that are missing.
+        DsReasonError: a package is missing, the model folder is unusable, settings exclude each other, there is no data or
+            too little for a step, a reward cannot be found, or clips are missing.
     """
     check_installed()
     check_sinks(config.monitor)
@@ -72,7 +72,7 @@ def check(config: WorldConfig) -> None:
 
 
 def find_model(config: WorldConfig) -> Path:
-    """The local model folder; downloads or builds it where needed. Safe on several ranks at once."""
+    """Return the local model folder; download or build it if necessary. Several ranks may call this at the same time."""
     check_installed()
     return resolve_world_model(config.model, get_cache_dir() / "models")
 
@@ -86,7 +86,7 @@ def clip_size(data: WorldDataConfig) -> ClipSize:
 
 
 def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
-    """Return which rows each step of sft, or each rollout, has; `train.max_steps` counts optimizer steps."""
+    """Return the order of rows per step (sft) or per rollout (other algorithms); `train.max_steps` counts optimizer steps."""
     train, world = config.train, config.world
     sft, max_steps = world.algorithm == "sft", train.max_steps
     if max_steps is not None and not sft:
@@ -103,14 +103,18 @@ def step_order(config: WorldConfig, num_rows: int) -> StepOrder:
 
 
 def total_steps(config: WorldConfig, order: StepOrder) -> int:
-    """Optimizer steps of the run."""
+    """Return the number of optimizer steps of the run."""
     if config.world.algorithm == "sft":
         return order.num_steps
     return order.num_steps * config.world.optimizer_steps_per_rollout
 
 
 def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
-    """Steps that add noise, and so can be trained. ConfigError if none does, or if one that is named does not."""
+    """Return the numbers of the steps that add noise and can therefore be trained.
+
+    Raises:
+        ConfigError: no step adds noise, or one in `world.trained_steps` does not.
+    """
     world = config.world
     stds = [
         step_of(world.sde, s, s_next, world.noise_level, s_cap=levels[1]).std
@@ -132,10 +136,10 @@ def list_trained_steps(config: WorldConfig, levels: list[float]) -> list[int]:
 
 
 def check_rewards(config: WorldConfig) -> None:
-    """Raise ConfigError if a reward is missing that the algorithm or the rule for the best checkpoint needs."""
+    """Raise ConfigError if the algorithm or `checkpoint.best_metric` needs rewards and there are none, or settings conflict."""
     world, rewards = config.world, bool(config.reward.functions or config.reward.services)
     if rewards:
-        open_scorer(config.reward)  # starts nothing unless it is entered
+        open_scorer(config.reward)  # starts no process before it is entered
     elif world.algorithm != "sft":
         raise ConfigError(
             f"world.algorithm ({world.algorithm}) needs a reward; set reward.functions, such as {{ colour = 1.0 }}, or "
@@ -158,8 +162,7 @@ def check_rewards(config: WorldConfig) -> None:
 
 
 def check_lora(config: WorldConfig, layers: Sequence[str]) -> None:
-    """ConfigError for a target that none of the transformer's linear `layers` is called. Left to itself, it would have no
-    adapter without a word."""
+    """Raise ConfigError if a LoRA target matches none of the transformer's linear `layers`; it would be ignored silently."""
     for target in config.lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             names = sorted({name.rpartition(".")[2] if not name[-1].isdigit() else name for name in layers})
@@ -178,11 +181,11 @@ UNUSED = {
     "ddrl": OF_NFT,
     "nft": OF_SAMPLING | OF_DATA,
 }
-"""Keys of [world] by the algorithm that does not read them."""
+"""Algorithm → keys of [world] that it does not use."""
 
 
 def check_unused(config: WorldConfig) -> None:
-    """Warn of settings that the algorithm does not read."""
+    """Log a warning about settings that the algorithm does not use."""
     world = config.world
     fields = type(world).model_fields
     names = [
@@ -214,7 +217,7 @@ def check_conditioning(config: WorldConfig, family: WorldFamily) -> None:
 
 
 def check_exchange(config: WorldConfig) -> None:
-    """Raise ConfigError if DeepSpeed keeps weights that this run exchanges in a form that cannot be."""
+    """Raise ConfigError if DeepSpeed quantizes the weights of a run that must exchange them exactly."""
     uses = {
         "world.kl_coef": config.world.kl_coef > 0,
         "world.algorithm = nft": config.world.algorithm == "nft",
@@ -229,7 +232,7 @@ def check_exchange(config: WorldConfig) -> None:
 
 
 def check_division(config: WorldConfig, folder: Path) -> None:
-    """Raise ConfigError if a clip does not divide among the ranks of a context-parallel group."""
+    """Raise ConfigError if a clip cannot be divided evenly among the ranks of a context-parallel group."""
     data, size = config.data, config.train.context_parallel_size
     if size > 1:
         shape = (1, (data.frames - 1) // TIME + 1, data.height // SPACE, data.width // SPACE)
@@ -237,18 +240,18 @@ def check_division(config: WorldConfig, folder: Path) -> None:
 
 
 def is_projection_kept(config: WorldConfig) -> bool:
-    """Return whether embeddings are kept as the transformer's first layer for text makes them: only where it is not trained."""
+    """Return whether to cache embeddings after the transformer's first text layer, which requires that it is not trained."""
     if config.lora.rank == 0:
         return config.model.freeze_text_projection
     return not any(target == PROJECTED or PROJECTED.endswith(f".{target}") for target in config.lora.targets)
 
 
 def check_texts(config: WorldConfig, folder: Path, training: WorldDataset, order: StepOrder) -> None:
-    """Check that what is kept of the prompts fits on the disk of the cache.
+    """Check that the embeddings of the prompts fit on the disk of the cache.
 
     Raises:
-        ConfigError: a layer is to be frozen that the model does not have.
-        StorageError: it does not.
+        ConfigError: the configuration freezes a layer that the model does not have.
+        StorageError: the embeddings do not fit.
     """
     family, model = find_family(folder), config.model
     if model.freeze_text_projection and family.project_text is None:
@@ -270,7 +273,7 @@ def explain_need_of_clips(config: WorldConfig) -> str:
 
 
 def check_bad_rows(config: WorldConfig) -> None:
-    """Raise ConfigError if clips cannot be left out: a rollout has the rows whose prompts were encoded at its start."""
+    """Raise ConfigError if `data.on_bad_row` is "skip" but clips cannot be skipped, because rollouts have a fixed set of rows."""
     if config.data.on_bad_row == "skip" and config.world.algorithm != "sft" and needs_clips(config):
         raise ConfigError(
             f'data.on_bad_row ("skip") leaves clips out in sft only, and {explain_need_of_clips(config)} needs those '
@@ -280,7 +283,7 @@ def check_bad_rows(config: WorldConfig) -> None:
 
 
 def check_clips(name: str, dataset: WorldDataset, config: WorldConfig) -> None:
-    """Read a few clips, spread over the rows. DataError for one that cannot be used, if that is an error."""
+    """Read a few clips, spread over the rows. Raise DataError for an unusable clip, or log a warning if it can be skipped."""
     for index in order_coarse_to_fine(len(dataset))[:NUM_CLIPS]:
         try:
             dataset.read_clip(dataset[index], clip_size(config.data))

@@ -1,4 +1,4 @@
-"""One rollout: prompts → sampled clips → rewards, which are made while further clips are sampled → advantages."""
+"""Rollouts: prompts → sampled clips → rewards → advantages. Rewards are computed while more clips are sampled."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class SamplingPlan:
 
     steps: tuple[Step, ...]
     trained: tuple[int, ...]
-    """Numbers of the steps that add noise and are trained."""
+    """Numbers of the trained steps, which add noise."""
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A sampled micro-batch whose rewards are being made."""
+    """A sampled micro-batch whose rewards are being computed."""
 
     batch: ClipMicroBatch
     result: Callable[[], ClipScores]
@@ -52,7 +52,7 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class ScoredClip:
-    """The reward and the look of a clip; small, so that all ranks can have those of all clips."""
+    """The reward and the look of a clip, which are small enough to gather them for all clips on all ranks."""
 
     place: ClipIndex
     total: float
@@ -70,16 +70,16 @@ def sample_rollout(
     watchdog: Watchdog,
     memory: MemoryLedger,
 ) -> tuple[list[list[SampledClips]], dict[str, float]]:
-    """Sample and score clips of the prompts of these rows. Collective.
+    """Sample and score clips for the prompts of the rows `indices`. Collective.
 
-    The same seed, step, prompt and number in the group give the same clip on any number of ranks.
+    A clip depends only on the seed, step, prompt and its number in the group, not on the number of ranks.
 
     Args:
-        step: the first optimizer step of the rollout.
-        old: weights to sample with; None: those of the policy.
+        step: first optimizer step of the rollout.
+        old: weights to sample with; None samples with the policy.
 
     Returns:
-        This rank's share of the samples, a list for each optimizer step, and the metrics of the rollout.
+        This rank's share of the samples, as a list per optimizer step, and the metrics of the rollout.
     """
     config = maker.config
     plan = plan_steps(config, maker.sigmas, step)
@@ -107,7 +107,7 @@ def sample_rollout(
 
 
 def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
-    """Split the rollout's clips over the optimizer steps, each with its share of the prompts."""
+    """Split the rollout's clips among the optimizer steps, each of which gets its share of the prompts."""
     parts = config.optimizer_steps_per_rollout
     bounds = [part * config.prompts_per_step // parts for part in range(parts + 1)]
     return [
@@ -117,10 +117,10 @@ def split_places(config: WorldConfigSection) -> list[list[ClipIndex]]:
 
 
 def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
-    """Plan the rollout's sampling steps: noisy if they are trained, along the ODE otherwise.
+    """Plan the rollout's sampling steps: trained steps add noise, the others follow the ODE.
 
     Args:
-        step: the first optimizer step of the rollout.
+        step: first optimizer step of the rollout.
     """
     world, levels = config.world, [float(s) for s in sigmas]
     pairs = list(zip(levels, levels[1:], strict=False))
@@ -143,7 +143,10 @@ def plan_steps(config: WorldConfig, sigmas: Tensor, step: int) -> SamplingPlan:
 def sample_batch(
     maker: ClipMaker, batch: ClipMicroBatch, plan: SamplingPlan, step: int, pending: list[PendingBatch]
 ) -> SampledClips:
-    """Sample the clips of a micro-batch, start to score them, and append the pending scores to `pending`."""
+    """Sample the clips of a micro-batch, start to score them, and append the pending scores to `pending`.
+
+    The advantages of the result are zero until the rewards arrive.
+    """
     config, on_device = maker.config, batch.to(maker.device)
 
     def noise_of(number: int) -> Tensor:
@@ -165,18 +168,18 @@ def sample_batch(
 
 
 def decode_pixels(codec: LatentCodec, latents: Tensor) -> Tensor:
-    """Decode to uint8 `[B, 3, T, H, W]`, on the device of the autoencoder."""
+    """Decode latents to uint8 pixels `[B, 3, T, H, W]`, on the device of the autoencoder."""
     return (codec.decode(latents) * 255).round().to(torch.uint8)
 
 
 def start_scoring(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> PendingBatch:
-    """Start to score the clips, and measure what they look like.
+    """Start to score the clips, and measure how they look.
 
-    An error waits, too: raised here, it would leave the other ranks waiting in the next forward.
+    Errors are raised only when the result is requested; otherwise the other ranks would hang in the next forward pass.
     """
     assert maker.scorer is not None
     clips = decode_pixels(maker.codec, latents)
-    batch_looks = look_at(clips)  # on the device: on a CPU a large clip takes seconds
+    batch_looks = look_at(clips)  # before the copy to the CPU, where a large clip would take seconds
     try:
         pending: Pending = maker.scorer.start(clips.cpu(), latents.cpu(), batch.rows, maker.inputs.size.fps)
     except DsReasonError as error:
@@ -192,10 +195,10 @@ def raise_later(error: DsReasonError) -> Callable[[], ClipScores]:
 
 
 def collect_scores(pending: Sequence[PendingBatch]) -> list[ScoredClip]:
-    """Return the rewards of all ranks' clips, in the order of their places. Collective.
+    """Return the rewards of all ranks' clips, sorted by prompt and number in the group. Collective.
 
     Raises:
-        RewardError: on every rank, if one of the rewards failed or is not finite.
+        RewardError: a reward failed or is not finite; the error is raised on every rank.
     """
     local: list[ScoredClip] = []
     with share_errors():
@@ -210,7 +213,7 @@ def collect_scores(pending: Sequence[PendingBatch]) -> list[ScoredClip]:
 
 
 def build_reward_table(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> Tensor:
-    """`[P, G]`, float64."""
+    """Return the rewards by prompt and number in the group: `[P, G]`, float64."""
     values = torch.tensor([clip.total for clip in scored], dtype=torch.float64)
     return values.view(config.prompts_per_step, config.num_generations)
 
@@ -218,7 +221,7 @@ def build_reward_table(config: WorldConfigSection, scored: Sequence[ScoredClip])
 def add_advantages(
     config: WorldConfigSection, samples: Sequence[Sequence[SampledClips]], scored: Sequence[ScoredClip]
 ) -> list[list[SampledClips]]:
-    """Return the samples with their advantages, which follow from the rewards of all ranks' clips."""
+    """Return the samples with their advantages, which are computed from the rewards of all ranks' clips."""
     table = group_advantages(build_reward_table(config, scored), std=config.advantage_std, clip=config.advantage_clip)
     if config.algorithm == "ddrl" and config.exponential_advantages:
         table = compute_exponential(table)
@@ -231,7 +234,7 @@ def add_advantages(
 
 
 def summarise(config: WorldConfigSection, scored: Sequence[ScoredClip]) -> dict[str, float]:
-    """Summarise a rollout in metrics: rewards, each by its name, and what would show that they are cheated."""
+    """Return the metrics of a rollout: the rewards by name, and the looks of the clips, which reveal reward hacking."""
     table, size = build_reward_table(config, scored), config.num_generations
     metrics = {
         "reward/mean": float(table.mean()),

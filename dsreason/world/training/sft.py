@@ -1,4 +1,4 @@
-"""Supervised training on real clips by flow matching (rectified flow, 2209.03003)."""
+"""Supervised training on real clips with flow matching (rectified flow, 2209.03003)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 def read_next_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Iterator[list[Clip]], step: int
 ) -> tuple[list[ClipMicroBatch], list[str]]:
-    """Return this rank's clips of the next step, and the rows, of all ranks, that are left out. Collective.
+    """Return this rank's micro-batches for the next step, and the errors of the skipped rows of all ranks. Collective.
 
     Args:
-        indices: the step's rows.
+        indices: rows of the step.
         clips: this rank's clips of each step.
 
     Raises:
-        DataError: a clip cannot be used and `data.on_bad_row` is "error", or no clip of the step can be used.
+        DataError: a clip is unusable and `data.on_bad_row` is "error", or all clips of the step are unusable.
     """
     with share_errors():
         step_clips = next(clips)
@@ -47,11 +47,14 @@ def read_next_batches(
 def make_batches(
     maker: ClipMaker, dataset: WorldDataset, indices: Sequence[int], clips: Sequence[Clip], step: int
 ) -> tuple[list[ClipMicroBatch], list[str]]:
-    """Return the clips of this rank's share of the rows, in the same number of micro-batches on every rank, and the rows, of
-    all ranks, that are left out. The list is empty if no rank has a usable clip. Collective.
+    """Build micro-batches from this rank's share of the rows. Collective.
 
     Args:
-        clips: of this rank's places, see `own_places`.
+        clips: clips of this rank's share of the rows; see `own_places`.
+
+    Returns:
+        The micro-batches, the same number on every rank (none if no rank has a usable clip), and the errors of the skipped
+        rows of all ranks.
     """
     config, share = maker.config, maker.share
     clean: dict[ClipIndex, Tensor] = {}
@@ -80,14 +83,14 @@ def make_batches(
 
 
 def draw_times(places: Sequence[ClipIndex], shift: float, seed: int, step: int) -> Tensor:
-    """`[B]`, float32: s = shift u / (1 + (shift - 1) u) with logit-normal u (Stable Diffusion 3, 2403.03206)."""
+    """Draw s = shift u / (1 + (shift - 1) u) with logit-normal u: `[B]`, float32 (Stable Diffusion 3, 2403.03206)."""
     drawn = [make_generator(seed, step, place.prompt, place.clip, "time").standard_normal() for place in places]
     u = torch.sigmoid(torch.tensor(drawn, dtype=torch.float64))
     return (shift * u / (1 + (shift - 1) * u)).float()
 
 
 def compute_clip_losses(maker: ClipMaker, batch: ClipMicroBatch, step: int) -> Tensor:
-    """Return the velocity's error on each clip, at a noise level drawn for it: `[B]`."""
+    """Return the velocity error on each clip at a random noise level: `[B]`."""
     config, batch = maker.config, batch.to(maker.device)
     times = draw_times(batch.places, config.world.shift, config.train.seed, step).to(maker.device)
     s = times.view(-1, 1, 1, 1, 1)
@@ -99,10 +102,10 @@ def compute_clip_losses(maker: ClipMaker, batch: ClipMicroBatch, step: int) -> T
 def accumulate_gradients(
     maker: ClipMaker, engine: DeepSpeedEngine, batches: Sequence[ClipMicroBatch], *, step: int, world: World
 ) -> dict[str, float]:
-    """Run forward and backward of every clip; the gradient is that of the whole optimizer step. Return the metrics."""
+    """Run the forward and backward passes for every clip, to accumulate the step's gradient; return the metrics."""
     num_clips = count_clips(batches, maker.share)
     sums: dict[str, float] = {}
-    for i, batch in enumerate(batches):  # every rank runs the same number: forwards are collectives
+    for i, batch in enumerate(batches):  # forward passes are collective, so all ranks run the same number
         with record_phase("forward"):
             loss = compute_clip_losses(maker, batch, step).sum() * (float(batch.counted) / num_clips)
         add_gradient(engine, loss, world.size, last=i == len(batches) - 1)
@@ -112,8 +115,10 @@ def accumulate_gradients(
 
 @torch.no_grad()
 def measure_held_out_loss(maker: ClipMaker, validation: WorldDataset) -> float | None:
-    """Return the mean loss on the held-out clips, with noise and noise levels that never change; None if none of them can be
-    used. Collective."""
+    """Return the mean loss on the held-out clips, or None if all of them are unusable. Collective.
+
+    Noise and noise levels are the same in every call.
+    """
     rows = list_loss_rows(maker.config, validation)
     local_rows = [rows[place.prompt] for place in own_places(len(rows), maker.share)]
     with share_errors():

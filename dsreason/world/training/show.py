@@ -1,4 +1,4 @@
-"""Numbers that describe how clips look: reward hacking shows there before it shows in the rewards."""
+"""Measures of how clips look, in which reward hacking appears before it appears in the rewards."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 GRID = (4, 8, 8)
-"""Frames, rows and columns of the small picture of a clip that others are compared with."""
+"""Number of frames, rows and columns to which clips are reduced to compare them with each other."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Numbers that describe how one clip looks."""
+    """Measures of how a clip looks."""
 
     brightness: float
     """Mean of all pixels, 0 to 1."""
     motion: float
-    """Mean absolute change of a pixel from frame to frame."""
+    """Mean absolute change of a pixel from frame to frame, 0 to 1."""
     small: NDArray[np.float32]
-    """`[3, 4, 8, 8]`, 0 to 1."""
+    """Clip reduced to `GRID`: `[3, 4, 8, 8]`, 0 to 1."""
 
     @property
     def facts(self) -> dict[str, float]:
@@ -31,7 +31,7 @@ class Look:
 
 
 def look_at(clips: Tensor) -> list[Look]:
-    """Describe each of the clips, uint8 `[B, 3, T, H, W]` on any device."""
+    """Measure how each clip looks; `clips` is uint8 `[B, 3, T, H, W]`, on any device."""
     looks = []
     for clip in clips:
         values = clip.float() / 255
@@ -42,8 +42,10 @@ def look_at(clips: Tensor) -> list[Look]:
 
 
 def average_looks(groups: Sequence[Sequence[Look]], prefix: str) -> dict[str, float]:
-    """Return `brightness` and `motion` of all clips, and `diversity`, the mean distance of a prompt's clips from their mean in
-    small pictures; it is left out without groups of several clips."""
+    """Return the mean `brightness` and `motion` of all clips, and the mean `diversity` within the groups.
+
+    The diversity of a group is the standard deviation of its reduced clips; it is omitted if no group has several clips.
+    """
     every = [look for group in groups for look in group]
     metrics = {
         f"{prefix}/brightness": float(np.mean([look.brightness for look in every])),

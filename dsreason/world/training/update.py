@@ -1,4 +1,4 @@
-"""The gradients of Flow-GRPO and DDRL: log-probabilities of sampled steps → ratios → policy loss, KL and data term."""
+"""Gradients of Flow-GRPO and DDRL: log-probabilities of sampled steps → ratios → policy loss, KL term and data term."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dsreason.world.training.rollout import SamplingPlan, plan_steps
 from dsreason.world.training.velocity import ClipMaker, build_velocity
 
 MAX_RATIO_ERROR = 1e-4
-"""Largest distance from 1 of a ratio in the first update: sampling and training with the same weights are one function."""
+"""Maximum distance of a ratio from 1 in the first update, in which sampling and training have the same weights."""
 DATA_COEF = 0.01
 
 
@@ -32,7 +32,7 @@ DATA_COEF = 0.01
 def add_reference(
     maker: ClipMaker, reference: ReferencePolicy | None, parts: Sequence[Sequence[SampledClips]]
 ) -> list[list[SampledClips]]:
-    """Return the samples with the reference's velocities of their trained steps, if there is a KL. Collective."""
+    """Return the samples, with the reference's velocities at the trained steps if there is a KL term. Collective."""
     if reference is None:
         return [list(part) for part in parts]
     with reference.in_place():
@@ -40,7 +40,7 @@ def add_reference(
 
 
 def add_reference_velocities(maker: ClipMaker, sample: SampledClips) -> SampledClips:
-    """Return the sample with the reference's velocities; the caller has put it in place."""
+    """Return the sample with the reference's velocities; the transformer must hold the reference's weights."""
     velocity = build_velocity(maker, sample.batch.to(maker.device), maker.config.world.guidance_scale)
     velocities = {
         number: halve(evaluate_velocity(velocity, kept_step.x.to(maker.device), maker.sigmas[number])).cpu()
@@ -50,17 +50,17 @@ def add_reference_velocities(maker: ClipMaker, sample: SampledClips) -> SampledC
 
 
 def evaluate_velocity(velocity: Velocity, x: Tensor, level: Tensor) -> Tensor:
-    """Return the velocity at the beginning of a step, as sampling computed it; `level` is the scalar noise level there."""
+    """Return the velocity at the start of a step, like sampling does; `level` is the scalar noise level of that point."""
     return velocity(x, x.new_full((len(x),), float(level)))
 
 
 def accumulate_gradients(
     maker: ClipMaker, engine: DeepSpeedEngine, samples: Sequence[SampledClips], *, rollout_step: int, world: World
 ) -> dict[str, float]:
-    """Run forward and backward of every clip at every trained step; the gradient is that of the whole optimizer step.
+    """Run the forward and backward passes for every clip and trained step, to accumulate the optimizer step's gradient.
 
     Args:
-        rollout_step: the first optimizer step of the rollout.
+        rollout_step: first optimizer step of the rollout.
 
     Returns:
         The metrics of the step.
@@ -73,7 +73,7 @@ def accumulate_gradients(
     sums: dict[str, float] = {}
     worst = 0.0
     items = [(sample, number) for sample in samples for number in plan.trained]
-    for i, (sample, number) in enumerate(items):  # every rank runs the same number: forwards are collectives
+    for i, (sample, number) in enumerate(items):  # forward passes are collective, so all ranks run the same number
         last, counted = i == len(items) - 1, float(sample.batch.counted) / num_clips
         with record_phase("forward"):
             loss, metrics, error = compute_loss(maker, sample, number, plan.steps[number])
@@ -95,7 +95,7 @@ def accumulate_gradients(
 def compute_loss(
     maker: ClipMaker, sample: SampledClips, number: int, step: Step
 ) -> tuple[Tensor, dict[str, Tensor], float]:
-    """Return the loss of each clip at a trained step, `[B]`; its metrics, `[B]`; and the largest distance of a ratio from 1."""
+    """Return each clip's loss at a trained step, `[B]`, its metrics, `[B]` each, and the largest distance of a ratio from 1."""
     config, device = maker.config.world, maker.device
     batch, kept_step = sample.batch.to(device), sample.trajectory[number]
     x, x_next = kept_step.x.to(device), kept_step.x_next.to(device)
@@ -117,13 +117,12 @@ def compute_loss(
 
 
 def has_data_term(config: WorldConfigSection, plan: SamplingPlan, number: int) -> bool:
-    """Return whether DDRL's data term belongs to this trained step."""
+    """Return whether trained step `number` includes DDRL's data term."""
     return config.algorithm == "ddrl" and (config.data_steps == "all" or number == plan.trained[0])
 
 
 def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, rollout_step: int) -> Tensor:
-    """Return DDRL's data term (2512.04332): the velocity's error on the rows' own clips, at the noise level of a trained step.
-    `[B]`."""
+    """Return DDRL's data term (2512.04332), `[B]`: the velocity error on the rows' real clips at the noise level of a step."""
     config, batch = maker.config, batch.to(maker.device)
     clean, noise = batch.clean, batch.start
     assert clean is not None
@@ -138,12 +137,12 @@ def compute_data_loss(maker: ClipMaker, batch: ClipMicroBatch, number: int, roll
 
 @dataclass
 class RatioCheck:
-    """A check that the first update of this process is on policy; later ones need not be."""
+    """A check that the first update of this process is on-policy; later updates need not be."""
 
     is_done: bool = False
 
     def check(self, error: float, step: int) -> None:
-        """Raise DsReasonError, on every rank, if the first `error` is too large.
+        """Raise DsReasonError on every rank if `error` is too large in the first call; ignore later calls.
 
         Args:
             error: largest distance of a ratio from 1, over all ranks.

@@ -1,4 +1,4 @@
-"""Validation: clips of the same prompts from the same noise, all through a run, with their rewards; and the loss on clips."""
+"""Validation: rewards of clips that are sampled from the same prompts and noise throughout a run, and the loss on real clips."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from dsreason.world.video import Pixels, encode_gif, shrink, write_mp4
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A sampled micro-batch of held-out prompts, whose rewards may still be on the way."""
+    """A sampled micro-batch of held-out prompts, whose rewards may still be pending."""
 
     batch: ClipMicroBatch
     latents: Tensor
-    """`[B, C, T, h, w]`, on the CPU."""
+    """Latents of the sampled clips: `[B, C, T, h, w]`, on the CPU."""
     result: Callable[[], ClipScores] | None
     """Waits for the scores; None if the run has no rewards."""
     looks: list[Look]
@@ -55,7 +55,7 @@ class ValidationClip:
     """Rewards by name, and under "" their weighted sum; empty if the run has no rewards."""
     look: Look
     pixels: Pixels | None
-    """`[3, T, H, W]`; None if the clip is not shown."""
+    """Pixels, `[3, T, H, W]`; None if the clip is not shown."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,16 @@ class WorldResult:
     fps: float
 
     def summary(self, step: int) -> str:
-        """`validation at step 60: loss 0.1234, reward 0.8125, brightness 0.21`."""
+        """Return the log message, such as `validation at step 60: loss 0.1234, reward 0.8125, brightness 0.2100`."""
         summary_keys = {"loss": "val/loss", "reward": "val/reward/mean", "brightness": "val/brightness"}
         texts = [f"{name} {self.metrics[key]:.4f}" for name, key in summary_keys.items() if key in self.metrics]
         return f"validation at step {step}: {', '.join(texts)}"
 
     def write(self, output_dir: Path, step: int, metrics: Metrics, world: World) -> None:
-        """`validation/step_N.jsonl` with all rewards, in `validation/step_N/` the clips that are shown, and the run's page;
-        rank 0 does it."""
+        """Write all rewards to `validation/step_N.jsonl`, the shown clips to `validation/step_N/`, and the run's HTML page.
+
+        Only rank 0 writes.
+        """
         if not world.is_main or not self.clips:
             return
         folder = output_dir / "validation"
@@ -86,7 +88,7 @@ class WorldResult:
         write_run_page(output_dir)
 
     def show(self, number: int, pixels: Pixels, folder: Path, step: int, metrics: Metrics) -> None:
-        """A clip as it is, a small one for the page, and an animated picture for TensorBoard."""
+        """Write the original clip and a small one for the page, and log an animated GIF to TensorBoard."""
         write_mp4(pixels, folder / f"{number}.mp4", self.fps)
         write_mp4(shrink(pixels), locate_small_video(folder, number), self.fps)
         metrics.log_video(step, f"clips/{number}", encode_gif(shrink(pixels), self.fps))
@@ -98,14 +100,14 @@ def validate(
     average: WeightAverage | None,
     progress: Progress,
 ) -> WorldResult | None:
-    """Sample the validation prompts and measure the held-out clips. Collective.
+    """Sample the validation prompts and measure the loss on held-out clips. Collective.
 
     Args:
-        datasets: training and validation.
-        average: weights to measure; None: those of the policy.
+        datasets: training and validation data sets.
+        average: weights to validate; None validates those of the policy.
 
     Returns:
-        None if the configuration leaves nothing to measure.
+        The metrics and clips; None if there is nothing to measure.
     """
     config, (_, validation) = maker.config, datasets
     metrics: dict[str, float] = {}
@@ -126,7 +128,7 @@ def validate(
 
 
 def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldDataset, WorldDataset]) -> WorldDataset:
-    """Build the dataset of the rows whose prompts are sampled, see `list_validation_rows`."""
+    """Build the data set of the rows whose prompts are sampled; see `list_validation_rows`."""
     training, validation = datasets
     source = validation if len(validation) else training
     return WorldDataset(rows, source.read)
@@ -136,7 +138,7 @@ def build_validation_dataset(rows: Sequence[WorldRow], datasets: tuple[WorldData
 def sample_clips(
     maker: ClipMaker, dataset: WorldDataset, numbers: Sequence[int], advance: Callable[[int], object]
 ) -> list[ValidationClip]:
-    """Sample a clip of each of these rows from noise that never changes, along the ODE. Collective."""
+    """Sample a clip for each of the rows `numbers` along the ODE, always from the same noise. Collective."""
     share, places = maker.share, [ClipIndex(number, 0) for number in numbers]
     groups = share_out(places, share, maker.config.train.micro_batch_size)
     with share_errors():
@@ -153,7 +155,7 @@ def sample_clips(
 
 
 def solve_ode(maker: ClipMaker, batch: ClipMicroBatch) -> Tensor:
-    """Sample latents of a micro-batch: by the model's own solver on its own schedule, by Euler steps on the linear one."""
+    """Sample the latents of a micro-batch, with the model's own solver on its own schedule, or Euler steps on the linear one."""
     config = maker.config
     steps = config.validation.sampling_steps or config.world.sampling_steps
     scale = config.validation.guidance_scale or config.world.guidance_scale
@@ -173,7 +175,7 @@ def refuse_noise(number: int) -> Tensor:
 
 
 def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> SampledBatch:
-    """Measure what the clips look like, and start to score them if the run has rewards."""
+    """Measure how the clips look, and start to score them if the run has rewards."""
     if maker.scorer is None:
         return SampledBatch(batch, latents.cpu(), None, look_at(decode_pixels(maker.codec, latents)))
     pending = start_scoring(maker, batch, latents)
@@ -181,7 +183,7 @@ def look_and_score(maker: ClipMaker, batch: ClipMicroBatch, latents: Tensor) -> 
 
 
 def build_clips(maker: ClipMaker, sampled: SampledBatch) -> list[ValidationClip]:
-    """Wait for the scores of a micro-batch, and decode its clips that are shown."""
+    """Wait for the scores of a micro-batch, decode the clips to show, and return the results."""
     scores = None if sampled.result is None else sampled.result()
     clips = []
     for i, (place, row) in enumerate(zip(sampled.batch.places, sampled.batch.rows, strict=True)):
@@ -195,7 +197,7 @@ def build_clips(maker: ClipMaker, sampled: SampledBatch) -> list[ValidationClip]
 
 
 def summarise(clips: Sequence[ValidationClip]) -> dict[str, float]:
-    """Return `val/reward/mean`, `val/reward/<name>/mean`, and what the clips look like."""
+    """Return `val/reward/mean`, `val/reward/<name>/mean`, and the metrics of how the clips look."""
     metrics = {
         f"val/reward/{name}/mean".replace("//", "/"): sum(clip.rewards[name] for clip in clips) / len(clips)
         for name in clips[0].rewards

@@ -1,4 +1,4 @@
-"""The maker of clips, and the policy's velocity of a micro-batch: one function for sampling, training and validation."""
+"""The components that sample clips, and the policy's velocity, computed by one function in sampling, training and validation."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from dsreason.world.training.inputs import Inputs
 
 @dataclass(frozen=True, kw_only=True)
 class ClipMaker:
-    """The parts that sample clips and score them, in a training run and in an evaluation."""
+    """The components that sample and score clips, in training and evaluation."""
 
     config: WorldConfig
     family: WorldFamily
     model_path: Path
     transformer: nn.Module
-    """The transformer, or the DeepSpeed engine around it."""
+    """The transformer, or the DeepSpeed engine that wraps it."""
     codec: LatentCodec
     inputs: Inputs
     share: ClipShare
     scorer: ClipScorer | None
-    """None on ranks that do not lead their share, and without rewards, which a rollout requires."""
+    """The scorer; None on ranks that do not lead their share, and in runs without rewards, which have no rollouts."""
     device: torch.device
 
     @cached_property
     def sigmas(self) -> Tensor:
-        """Noise levels of a rollout: `[sampling_steps + 1]`, float64, falling; the last one is 0."""
+        """Noise levels of a rollout: `[sampling_steps + 1]`, float64, decreasing to 0."""
         return compute_sigmas(self.config, self.model_path)
 
 
 def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Velocity:
-    """Return the policy's velocity of these clips with guidance: one function for sampling and for training.
+    """Return the function that computes the policy's velocity with guidance for a micro-batch, in sampling and training.
 
     Args:
-        batch: on the transformer's device.
+        batch: clips, whose tensors are on the transformer's device.
+        scale: guidance scale; 1 disables guidance.
     """
     transformer, family = maker.transformer, maker.family
     if scale == 1:
         return lambda x, s: family.velocity(transformer, x, s, batch.text, batch.conditioning, batch.start)
-    # Both halves go through one forward, so that a backward pass sees each weight once.
+    # A single forward pass processes both prompts, so that the backward pass visits each weight once.
     both = add_negative(batch, maker.inputs.negative(len(batch)).to(batch.text))
 
     def guided_velocity(x: Tensor, s: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def build_velocity(maker: ClipMaker, batch: ClipMicroBatch, scale: float) -> Vel
 
 
 def add_negative(batch: ClipMicroBatch, negative: Tensor) -> ClipMicroBatch:
-    """Return the clips with their prompts, followed by the same clips with the negative prompt."""
+    """Return a micro-batch of the clips with their prompts, followed by the same clips with the negative prompt."""
     conditioning = batch.conditioning
     if conditioning is not None:
         latents, mask = torch.cat([conditioning.latents] * 2), torch.cat([conditioning.mask] * 2)
@@ -73,7 +74,7 @@ def add_negative(batch: ClipMicroBatch, negative: Tensor) -> ClipMicroBatch:
 
 
 def restore_given_frames(latents: Tensor, batch: ClipMicroBatch) -> Tensor:
-    """Return the latents with the batch's given frames unchanged."""
+    """Return the latents with the given frames replaced by their original values."""
     if batch.conditioning is None:
         return latents
     return torch.where(batch.conditioning.mask.bool(), batch.conditioning.latents, latents)
